@@ -18,7 +18,7 @@ SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
 """KV heads of the GQA that a latent cache is compared with; the usual number."""
-_UNTOLD = ("refused", "kept", "absorbed by hand")
+_UNTOLD = ("refused", "kept", "absorbed by hand", "shared rows")
 """Families whose cache may hold K and V, or what they are recomputed from in every step: nobody knows which."""
 
 

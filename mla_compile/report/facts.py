@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mla_compile.codes import Code
+from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import SiteReport
 from mla_compile.report.stored import StoredWeights
 
-Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "absorbed by hand", "no attention"]
+Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "absorbed by hand", "shared rows", "no attention"]
 """``refused``: sites that could be proved neither to be MLA nor to be anything else. ``kept``: sites whose latent is no
 narrower than K and V. ``absorbed by hand``: all sites with a latent are in the absorbed form as they are written.
+``shared rows``: heads share rows that are key and value, and no weight makes K or V of them.
 ``not MLA``: MHA, GQA or MQA, and nothing tells which."""
 
 
@@ -186,8 +187,10 @@ def family_of(sites: Sequence[SiteReport]) -> Family | None:
         return "MLA"
     if "refused" in verdicts or "kept" not in verdicts:
         return "refused" if "refused" in verdicts else None
-    by_hand = all(site.code is Code.ALREADY_ABSORBED for site in sites if site.verdict == "kept")
-    return "absorbed by hand" if by_hand else "kept"
+    codes = {site.code for site in sites if site.verdict == "kept"}
+    if not codes <= OVER_ROWS:
+        return "kept"
+    return "absorbed by hand" if Code.ALREADY_ABSORBED in codes else "shared rows"
 
 
 def _head_values(dims: Dims) -> int:

@@ -1,8 +1,11 @@
-"""Attentions that are written in the absorbed form: heads share one row per token, which is key and value at once.
+"""Attentions whose heads share one row per token, which is key and value at once.
 
-Such code takes queries into the space of the latent itself (``q' = [q_n W_k | q_r]``), reads ``[c | r]`` as keys and
-``c`` as values, and applies ``W_v`` to what comes out. No weight lies between rows and attention, so there is no plan;
-to its user it is Multi-head Latent Attention all the same, with nothing left to do.
+Code that is absorbed by hand takes queries into the space of the latent itself (``q' = [q_n W_k | q_r]``), reads
+``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to what comes out. No weight lies between rows and attention,
+so there is no plan; to its user it is Multi-head Latent Attention all the same, with nothing left to do.
+
+Other models are made in that form (DeepSeek-V4, whose queries are normed and rotated for each head). What their queries
+went through tells nothing of a ``W_k``, and nothing has to: the attention is the same.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from mla_compile.passes.ir.walk import first_equals, nearest
 from mla_compile.passes.linear.records import Maps
 
 REASON = "heads share one row per token, key and value at once, and read it as it is: nothing is left to absorb"
+NO_WEIGHT = "heads share one row per token, key and value at once, and no weight lies between them and it"
 
 _COLUMNS = "columns"
 _Role: TypeAlias = "Axis | str"
@@ -43,28 +47,31 @@ _Role: TypeAlias = "Axis | str"
 _Cut: TypeAlias = "tuple[_Role, object]"
 
 
-def absorbed_by_hand(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
-    """``verdicts``, in which attentions without a latent that have the absorbed form say so."""
-    found = {v.site.node for v in verdicts if v.code is Code.NOT_MLA and _queries_by_heads(v.site, maps)}
+def over_shared_rows(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
+    """``verdicts``, in which attentions without a latent whose heads share rows that are key and value say so."""
+    found = {v.site.node: shared for v in verdicts if v.code is Code.NOT_MLA and (shared := _shared(v.site, maps))}
     if not found:
         return list(verdicts)
     first = first_equals(graph)
-    return [
-        replace(v, code=Code.ALREADY_ABSORBED, reason=REASON, blame=None)
-        if v.site.node in found and _values_among_keys(v.site, maps, first)
-        else v
-        for v in verdicts
-    ]
+    return [_told(v, found[v.site.node], maps, first) if v.site.node in found else v for v in verdicts]
 
 
-def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
-    """The products whose queries are made by a weight for each of several heads that all read the same keys and values.
+def _told(verdict: Verdict, shared: set[Atom], maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Verdict:
+    site = verdict.site
+    made = [p for p in site.products if _by_heads(p, shared, maps)]
+    if made and _values_among_keys(site, made, first):
+        return replace(verdict, code=Code.ALREADY_ABSORBED, reason=REASON, blame=None)
+    # Where no weight makes the queries, an axis that they alone have may be one of tokens.
+    heads = [a for a in shared if a in site.lead and isinstance(a.size, int)]
+    if heads and _values_among_keys(site, site.products, first):
+        return replace(verdict, code=Code.SHARED_ROWS, reason=NO_WEIGHT, blame=None)
+    return verdict
 
-    Other axes that only the queries have (the two of an image, say) are no heads.
-    """
+
+def _shared(site: AttentionSite, maps: Maps) -> set[Atom]:
+    """The axes of the queries along which all read the same keys and values."""
     operands = (*(p.k for p in site.products), site.v)
-    shared = {a for a in (*site.lead, *site.queries) if all(repeats(o, a, maps) for o in operands)}
-    return [p for p in site.products if _by_heads(p, shared, maps)] if shared else []
+    return {a for a in (*site.lead, *site.queries) if all(repeats(o, a, maps) for o in operands)}
 
 
 def heads_among_queries(site: AttentionSite, maps: Maps) -> list[Atom]:
@@ -79,6 +86,10 @@ def heads_among_queries(site: AttentionSite, maps: Maps) -> list[Atom]:
 
 
 def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
+    """Whether a weight makes the queries for each of several heads, which are along an axis that is ``shared``.
+
+    Other axes that only the queries have (the two of an image, say) are no heads.
+    """
     dims = [k for k, axis in enumerate(product.q.axes) if shared & set(axis) and not set(axis) & set(product.features)]
     pieces = [(p, set(p.weight.atoms)) for p in maps.map(product.q.node).pieces if p.weight is not None]
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
@@ -107,9 +118,9 @@ def _weights_of_their_own(node: fx.Node, maps: Maps) -> list[Size]:
     return [s for c, s in zip(of_left, shape(left), strict=True) if c in of_right and c in out and not same(s, 1)]
 
 
-def _values_among_keys(site: AttentionSite, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether each column of the values is one of the keys that those queries meet."""
-    keys = [piece for product in _queries_by_heads(site, maps) for piece in reads(product.k, product.features, first)]
+def _values_among_keys(site: AttentionSite, products: Iterable[Product], first: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether each column of the values is one of the keys of ``products``."""
+    keys = [piece for product in products for piece in reads(product.k, product.features, first)]
     outer = {*site.lead, *site.queries, *site.keys}
     values = reads(site.v, tuple(a for a in flatten(site.v.axes) if a not in outer), first)
     return bool(values) and all(piece.within(keys) for piece in values)

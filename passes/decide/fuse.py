@@ -1,4 +1,4 @@
-"""Attention that is absorbed by hand, as one operator.
+"""Attention over rows that heads share, with no weight between, as one operator.
 
 Nothing is left to absorb where rows are key and value as they are. But where the products are written out, the scores
 and probabilities of every head go through memory, and the rows are read once for each product; the operator of absorbed
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from mla_compile.codes import Code
+from mla_compile.codes import OVER_ROWS
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.by_hand import heads_among_queries, reads
 from mla_compile.passes.decide.call_sizes import call_sizes
@@ -32,11 +32,11 @@ products of matrices are as fast as the operator (benchmarks/absorbed_by_hand.py
 
 
 def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
-    """``verdicts``, in which attentions that are absorbed by hand say how they become one operator, if they do."""
-    if all(v.code is not Code.ALREADY_ABSORBED for v in verdicts):
+    """``verdicts``, in which attentions over shared rows say how they become one operator, if they do."""
+    if all(v.code not in OVER_ROWS for v in verdicts):
         return list(verdicts)
     first = first_equals(graph)
-    return [replace(v, fusion=_fusion(v.site, maps, first)) if v.code is Code.ALREADY_ABSORBED else v for v in verdicts]
+    return [replace(v, fusion=_fusion(v.site, maps, first)) if v.code in OVER_ROWS else v for v in verdicts]
 
 
 def _fusion(site: AttentionSite, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Fusion | None:

@@ -19,7 +19,7 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.blame import SYMPTOMS
-from mla_compile.passes.decide.by_hand import absorbed_by_hand
+from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import Device, Fold, Forms, choose, saves_cache
@@ -56,7 +56,7 @@ def judge(
     judged = _Judge(graph, maps, device, forms, fold, sparse)
     verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
     verdicts = [_with_advice(verdict, maps) for verdict in verdicts]
-    verdicts = absorbed_by_hand(graph, verdicts, maps)
+    verdicts = over_shared_rows(graph, verdicts, maps)
     return verdicts if forms == "expanded" else with_fusions(graph, verdicts, maps)
 
 
