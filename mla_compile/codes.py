@@ -226,7 +226,7 @@ CODES: dict[Code, CodeInfo] = {
 
 
 OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
-"""Codes of attentions that read shared rows as they lie, so that nothing is left to absorb; they may become one operator."""
+"""Of attentions that read shared rows as they lie: nothing is left to absorb, but they may become one operator."""
 
 
 def section(code: Code | str) -> str:

@@ -20,13 +20,14 @@ from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
-from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.decide.records import Fusion, Verdict
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, unsplit
+from mla_compile.passes.report.site import masks_told
 from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.by_hand import fuse
 from mla_compile.passes.rewrite.columns import read_parts
@@ -121,6 +122,7 @@ def _unfollowed(state: State) -> int:
 
 
 _FUSED = "its scores, softmax and weighted sum are one operator now, which reads each row once"
+_SEVERAL = "its rows lie in {count} memories, which are not joined any more: one operator reads each, once"
 
 
 def _absorb(state: State) -> int:
@@ -157,8 +159,13 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
         if not _is_fast(val(fusion.plan.latent.node)):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
-        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, _FUSED))
+        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *_told(fusion)))
     return done
+
+
+def _told(fusion: Fusion) -> list[str]:
+    several = _SEVERAL.format(count=len(fusion.memories))
+    return [*(note for plan in fusion.each for note in masks_told(plan)), several if fusion.memories else _FUSED]
 
 
 def _is_fast(rows: torch.Tensor) -> bool:
@@ -197,7 +204,9 @@ def _index(state: State) -> int:
     """One operator for the scores of each indexer whose list of keys an attention reads."""
     if state.options.lowering == "aten":
         return 0
-    lists = [v.plan.visible.chosen for v in state.chosen if v.plan is not None]
+    plans = [v.plan for v in state.chosen if v.plan is not None]
+    plans += [plan for v in state.verdicts if v.fusion is not None for plan in v.fusion.each]
+    lists = [plan.visible.chosen for plan in plans]
     untouched, checks = None if state.untouched is None else _by_name(state.untouched), Checks(state.program.weights)
     written = 0
     for found in indexers((one for one in lists if one is not None), state.analysis.weights):

@@ -12,7 +12,9 @@ from mla_compile.core.dims import Dims
 from mla_compile.core.records import SiteReport
 from mla_compile.report.stored import StoredWeights
 
-Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "absorbed by hand", "shared rows", "no attention"]
+Family = Literal[
+    "MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "absorbed by hand", "shared rows", "no attention"
+]
 """``refused``: sites that could be proved neither to be MLA nor to be anything else. ``kept``: sites whose latent is no
 narrower than K and V. ``absorbed by hand``: all sites with a latent are in the absorbed form as they are written.
 ``shared rows``: heads share rows that are key and value, and no weight makes K or V of them.

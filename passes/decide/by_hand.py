@@ -1,8 +1,8 @@
 """Attentions whose heads share one row per token, which is key and value at once.
 
 Code that is absorbed by hand takes queries into the space of the latent itself (``q' = [q_n W_k | q_r]``), reads
-``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to what comes out. No weight lies between rows and attention,
-so there is no plan; to its user it is Multi-head Latent Attention all the same, with nothing left to do.
+``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to what comes out. No weight lies between rows and
+attention, so there is no plan; to its user it is Multi-head Latent Attention all the same, with nothing left to do.
 
 Other models are made in that form (DeepSeek-V4, whose queries are normed and rotated for each head). What their queries
 went through tells nothing of a ``W_k``, and nothing has to: the attention is the same.
@@ -11,15 +11,16 @@ went through tells nothing of a ``W_k``, and nothing has to: the attention is th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from torch import fx
 
 from mla_compile.codes import Code
 from mla_compile.passes.attention.site import AttentionSite, Operand, Product
-from mla_compile.passes.decide.records import Verdict, repeats
-from mla_compile.passes.ir.axes import Atom, Axis, flatten
+from mla_compile.passes.decide.plan import make_plan
+from mla_compile.passes.decide.records import AbsorbPlan, Verdict, repeats
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, regroup
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.labels import LABELLED, product_labels
 from mla_compile.passes.ir.operators import (
@@ -29,6 +30,7 @@ from mla_compile.passes.ir.operators import (
     Permute,
     Regroup,
     Repeat,
+    Select,
     Slice,
     Write,
     decode,
@@ -39,39 +41,66 @@ from mla_compile.passes.ir.walk import first_equals, nearest
 from mla_compile.passes.linear.records import Maps
 
 REASON = "heads share one row per token, key and value at once, and read it as it is: nothing is left to absorb"
+_OUT_OF_SIGHT = (Code.NOT_MLA, Code.EXPANDED_INPUTS, Code.EXPANDED_CACHE)
 NO_WEIGHT = "heads share one row per token, key and value at once, and no weight lies between them and it"
 
-_COLUMNS = "columns"
-_Role: TypeAlias = "Axis | str"
+COLUMNS = "columns"
+Role: TypeAlias = "Axis | str"
 """What a dimension of K or V is: an axis of the site, or the columns of a row."""
-_Cut: TypeAlias = "tuple[_Role, object]"
+_Cut: TypeAlias = "tuple[Role, object]"
 
 
 def over_shared_rows(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
     """``verdicts``, in which attentions without a latent whose heads share rows that are key and value say so."""
-    found = {v.site.node: shared for v in verdicts if v.code is Code.NOT_MLA and (shared := _shared(v.site, maps))}
-    if not found:
+    if all(v.code not in _OUT_OF_SIGHT for v in verdicts):
         return list(verdicts)
     first = first_equals(graph)
-    return [_told(v, found[v.site.node], maps, first) if v.site.node in found else v for v in verdicts]
+    return [_told(v, maps, first) if v.code in _OUT_OF_SIGHT else v for v in verdicts]
 
 
-def _told(verdict: Verdict, shared: set[Atom], maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Verdict:
+def _told(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Verdict:
     site = verdict.site
-    made = [p for p in site.products if _by_heads(p, shared, maps)]
+    made = _queries_by_heads(site, maps) if verdict.code is Code.NOT_MLA else []
     if made and _values_among_keys(site, made, first):
         return replace(verdict, code=Code.ALREADY_ABSORBED, reason=REASON, blame=None)
-    # Where no weight makes the queries, an axis that they alone have may be one of tokens.
-    heads = [a for a in shared if a in site.lead and isinstance(a.size, int)]
-    if heads and _values_among_keys(site, site.products, first):
-        return replace(verdict, code=Code.SHARED_ROWS, reason=NO_WEIGHT, blame=None)
-    return verdict
+    plan = plan_by_hand(site, maps)
+    if plan is None or not plan.heads:
+        return verdict
+    if not _values_among_keys(plan.site, plan.site.products, first):
+        return verdict
+    return replace(verdict, code=Code.SHARED_ROWS, reason=NO_WEIGHT, blame=None)
 
 
-def _shared(site: AttentionSite, maps: Maps) -> set[Atom]:
-    """The axes of the queries along which all read the same keys and values."""
+def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
+    """The products whose queries are made by a weight for each of several heads that all read the same keys and values.
+
+    Other axes that only the queries have (the two of an image, say) are no heads.
+    """
     operands = (*(p.k for p in site.products), site.v)
-    return {a for a in (*site.lead, *site.queries) if all(repeats(o, a, maps) for o in operands)}
+    shared = {a for a in (*site.lead, *site.queries) if all(repeats(o, a, maps) for o in operands)}
+    return [p for p in site.products if _by_heads(p, shared, maps)] if shared else []
+
+
+def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
+    """The plan for rows that heads share as they are; the code may write heads as it writes tokens."""
+    written = [] if site.causal else heads_among_queries(site, maps)
+    plan = make_plan(_with_heads(site, written), maps, by_hand=True)
+    if isinstance(plan, AbsorbPlan) and not plan.heads and not site.causal:
+        plan = make_plan(_with_heads(site, _unmasked(site)), maps, by_hand=True)
+    return plan if isinstance(plan, AbsorbPlan) else None
+
+
+def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:
+    queries = tuple(a for a in site.queries if a not in heads)
+    return replace(site, lead=(*site.lead, *heads), queries=queries)
+
+
+def _unmasked(site: AttentionSite) -> list[Atom]:
+    """The axis that only queries of four axes have, if it is the one of fixed length that no mask tells apart."""
+    masked = {a for mask in site.masks for a in flatten(mask.operand.axes)}
+    several = all(len(p.q.axes) > 3 for p in site.products)
+    found = [a for a in site.queries if several and isinstance(a.size, int) and a not in masked]
+    return found if len(found) == 1 else []
 
 
 def heads_among_queries(site: AttentionSite, maps: Maps) -> list[Atom]:
@@ -86,10 +115,6 @@ def heads_among_queries(site: AttentionSite, maps: Maps) -> list[Atom]:
 
 
 def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
-    """Whether a weight makes the queries for each of several heads, which are along an axis that is ``shared``.
-
-    Other axes that only the queries have (the two of an image, say) are no heads.
-    """
     dims = [k for k, axis in enumerate(product.q.axes) if shared & set(axis) and not set(axis) & set(product.features)]
     pieces = [(p, set(p.weight.atoms)) for p in maps.map(product.q.node).pieces if p.weight is not None]
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
@@ -128,12 +153,13 @@ def _values_among_keys(site: AttentionSite, products: Iterable[Product], first: 
 
 @dataclass(frozen=True)
 class Read:
-    """Columns ``start`` to ``stop`` of ``rows``, of which ``cuts`` are read."""
+    """Columns ``start`` to ``stop`` of ``rows``, of which ``cuts`` are read; ``roles``: what its dimensions are."""
 
     rows: fx.Node
     cuts: tuple[_Cut, ...]
     start: int
     stop: int
+    roles: tuple[Role, ...] = field(default=(), compare=False)
 
     def within(self, others: Iterable[Read]) -> bool:
         """Whether ``others`` together read every column that this one does."""
@@ -147,8 +173,8 @@ class Read:
 
 def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[Read]:
     """The rows that an operand shows, looked for through views, casts and joins of columns."""
-    roles: list[_Role] = [_COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
-    width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == _COLUMNS]
+    roles: list[Role] = [COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
+    width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == COLUMNS]
     if len(width) != 1 or not isinstance(width[0], int):
         return []
     return _behind(operand.node, roles, (), 0, width[0], first)
@@ -156,14 +182,14 @@ def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) ->
 
 def _behind(
     node: fx.Node,
-    roles: Sequence[_Role],
+    roles: Sequence[Role],
     cuts: tuple[_Cut, ...],
     start: int,
     stop: int,
     first: Mapping[fx.Node, fx.Node],
 ) -> list[Read]:
     how = decode(node)
-    if isinstance(how, Join) and roles[how.dim] == _COLUMNS:
+    if isinstance(how, Join) and roles[how.dim] == COLUMNS:
         found: list[Read] = []
         for part in how.parts:
             width = shape(part)[how.dim]
@@ -173,46 +199,70 @@ def _behind(
                 found += _behind(part, roles, cuts, max(start, 0), min(stop, width), first)
             start, stop = start - width, stop - width
         return found
-    if isinstance(how, Write) and roles[how.dim] == _COLUMNS and how.taken is not None and how.taken.step == 1:
+    if isinstance(how, Write) and roles[how.dim] == COLUMNS and how.taken is not None and how.taken.step == 1:
         at, end = how.taken.start, how.taken.stop
         found = _behind(how.base, roles, cuts, start, min(stop, at), first) if start < at else []
         if start < end and at < stop:
             found += _behind(how.x, roles, cuts, max(start, at) - at, min(stop, end) - at, first)
         return found + (_behind(how.base, roles, cuts, max(start, end), stop, first) if end < stop else [])
-    if isinstance(how, Slice) and roles[how.dim] == _COLUMNS and how.taken is not None and how.taken.step == 1:
+    if isinstance(how, Slice) and roles[how.dim] == COLUMNS and how.taken is not None and how.taken.step == 1:
         return _behind(how.x, roles, cuts, start + how.taken.start, stop + how.taken.start, first)
-    if isinstance(how, Slice) and roles[how.dim] != _COLUMNS and how.bounds is not None:
+    if isinstance(how, Slice) and roles[how.dim] != COLUMNS and how.bounds is not None:
         bounds = tuple(first[b] if isinstance(b, fx.Node) else b for b in how.bounds)
         return _behind(how.x, roles, (*cuts, (roles[how.dim], bounds)), start, stop, first)
+    if isinstance(how, Select) and same(shape(how.x)[how.dim], 1):
+        return _behind(how.x, [*roles[: how.dim], (), *roles[how.dim :]], cuts, start, stop, first)
     if isinstance(how, (Copy, Permute, Broadcast, Repeat, Regroup)):
         before = _roles_before(how, node, roles)
         if before is not None:
             return _behind(how.x, before, cuts, start, stop, first)
-    return [Read(first[node], cuts, start, stop)]
+    return [Read(first[node], cuts, start, stop, tuple(roles))]
 
 
 def _roles_before(
-    how: Copy | Permute | Broadcast | Repeat | Regroup, node: fx.Node, roles: Sequence[_Role]
-) -> list[_Role] | None:
+    how: Copy | Permute | Broadcast | Repeat | Regroup, node: fx.Node, roles: Sequence[Role]
+) -> list[Role] | None:
     """What the dimensions of ``how.x`` are; None where that cannot be told, or its columns are others."""
     own, sizes = shape(how.x), shape(node)
     if isinstance(how, Permute):
-        before: list[_Role] = [()] * len(own)
+        before: list[Role] = [()] * len(own)
         for role, dim in zip(roles, how.order, strict=True):
             before[dim] = role
         return before
     if isinstance(how, Copy) and len(own) == len(sizes):
         return list(roles)
     if isinstance(how, Regroup):
-        # Axes of size 1 come and go; those that are merged or split are not followed.
-        named = iter([role for role, s in zip(roles, sizes, strict=True) if not same(s, 1)])
-        if not same_sizes([s for s in own if not same(s, 1)], [s for s in sizes if not same(s, 1)]):
-            return None
-        before = [() if same(s, 1) else next(named) for s in own]
-        return before if _COLUMNS in before else None
+        return _regrouped(own, sizes, roles)
     if isinstance(how, (Broadcast, Repeat)):
         extra = len(sizes) - len(own)
         # Along an axis that was repeated all rows are alike; repeated columns are none of the row's own.
-        before = [role if same(a, b) else () for role, a, b in zip(roles[extra:], own, sizes[extra:], strict=True)]
-        return before if _COLUMNS in before else None
+        inner = isinstance(how, Repeat) and how.interleaved
+        triples = zip(roles[extra:], own, sizes[extra:], strict=True)
+        before = [role if same(a, b) else _once(role, a, inner) for role, a, b in triples]
+        return before if COLUMNS in before else None
     return None
+
+
+def _once(role: Role, size: Size, inner: bool) -> Role:
+    """The part of an axis along which rows are not repeated, of this size; ``inner``: each is repeated by itself."""
+    if isinstance(role, str) or same(size, 1):
+        return ()
+    parts = (role[:n] if inner else role[n:] for n in range(1, len(role)))
+    return next((part for part in parts if same(axis_size(part), size)), ())
+
+
+def _regrouped(own: Sequence[Size], sizes: Sequence[Size], roles: Sequence[Role]) -> list[Role] | None:
+    """What axes were before a view made those of ``sizes`` of them."""
+    # Axes of size 1 come and go.
+    named = [role for role, s in zip(roles, sizes, strict=True) if not same(s, 1)]
+    if same_sizes([s for s in own if not same(s, 1)], [s for s in sizes if not same(s, 1)]):
+        left = iter(named)
+        return [() if same(s, 1) else next(left) for s in own]
+    if () in named:
+        return None
+    width = next(s for role, s in zip(roles, sizes, strict=True) if role == COLUMNS)
+    columns = Atom(width)
+    found = regroup([a for role in roles for a in ((columns,) if isinstance(role, str) else role)], own)
+    if found is None or found[1] or (columns,) not in found[0]:
+        return None
+    return [COLUMNS if axis == (columns,) else axis for axis in found[0]]

@@ -57,7 +57,7 @@ def judge(
     verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
     verdicts = [_with_advice(verdict, maps) for verdict in verdicts]
     verdicts = over_shared_rows(graph, verdicts, maps)
-    return verdicts if forms == "expanded" else with_fusions(graph, verdicts, maps)
+    return verdicts if forms == "expanded" else with_fusions(graph, verdicts, maps, sparse=sparse)
 
 
 def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:

@@ -37,7 +37,7 @@ def site_report(
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
     notes += [verdict.site.node.meta[TOLD]] if TOLD in verdict.site.node.meta else []
     notes += verdict.notes
-    notes += [] if verdict.plan is None else _masks(verdict.plan)
+    notes += [] if verdict.plan is None else masks_told(verdict.plan)
     notes += _roundings(verdict)
     notes += [check.note] if check is not None and check.note else []
     report = SiteReport(
@@ -85,7 +85,7 @@ def site_report(
     )
 
 
-def _masks(plan: AbsorbPlan) -> list[str]:
+def masks_told(plan: AbsorbPlan) -> list[str]:
     """What the operator is told in place of masks, and what is left over."""
     seen = plan.visible
     if not plan.whole or not plan.site.masks:
