@@ -83,11 +83,21 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
 
 def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
     """The plan for rows that heads share as they are; the code may write heads as it writes tokens."""
+    bases = {_base(o.node) for o in (*(p.k for p in site.products), site.v)}
+    if len(bases) == 1:  # key and value at once, whatever it is joined of
+        maps = maps.with_sources(bases)
     written = [] if site.causal else heads_among_queries(site, maps)
     plan = make_plan(_with_heads(site, written), maps, by_hand=True)
     if isinstance(plan, AbsorbPlan) and not plan.heads and not site.causal:
         plan = make_plan(_with_heads(site, _unmasked(site)), maps, by_hand=True)
     return plan if isinstance(plan, AbsorbPlan) else None
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, or repeats for several heads."""
+    while isinstance(how := decode(node), (Copy, Permute, Broadcast, Repeat, Regroup)):
+        node = how.x
+    return node
 
 
 def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:
