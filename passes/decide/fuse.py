@@ -18,6 +18,7 @@ from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.memories import memories
 from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.decide.refine import value_features
+from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.operators import Permute, Regroup, Slice, decode
 from mla_compile.passes.ir.walk import first_equals
@@ -66,9 +67,11 @@ def _gains(fusion: Fusion) -> bool:
     sizes = call_sizes(fusion.plan)
     if sizes.symbolic or sizes.S > MOST_QUERIES:
         return False
-    on_cpu = val(fusion.plan.latent.node).device.type == "cpu"
-    chosen = any(plan.visible.chosen is not None for plan in fusion.each)
-    return chosen or not on_cpu or sizes.S * fusion.plan.dims.H <= MOST_ROWS
+    plan, heads = fusion.plan, set(fusion.plan.heads)
+    chosen = any(one.visible.chosen is not None for one in fusion.each)
+    copied = any(heads & set(flatten(p.k.axes)) for p in plan.site.products)  # rows that are written for each head
+    on_cpu = val(plan.latent.node).device.type == "cpu"
+    return chosen or copied or not on_cpu or sizes.S * plan.dims.H <= MOST_ROWS
 
 
 def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusion:
