@@ -13,9 +13,10 @@ from dataclasses import replace
 from torch import fx
 
 from mla_compile.codes import OVER_ROWS, Code
-from mla_compile.passes.decide.by_hand import plan_by_hand, reads
+from mla_compile.passes.decide.by_hand import plan_by_hand
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.memories import memories
+from mla_compile.passes.decide.reads import reads
 from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import flatten

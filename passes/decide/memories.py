@@ -15,8 +15,8 @@ from torch import fx
 
 from mla_compile.passes.attention.scores import align_right
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Visible
-from mla_compile.passes.decide.by_hand import COLUMNS, Read, reads
 from mla_compile.passes.decide.plan import make_plan
+from mla_compile.passes.decide.reads import COLUMNS, Read, reads
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis

@@ -1,6 +1,6 @@
 """DeepSeek-V4 without its compressed rows: one row per token is key and value of all heads, queries are normed and
-rotated for each head, a sink is joined to the scores, and what was rotated in the rows is rotated back in the output. No
-weight lies between the attention and the rows, so nothing is absorbed; a step becomes the operator as it is."""
+rotated for each head, a sink is joined to the scores, and what was rotated in the rows is rotated back in the output.
+No weight lies between the attention and the rows, so nothing is absorbed; a step becomes the operator as it is."""
 
 import torch
 

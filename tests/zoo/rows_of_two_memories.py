@@ -1,5 +1,5 @@
-"""DeepSeek-V4's sparse layers: heads share the rows of the last tokens beside rows that each stand for several tokens, of
-which an indexer picks some. The two are joined for each step; a step attends to each of them instead."""
+"""DeepSeek-V4's sparse layers: heads share the rows of the last tokens beside rows that each stand for several tokens,
+of which an indexer picks some. The two are joined for each step; a step attends to each of them instead."""
 
 import torch
 
@@ -32,7 +32,7 @@ class Attention(OneMemory):
         return self.finish(o), window[:, -WINDOW:], waiting[:, full:], compressed
 
     def picked(self, q, compressed):
-        """Zeros for the keys of a list, minus infinity for the others; one that names none is written behind them all."""
+        """Zeros for the keys of a list, minus infinity for the others; an entry for none is written behind them all."""
         B, C = compressed.shape[:2]
         scores = torch.einsum("bhsw,bcw->bshc", q[:, :2], compressed).relu().sum(2)
         index = scores.topk(min(PICKED, C), -1).indices
