@@ -205,7 +205,8 @@ def _index(state: State) -> int:
     if state.options.lowering == "aten":
         return 0
     plans = [v.plan for v in state.chosen if v.plan is not None]
-    plans += [plan for v in state.verdicts if v.fusion is not None for plan in v.fusion.each]
+    fused = {done.plan.site.node for done in state.fused}
+    plans += [p for v in state.verdicts if v.fusion is not None and v.site.node in fused for p in v.fusion.each]
     lists = [plan.visible.chosen for plan in plans]
     untouched, checks = None if state.untouched is None else _by_name(state.untouched), Checks(state.program.weights)
     written = 0

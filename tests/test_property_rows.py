@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from mla_compile.codes import Code
 from mla_compile.kernels.cpu import native
-from tests.support.generated_rows import FAULTS, RowsCase, SharedRows, inputs_of, rows_case
+from tests.support.generated_rows import FAULTS, RowsCase, SharedRows, in_half, inputs_of, rows_case
 from tests.support.generator import check_each
 from tests.support.programs import error, export, optimized, run
 
@@ -23,13 +24,16 @@ pytestmark = pytest.mark.skipif(native.load() is None, reason="no kernel here ru
 
 
 def done(case: RowsCase):
-    module = SharedRows(case).eval()
-    outcome = optimized(export(module, inputs_of(case)), lowering="op", verify=True)
+    exact = SharedRows(case).eval()
+    module, dtype = (in_half(copy.deepcopy(exact)), torch.bfloat16) if case.half else (exact, torch.float64)
+    outcome = optimized(export(module, [x.to(dtype) for x in inputs_of(case)]), lowering="op", verify=True)
     for scale in (1.0, 30.0):
-        given = inputs_of(case, scale)
+        given = [x.to(dtype) for x in inputs_of(case, scale)]
         with torch.no_grad():
-            want, (got,) = module(*given), run(outcome.program, *given)
-        assert error(got, want) < (1e-5 if case.float32 else 1e-11)
+            own, (got,), want = module(*given), run(outcome.program, *given), exact(*(x.double() for x in given))
+        assert got.dtype == own.dtype
+        allowed = 2 * error(own.double(), want) + 0.02 if case.half else 1e-5 if case.float32 else 1e-11
+        assert error(got.double(), want) < allowed
     return outcome
 
 

@@ -19,10 +19,10 @@ from mla_compile.passes.decide.plan import make_plan
 from mla_compile.passes.decide.reads import COLUMNS, Read, reads
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.decide.refine import value_features
-from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
+from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Broadcast, Copy, Join, decode
-from mla_compile.passes.ir.sizes import Size, same, same_sizes
+from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes
 from mla_compile.passes.linear.records import Maps
 
 aten = torch.ops.aten
@@ -63,7 +63,8 @@ def together(each: Sequence[AbsorbPlan]) -> Visible:
         lengths=tuple(length for v in seen for length in v.lengths),
         numbers=tuple(n for v in seen for n in v.numbers),
         chosen=lists[0] if lists else None,
-        always=any(v.always for v in seen),
+        # An empty memory hides nothing, and shows nothing.
+        always=any(p.visible.always and at_least(axis_size(p.site.keys), 1) for p in each),
         left=tuple(dict.fromkeys(why for v in seen for why in v.left)),
     )
 

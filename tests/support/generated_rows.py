@@ -17,7 +17,7 @@ from torch import Tensor, nn
 LEGAL = "none"
 FAULTS = (
     "other_columns", "rows_per_head", "norm_of_keys", "norm_of_values", "shifted_values", "values_scaled_by_token",
-    "one_head_apart", "gate_per_head",
+    "one_head_apart", "gate_per_head", "values_by_other_heads", "rows_changed_between",
 )  # fmt: skip
 SPELLINGS = ("repeat_kv", "expand", "broadcast", "einsum", "sdpa", "gqa", "interleave")
 MASKS = ("none", "causal", "padded", "added", "window", "finite")
@@ -41,6 +41,7 @@ class RowsCase:
     values: str = "equal"
     sinks: str = "none"
     float32: bool = False
+    half: bool = False
     mask: str = "none"
     listed: str = "none"
     indexer: bool = False
@@ -55,8 +56,9 @@ class RowsCase:
 def rows_case(seed: int, *, legal: bool) -> RowsCase:
     """The case of this number."""
     pick = random.Random(seed).choice
-    G = pick([1, 1, 1, 2])
-    spelling = pick(SPELLINGS)
+    fault = LEGAL if legal else pick(FAULTS)
+    G = 2 if fault == "values_by_other_heads" else pick([1, 1, 1, 2])
+    spelling = "repeat_kv" if fault == "values_by_other_heads" else pick(SPELLINGS)
     fused = spelling in ("sdpa", "gqa")
     C = pick([0, 2, 5, 9])
     mask = pick(MASKS)
@@ -74,10 +76,11 @@ def rows_case(seed: int, *, legal: bool) -> RowsCase:
         values=pick(["equal", "equal", "first", "last", "middle"]),
         sinks="none" if fused else pick(["none", "joined", "before", "below_top"]),
         float32=not fused and pick([False, False, True]),
+        half=pick([False, False, True]),
         mask="added" if fused and mask == "finite" else mask,
         listed=pick(LISTS) if C and mask in ("none", "added", "padded") else "none",
         indexer=pick([False, True]),
-        fault=LEGAL if legal else pick(FAULTS),
+        fault=fault,
         seed=seed,
     )
 
@@ -127,6 +130,10 @@ class SharedRows(nn.Module):
             v = v.roll(1, 2)
         if fault == "values_scaled_by_token":
             v = v * torch.arange(1.0, v.shape[2] + 1, dtype=v.dtype)[:, None]
+        if fault == "rows_changed_between":
+            k = torch.cat([k[:, :, :1] * 1.5, k[:, :, 1:]], 2)
+        if fault == "values_by_other_heads":  # of two groups, keys change from head to head, values after some
+            return k.repeat(1, case.H // case.G, 1, 1), v.repeat_interleave(case.H // case.G, 1)
         k, v = self._copied(k), self._copied(v)
         if fault == "rows_per_head":
             k = k + torch.arange(case.H, dtype=k.dtype)[:, None, None]
@@ -212,13 +219,21 @@ class SharedRows(nn.Module):
         case, dtype = self.case, torch.float32 if self.case.float32 else None
         if case.sinks == "none":
             return scores.softmax(-1, dtype=dtype)
-        sink = self.sinks.reshape(1, -1, 1, 1).expand(case.B, -1, case.S, -1)
+        sink = self.sinks.reshape(1, -1, 1, 1).expand(case.B, -1, case.S, -1)  # in float32 where scores are not
         first = case.sinks == "before"
         both = torch.cat([sink, scores] if first else [scores, sink], -1)
         if case.sinks == "below_top":
             both = both - both.max(-1, keepdim=True).values
         probs = both.softmax(-1, dtype=dtype)
         return probs[..., 1:] if first else probs[..., :-1]
+
+
+def in_half(module: SharedRows) -> SharedRows:
+    """``module`` in bfloat16, with sinks in float32, as models keep them."""
+    sinks = module.sinks.data.float()
+    module = module.to(torch.bfloat16)
+    module.sinks = nn.Parameter(sinks)
+    return module
 
 
 def inputs_of(case: RowsCase, scale: float = 1.0) -> list[Tensor]:
