@@ -20,14 +20,14 @@ from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
-from mla_compile.passes.decide.records import Fusion, Verdict
+from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, unsplit
-from mla_compile.passes.report.site import masks_told
+from mla_compile.passes.report.site import fused_told
 from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.by_hand import fuse
 from mla_compile.passes.rewrite.columns import read_parts
@@ -121,10 +121,6 @@ def _unfollowed(state: State) -> int:
     return len(state.lost)
 
 
-_FUSED = "its scores, softmax and weighted sum are one operator now, which reads each row once"
-_SEVERAL = "its rows lie in {count} memories, which are not joined any more: one operator reads each, once"
-
-
 def _absorb(state: State) -> int:
     state.verdicts = [
         replace(v, code=state.failed[v.site.node.name][0], reason=state.failed[v.site.node.name][1])
@@ -159,13 +155,8 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
         if not _is_fast(val(fusion.plan.latent.node)):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
-        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *_told(fusion)))
+        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *fused_told(fusion)))
     return done
-
-
-def _told(fusion: Fusion) -> list[str]:
-    several = _SEVERAL.format(count=len(fusion.memories))
-    return [*(note for plan in fusion.each for note in masks_told(plan)), several if fusion.memories else _FUSED]
 
 
 def _is_fast(rows: torch.Tensor) -> bool:
@@ -357,14 +348,19 @@ def _is_prompt(state: State) -> bool:
 
 
 def _one_form(state: State) -> bool:
-    return bool(state.rewritten) and not any(v.by_call for v in state.chosen)
+    return bool(state.rewritten) and _in_one_form(state)
+
+
+def _in_one_form(state: State) -> bool:
+    return bool(state.rewritten or state.fused) and not any(v.by_call for v in state.chosen)
 
 
 def _append(state: State) -> int:
-    if state.options.appends != "in_place" or not any(v.plan is not None for v in state.verdicts):
+    attended = state.fused or any(v.plan is not None for v in state.verdicts)
+    if state.options.appends != "in_place" or not attended:
         return 0
     # Of two programs for the same inputs, both would have to append in place.
-    count = append_in_place(state.program, rewrite=_one_form(state), shared=state.shared)
+    count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)
     if state.program.sharing is not None and _one_form(state):
         shared = state.program.shared or any(one.shared for one in state.program.appends)
         state.warnings += () if shared else (_NOT_SHARED,)

@@ -13,7 +13,7 @@ from mla_compile.passes.decide import cost
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.choosing import choosing
 from mla_compile.passes.decide.formulas import Form
-from mla_compile.passes.decide.records import AbsorbPlan, Verdict
+from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
@@ -37,7 +37,7 @@ def site_report(
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
     notes += [verdict.site.node.meta[TOLD]] if TOLD in verdict.site.node.meta else []
     notes += verdict.notes
-    notes += [] if verdict.plan is None else masks_told(verdict.plan)
+    notes += [] if verdict.plan is None else _masks(verdict.plan)
     notes += _roundings(verdict)
     notes += [check.note] if check is not None and check.note else []
     report = SiteReport(
@@ -85,7 +85,17 @@ def site_report(
     )
 
 
-def masks_told(plan: AbsorbPlan) -> list[str]:
+_FUSED = "its scores, softmax and weighted sum are one operator now, which reads each row once"
+_SEVERAL = "its rows lie in {count} memories, which are not joined any more: one operator reads each, once"
+
+
+def fused_told(fusion: Fusion) -> list[str]:
+    """What is said of an attention over shared rows that became the operator."""
+    several = _SEVERAL.format(count=len(fusion.memories))
+    return [*(note for plan in fusion.each for note in _masks(plan)), several if fusion.memories else _FUSED]
+
+
+def _masks(plan: AbsorbPlan) -> list[str]:
     """What the operator is told in place of masks, and what is left over."""
     seen = plan.visible
     if not plan.whole or not plan.site.masks:
