@@ -52,7 +52,7 @@ def site_report(
         notes=tuple(notes),
     )
     if verdict.plan is None:
-        return report
+        return report if verdict.fusion is None else _of_lists(report, verdict.fusion)
     if verdict.parts:
         return _of_part(report, verdict, verdict.plan)
     dims = verdict.plan.dims
@@ -119,6 +119,21 @@ def _roundings(verdict: Verdict) -> list[str]:
     visited = (visit.node for term in verdict.plan.terms for visit in term.piece.path)
     dropped = dict.fromkeys(node.meta[DROPPED] for node in visited if DROPPED in node.meta)
     return [f"rows are no longer rounded to {', '.join(dropped)} before the up-projection"] if dropped else []
+
+
+def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
+    """The report on an attention over shared rows, of which a list may name some."""
+    for plan in fusion.each:
+        if (listed := call_sizes(plan).chosen) is not None:
+            chooses = choosing(plan)
+            report = replace(
+                report,
+                chosen=listed,
+                choosing_flops=None if chooses is None else chooses.flops,
+                choosing_bytes=None if chooses is None else chooses.bytes,
+                choosing_fused=None if chooses is None else chooses.fused,
+            )
+    return report
 
 
 def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 as transformers has it: heads read one row per token, of a window and of rows that stand for several tokens.
+"""DeepSeek-V4 as transformers has it: heads read one row per token, of a window and of rows that stand for several.
 
 The tiny model has all three kinds of layers. Tokens and logits are the original's, past several compressed rows and
 past the number of them that an indexer picks; every attention of a step is the operator.
