@@ -14,6 +14,8 @@ _COMMENT = re.compile(r"  # (?P<code>.+?)  # (?P<file>\S+):(?P<line>\d+) in (?P<
 _SIZE = re.compile(
     r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)"
 )
+_WITHIN = re.compile(r"(?:L\['\w+'\]|args\[\d+\]|kwargs\['\w+'\]|(?!(?:L|args|kwargs)\[)\w+)[.\[]")
+"""The name of what an argument holds, and not of an argument itself."""
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
 
@@ -90,9 +92,8 @@ def changed_source(reason: str) -> str | None:
 def drained(reason: str) -> bool:
     """Whether a tensor that is kept between calls was or became empty along an axis other than the first one."""
     found = _SIZE.match(_guard(reason))
-    if found is None or found["axis"] == "0" or not {"[", "."} & set(found["name"].partition("']")[2]):
-        return False
-    return "0" in (found["old"], found["new"])
+    kept = found is not None and found["axis"] != "0" and _WITHIN.match(found["name"]) is not None
+    return kept and found is not None and "0" in found.group("old", "new")
 
 
 def failed(reason: str) -> tuple[str, str]:
