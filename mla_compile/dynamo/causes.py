@@ -92,8 +92,9 @@ def changed_source(reason: str) -> str | None:
 def drained(reason: str) -> bool:
     """Whether a tensor that is kept between calls was or became empty along an axis other than the first one."""
     found = _SIZE.match(_guard(reason))
-    kept = found is not None and found["axis"] != "0" and _WITHIN.match(found["name"]) is not None
-    return kept and found is not None and "0" in found.group("old", "new")
+    if found is None or found["axis"] == "0" or _WITHIN.match(found["name"]) is None:
+        return False
+    return "0" in found.group("old", "new")
 
 
 def failed(reason: str) -> tuple[str, str]:

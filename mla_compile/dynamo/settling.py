@@ -63,7 +63,7 @@ def _started(what: CallbackArgs) -> None:
     reason = why_again()
     if function not in _sources or reason is None or not config.automatic_dynamic_shapes:  # dynamic=False
         return
-    patches: ExitStack = ExitStack()
+    patches = ExitStack()
     if function in _draining or drained(reason):
         _draining.add(function)
         sizes: Any = sizes_config

@@ -137,7 +137,8 @@ def _regrouped(own: Sequence[Size], sizes: Sequence[Size], roles: Sequence[Role]
     named = [role for role, s in zip(roles, sizes, strict=True) if not same(s, 1)]
     if same_sizes([s for s in own if not same(s, 1)], [s for s in sizes if not same(s, 1)]):
         left = iter(named)
-        return [() if same(s, 1) else next(left) for s in own]
+        kept: list[Role] = [() if same(s, 1) else next(left) for s in own]
+        return kept if COLUMNS in kept else None
     if () in named:
         return None
     width = next(s for role, s in zip(roles, sizes, strict=True) if role == COLUMNS)
