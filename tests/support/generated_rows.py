@@ -58,7 +58,9 @@ def rows_case(seed: int, *, legal: bool) -> RowsCase:
     pick = random.Random(seed).choice
     fault = LEGAL if legal else pick(FAULTS)
     G = 2 if fault == "values_by_other_heads" else pick([1, 1, 1, 2])
-    spelling = "repeat_kv" if fault == "values_by_other_heads" else pick(SPELLINGS)
+    spelling = pick(SPELLINGS)
+    if G > 1 and fault in ("values_by_other_heads", "rows_per_head", "gate_per_head"):
+        spelling = "repeat_kv"
     fused = spelling in ("sdpa", "gqa")
     C = pick([0, 2, 5, 9])
     mask = pick(MASKS)
