@@ -59,7 +59,7 @@ def rows_case(seed: int, *, legal: bool) -> RowsCase:
     fault = LEGAL if legal else pick(FAULTS)
     G = 2 if fault == "values_by_other_heads" else pick([1, 1, 1, 2])
     spelling = pick(SPELLINGS)
-    if G > 1 and fault in ("values_by_other_heads", "rows_per_head", "gate_per_head"):
+    if G > 1 and fault in ("values_by_other_heads", "rows_per_head", "gate_per_head", "one_head_apart"):
         spelling = "repeat_kv"
     fused = spelling in ("sdpa", "gqa")
     C = pick([0, 2, 5, 9])
