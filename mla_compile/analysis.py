@@ -19,6 +19,7 @@ from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
 from mla_compile.passes.decide.cost import Device, Fold, Forms, default_device
+from mla_compile.passes.decide.fuse import with_fusions
 from mla_compile.passes.decide.groups import with_groups
 from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.not_softmax import not_softmax
@@ -84,7 +85,8 @@ class Analysis:
         """
         gm = self.program.gm
         on = device or default_device(device_type(gm))
-        return judge(gm.graph, self.sites, self.maps, on, forms, fold, sparse=sparse)
+        verdicts = judge(gm.graph, self.sites, self.maps, on, forms, fold, sparse=sparse)
+        return verdicts if forms == "expanded" else with_fusions(gm.graph, verdicts, self.maps, sparse=sparse)
 
     def without_softmax(self) -> list[tuple[fx.Node, Stop]]:
         """Attentions over a latent that have none, each with what is there in its place."""

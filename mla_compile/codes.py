@@ -29,6 +29,7 @@ class Code(str, Enum):
     TRAINING = "training"
     RANKS_DIFFER = "ranks_differ"
     ALREADY_ABSORBED = "already_absorbed"
+    SHARED_ROWS = "shared_rows"
 
     POSITION_DEPENDENT = "position_dependent"
     NONLINEAR = "nonlinear"
@@ -120,6 +121,10 @@ CODES: dict[Code, CodeInfo] = {
     Code.ALREADY_ABSORBED: CodeInfo(
         "kept",
         "absorbed by hand: heads share one row per token, key and value at once, and nothing is expanded",
+    ),
+    Code.SHARED_ROWS: CodeInfo(
+        "kept",
+        "heads share one row per token, key and value at once, and no weight makes K or V of it: nothing to absorb",
     ),
     Code.POSITION_DEPENDENT: CodeInfo(
         "refused",
@@ -218,6 +223,10 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.NOT_MLA: CodeInfo("not_mla", "K and V are not a linear image of a narrower latent: plain MHA, GQA or MQA"),
 }
+
+
+OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
+"""Of attentions that read shared rows as they lie: nothing is left to absorb, but they may become one operator."""
 
 
 def section(code: Code | str) -> str:

@@ -27,6 +27,7 @@ from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, unsplit
+from mla_compile.passes.report.site import fused_told
 from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.by_hand import fuse
 from mla_compile.passes.rewrite.columns import read_parts
@@ -120,9 +121,6 @@ def _unfollowed(state: State) -> int:
     return len(state.lost)
 
 
-_FUSED = "its scores, softmax and weighted sum are one operator now, which reads each row once"
-
-
 def _absorb(state: State) -> int:
     state.verdicts = [
         replace(v, code=state.failed[v.site.node.name][0], reason=state.failed[v.site.node.name][1])
@@ -157,7 +155,7 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
         if not _is_fast(val(fusion.plan.latent.node)):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
-        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, _FUSED))
+        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *fused_told(fusion)))
     return done
 
 
@@ -197,7 +195,10 @@ def _index(state: State) -> int:
     """One operator for the scores of each indexer whose list of keys an attention reads."""
     if state.options.lowering == "aten":
         return 0
-    lists = [v.plan.visible.chosen for v in state.chosen if v.plan is not None]
+    plans = [v.plan for v in state.chosen if v.plan is not None]
+    fused = {done.plan.site.node for done in state.fused}
+    plans += [p for v in state.verdicts if v.fusion is not None and v.site.node in fused for p in v.fusion.each]
+    lists = [plan.visible.chosen for plan in plans]
     untouched, checks = None if state.untouched is None else _by_name(state.untouched), Checks(state.program.weights)
     written = 0
     for found in indexers((one for one in lists if one is not None), state.analysis.weights):
@@ -347,14 +348,19 @@ def _is_prompt(state: State) -> bool:
 
 
 def _one_form(state: State) -> bool:
-    return bool(state.rewritten) and not any(v.by_call for v in state.chosen)
+    return bool(state.rewritten) and _in_one_form(state)
+
+
+def _in_one_form(state: State) -> bool:
+    return bool(state.rewritten or state.fused) and not any(v.by_call for v in state.chosen)
 
 
 def _append(state: State) -> int:
-    if state.options.appends != "in_place" or not any(v.plan is not None for v in state.verdicts):
+    attended = state.fused or any(v.plan is not None for v in state.verdicts)
+    if state.options.appends != "in_place" or not attended:
         return 0
     # Of two programs for the same inputs, both would have to append in place.
-    count = append_in_place(state.program, rewrite=_one_form(state), shared=state.shared)
+    count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)
     if state.program.sharing is not None and _one_form(state):
         shared = state.program.shared or any(one.shared for one in state.program.appends)
         state.warnings += () if shared else (_NOT_SHARED,)

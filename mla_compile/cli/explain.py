@@ -107,6 +107,11 @@ def _show(result: Explained, report: Report) -> None:
         say("nothing is absorbed, because nothing would be saved; the report above says why")
     elif model.family == "absorbed by hand":
         say(f"{model.name} is absorbed by hand: nothing is left to absorb, and mla-compile leaves it as it is")
+    elif model.family == "shared rows":
+        say(
+            f"heads of {model.name} share one row per token, key and value at once: there is nothing to absorb; decode "
+            "steps attend to these rows by one operator where a kernel runs it"
+        )
     elif model.family == "no attention":
         say(f"there is no attention in {model.name}, and mla-compile leaves it as it is")
     elif model.family != "MLA":

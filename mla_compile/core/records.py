@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mla_compile.codes import Code, Verdict
+from mla_compile.codes import OVER_ROWS, Code, Verdict
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
 
@@ -137,7 +137,7 @@ class SiteReport:
     @property
     def latent(self) -> bool:
         """Whether it has a latent of which more is made than its own code reads."""
-        return self.verdict != "not_mla" and self.code is not Code.ALREADY_ABSORBED
+        return self.verdict != "not_mla" and self.code not in OVER_ROWS
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, with every field; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""

@@ -11,9 +11,13 @@ Kind = Literal["number", "length", "size", "layers", "other"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n[ ]*(?P<code>[^\n]*)')
 _COMMENT = re.compile(r"  # (?P<code>.+?)  # (?P<file>\S+):(?P<line>\d+) in (?P<function>\w+)")
-_SIZE = re.compile(r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (\d+), actual (\d+)")
+_SIZE = re.compile(
+    r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)"
+)
+_WITHIN = re.compile(r"(?:L\['\w+'\]|args\[\d+\]|kwargs\['\w+'\]|(?!(?:L|args|kwargs)\[)\w+)[.\[]")
+"""The name of what an argument holds, and not of an argument itself."""
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
-_NUMBER = re.compile(r"(?P<name>\S+) == -?\d+")
+_NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
 
 _ADVICE: dict[Kind, str] = {
     "number": "pass it as a tensor, or as an argument of the model; where it is the only index of an axis, Dynamo "
@@ -57,7 +61,7 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     guard = _guard(reason)
     where = place(reason) or _commented(reason)
     if found := _SIZE.match(guard):
-        name, axis, old, new = found.groups()
+        name, axis, old, new = found.group("name", "axis", "old", "new")
         kind: Kind = "size"
         what = f"axis {axis} of the tensor {_model(name, root)} changes its size from call to call ({old}, then {new})"
         where = where or places.get(readable(name))
@@ -83,6 +87,24 @@ def changed_source(reason: str) -> str | None:
     if not name.startswith("L[") or {",", " "} & set(name):
         return None
     return re.sub(r"(?<=\\\[)('?)\d+(?=\1\\\])", r"\1\\d+", re.escape(name)) + "$"
+
+
+def drained(reason: str) -> bool:
+    """Whether a tensor that is kept between calls was or became empty along an axis other than the first one."""
+    found = _SIZE.match(_guard(reason))
+    if found is None or found["axis"] == "0" or _WITHIN.match(found["name"]) is None:
+        return False
+    return "0" in found.group("old", "new")
+
+
+def failed(reason: str) -> tuple[str, str]:
+    """What failed a guard, and what it was compiled for; both together are the guard."""
+    guard = _guard(reason)
+    if found := _SIZE.match(guard):
+        return f"{found['name']}:{found['axis']}", found["old"]
+    if found := _NUMBER.fullmatch(guard):
+        return found["name"], found["number"]
+    return re.sub(r"\d+", "", guard), guard
 
 
 def _guard(reason: str) -> str:

@@ -23,7 +23,7 @@ from torch._logging._internal import trace_structured
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
 from mla_compile.capture.autocast import is_active, without_autocast
-from mla_compile.codes import Code
+from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
@@ -386,7 +386,7 @@ def _trace(report: Report) -> None:
 def _all_kept_by_choice(report: Report) -> bool:
     """Every site was left alone because that is cheaper here, the user asked for it, or nothing is left to absorb."""
     choices = (
-        Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, Code.ALREADY_ABSORBED,
+        Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
     )  # fmt: skip
     return all(site.code in choices for site in report.sites)
 

@@ -22,9 +22,11 @@ import torch
 from torch import fx
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
+from torch._dynamo.utils import get_metrics_context
 from torch._guards import ChainedSource, TracingContext
 
 from mla_compile.core.program import Inputs
+from mla_compile.dynamo.causes import failed
 from mla_compile.dynamo.logs import SETTING, SaidOnce
 from mla_compile.dynamo.settings import change, held, user_value
 
@@ -35,6 +37,12 @@ SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shape
 
 HOOKS = {"skip_nnmodule_hook_guards": False}
 """Compiled code must notice a hook that is added later; by default torch skips that check to save guards."""
+
+PHASES = 4
+"""For how many values of one thing code is compiled before it counts as one that changes in every call.
+
+A tensor that fills and drains is empty, has one row, is full, and anything between. Several together take several times
+as many graphs as Dynamo's limit, all of them in the first tokens."""
 
 _ACCUMULATED = "accumulated_recompile_limit"
 
@@ -79,6 +87,12 @@ def running() -> Recompiles | None:
     return _thread.running
 
 
+def why_again() -> str | None:
+    """Why Dynamo compiles again what it compiles now, in its own words; ``None`` for what it compiles first."""
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    return reason if isinstance(reason, str) else None
+
+
 class Recompiles:
     """One optimized module: Dynamo's settings during its calls, and how often it was compiled for each layer.
 
@@ -101,6 +115,7 @@ class Recompiles:
         self._graphs: dict[CodeType, Counter[tuple[int, ...]]] = {}
         self._layers = 1
         self._most = 0
+        self._failed: dict[str, set[str]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -121,7 +136,11 @@ class Recompiles:
         layer = tuple(map(id, parameters_of(gm, example_inputs)))
         if not traced or not layer:
             return
+        reason = why_again()
         with self._lock:
+            if reason is not None:
+                what, compiled_for = failed(reason)
+                self._failed.setdefault(what, set()).add(compiled_for)
             graphs = self._graphs.setdefault(traced[0], Counter())
             graphs[layer] += 1  # layers that run the same code differ in their parameters
             self._layers = max(self._layers, len(graphs))
@@ -143,10 +162,12 @@ class Recompiles:
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        """The user's limit times the number of layers: Dynamo counts per code object, which all layers share."""
-        if self._layers == 1:
+        """The user's limit for each layer, as Dynamo counts per code object that all share, and for what has phases."""
+        given = limit = user_value("recompile_limit")
+        if self._failed and all(len(values) <= PHASES for values in self._failed.values()):
+            limit *= PHASES
+        elif self._layers == 1:
             return {}
-        limit = user_value("recompile_limit")
         # A layer above the limit never settles: from there on the user's limit holds, and what is compiled runs on.
-        room = limit * self._layers if self._most <= limit else limit
+        room = limit * self._layers if self._most <= limit else given
         return {"recompile_limit": room, _ACCUMULATED: max(room, user_value(_ACCUMULATED))}

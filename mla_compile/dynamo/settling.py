@@ -1,9 +1,13 @@
-"""``backend="mla"`` settles with decode state that changes in every step, as an optimized module does.
+"""What a function with attention was compiled again for is compiled for any value, with either door.
 
 Dynamo takes int attributes of modules and the sizes of buffers for constant, compiles a step eight times, and then runs
 it uncompiled. An optimized module has settings against that for its own calls; with ``torch.compile`` the settings are
 the user's. So what a function with attention was compiled again for is named as dynamic while Dynamo compiles that
 function, and at no other time.
+
+Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and of one row in others, and
+for both sizes Dynamo compiles a graph of its own, beside each size of each other one. Once such a tensor was seen, 0
+and 1 are sizes like others, with either door.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ from typing import Any
 import torch
 from torch._dynamo import config
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
-from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext
+from torch.fx.experimental import _config as sizes_config
 
-from mla_compile.dynamo.causes import changed_source
-from mla_compile.dynamo.recompiles import running
+from mla_compile.dynamo.causes import changed_source, drained
+from mla_compile.dynamo.recompiles import running, why_again
 
 _sources: dict[str, list[str]] = {}
 """By Dynamo's number of the function, what made Dynamo compile it again."""
+_draining: set[str] = set()
+"""The numbers of functions of which a tensor was seen empty."""
 
 
 class _Thread(threading.local):
@@ -35,7 +41,7 @@ _thread = _Thread()
 def settle() -> None:
     """Called inside the backend, for a graph with attention: the function is followed when it is compiled again."""
     current = CompileContext.current_compile_id()
-    if current is None or running() is not None:
+    if current is None:
         return
     _sources.setdefault(_function(str(current)), [])
     if _started not in callback_handler.start_callbacks:  # a reset of Dynamo forgets them
@@ -48,22 +54,34 @@ def _function(compile_id: str) -> str:
 
 
 def _started(what: CallbackArgs) -> None:
-    if what.callback_trigger is not CallbackTrigger.DYNAMO or running() is not None:
+    if what.callback_trigger is not CallbackTrigger.DYNAMO:
         return
     function, first = _function(what.compile_id), what.compile_id.endswith("/0")
-    if first:
-        _sources.pop(function, None)  # another function got this number after a reset
-    if function not in _sources or not config.automatic_dynamic_shapes:  # torch.compile(dynamic=False)
+    if first:  # another function got this number after a reset
+        _sources.pop(function, None)
+        _draining.discard(function)
+    reason = why_again()
+    if function not in _sources or reason is None or not config.automatic_dynamic_shapes:  # dynamic=False
         return
-    found = changed_source(str(getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")))
-    if found is not None and found not in _sources[function]:
-        _sources[function].append(found)
-    if _sources[function]:
+    patches = ExitStack()
+    if function in _draining or drained(reason):
+        _draining.add(function)
+        sizes: Any = sizes_config
+        patches.enter_context(sizes.patch(backed_size_oblivious=True))
+    if running() is None:
+        _name_dynamic(_sources[function], reason, patches)
+    _thread.patch = patches
+
+
+def _name_dynamic(sources: list[str], reason: str, patches: ExitStack) -> None:
+    found = changed_source(reason)
+    if found is not None and found not in sources:
+        sources.append(found)
+    if sources:
         compiler_config: Any = torch.compiler.config
         theirs = compiler_config.dynamic_sources
-        together = ",".join([*filter(None, [theirs]), *_sources[function]])
-        _thread.patch = ExitStack()
-        _thread.patch.enter_context(compiler_config.patch(dynamic_sources=together))
+        together = ",".join([*filter(None, [theirs]), *sources])
+        patches.enter_context(compiler_config.patch(dynamic_sources=together))
 
 
 def _ended(_: CallbackArgs) -> None:

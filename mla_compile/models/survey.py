@@ -7,6 +7,7 @@ one that it fills. Only the number of experts that a token takes is in no weight
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,16 @@ from torch import nn
 import mla_compile
 from mla_compile.core.cache_argument import cache_argument
 from mla_compile.core.dims import Dims
+from mla_compile.core.records import SiteReport
 from mla_compile.errors import CaptureError, InputError
 from mla_compile.models import config_file, quantization, skeleton, sources
+from mla_compile.models.held import Held, held
 from mla_compile.models.quantization import Quantization
 from mla_compile.models.stored import stored_weights
 from mla_compile.models.weights import Tensor, first_int, tensors_of, text_config, weights_of
 from mla_compile.report.facts import CachedLayers, Drafting, Facts, Family, Weights, family_of, latent_sites
 from mla_compile.report.report import Report
 
-_ROWS = {"keys", "values"}
 _LONGEST = 2**18
 # A model in fp8 is traced in bf16: how its code applies scales is its own affair.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -87,20 +89,23 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
     weights = weights_of(model, tensors)
     skeleton.thin(model, layers)
     cache, left_out = skeleton.cached_call(model)
-    more = _besides(cache, model)
-    cached = _cached_layers(cache, layers, more)
-    notes += _not_counted(cache, cached, more)
-    report = _step_explained(model, cache)
-    context = skeleton.CONTEXT
-    while context < _LONGEST and any((site.chosen or 0) > context for site in report.sites):
+    slots = held(cache, model)
+    report, context = _step_explained(model, cache), skeleton.CONTEXT
+    most = max((one.every for one in slots), default=1)
+    while context < _LONGEST and any((site.chosen or 0) * most >= context for site in report.sites):
         context *= 64  # queries choose all there is: how many they choose shows in a longer context only
         report = _step_explained(model, skeleton.cached_call(model, context)[0])
+    picked = _picked(report, layers)
+    cached = _cached_layers(cache, layers, slots, picked)
+    notes += _not_counted(cache, cached, slots)
     kinds = layers.kinds()
     if len(kinds) < len(layers.like):
         traced = ", ".join(f"layer {i} for {n}" if n > 1 else f"layer {i}" for i, n in kinds.items())
         notes += (f"of {len(layers.like)} layers {len(kinds)} are traced, one of each kind: {traced}",)
     surveyed = _assemble(model, report, layers, cached, weights, notes + left_out)
-    drafting = _drafting(model, layers, tensors, surveyed.facts, _cached_layers(cache, layers, more, layers.like[-1:]))
+    drafting = _drafting(
+        model, layers, tensors, surveyed.facts, _cached_layers(cache, layers, slots, picked, layers.like[-1:])
+    )
     surveyed = surveyed._replace(facts=replace(surveyed.facts, drafting=drafting))
     if quantized is None:
         return surveyed
@@ -196,55 +201,58 @@ def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: R
     return "GQA" if groups is not None and heads is not None and groups < heads else "MHA"
 
 
-def _besides(cache: Any, model: nn.Module) -> list[dict[str, int]]:
-    """For each slot what it holds beside keys and values, by name, and how many values of it a token adds."""
-    held = [
-        {n: v.numel() for n, v in vars(slot).items() if isinstance(v, torch.Tensor) and v.dim() > 2 and v.numel()}
-        for slot in getattr(cache, "layers", ())
-    ]
-    if not any(names.keys() - _ROWS for names in held):
-        return [{} for _ in held]
-    longer, _ = skeleton.cached_call(model, 2 * skeleton.CONTEXT)
-    return [
-        {n: (getattr(slot, n).numel() - size) // skeleton.CONTEXT for n, size in names.items() if n not in _ROWS}
-        for slot, names in zip(longer.layers, held, strict=True)
-    ]
-
-
 def _cached_layers(
-    cache: Any, layers: skeleton.Layers, more: Sequence[dict[str, int]], like: tuple[int, ...] | None = None
+    cache: Any,
+    layers: skeleton.Layers,
+    slots: Sequence[Held],
+    picked: Mapping[int, SiteReport],
+    like: tuple[int, ...] | None = None,
 ) -> tuple[CachedLayers, ...]:
     """What the cache of the trace holds per token; layers that were not traced hold what those they are like hold.
 
     ``like``: of the layers that are like these, as far as slots tell layers apart; of all where it is left out.
     """
-    slots = list(getattr(cache, "layers", ()))
+    every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()
     # A layer may have several attentions: slots are shared out evenly.
-    per_layer = len(slots) // len(layers.like) if layers.like and len(slots) % len(layers.like) == 0 else 0
-    for i, slot in enumerate(slots):
+    per_layer = len(every) // len(layers.like) if layers.like and len(every) % len(layers.like) == 0 else 0
+    for i, slot in enumerate(every):
         keys, values = getattr(slot, "keys", None), getattr(slot, "values", None)
         if not (
             isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == values.dim() == 4
         ):
             continue
-        copies = (layers.like if like is None else like).count(i // per_layer) if per_layer else int(like is None)
-        shape = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
+        layer = i // per_layer if per_layer else 0
+        copies = (layers.like if like is None else like).count(layer) if per_layer else int(like is None)
+        one, site = slots[i], picked.get(layer) if per_layer and slots[i].every != 1 else None
         if copies:
-            filled[CachedLayers(*shape, count=0, besides=sum(more[i].values()))] += copies
+            filled[
+                CachedLayers(
+                    keys.shape[1], keys.shape[3], values.shape[1], 0 if one.shared else values.shape[3], count=0,
+                    besides=sum(one.more.values()), every=one.every, window=one.window,
+                    chosen=(site and site.chosen) or 0, choosing_flops=(site and site.choosing_flops) or 0,
+                )
+            ] += copies  # fmt: skip
     return tuple(replace(layer, count=count) for layer, count in filled.items())
 
 
-def _not_counted(cache: Any, cached: Sequence[CachedLayers], more: Sequence[dict[str, int]]) -> tuple[str, ...]:
+def _picked(report: Report, layers: skeleton.Layers) -> dict[int, SiteReport]:
+    """The attentions that choose keys, by their layer."""
+    found = ((re.match(rf"{re.escape(layers.path)}\.(\d+)\b", site.where.module), site) for site in report.sites)
+    return {int(layer[1]): site for layer, site in found if layer and site.chosen}
+
+
+def _not_counted(cache: Any, cached: Sequence[CachedLayers], each: Sequence[Held]) -> tuple[str, ...]:
     """What a cache holds of which a token does not add the same each time, or that is counted only roughly."""
     slots = list(getattr(cache, "layers", ()))
     notes = []
     full = sum(layer.count for layer in cached)
     if full < len(slots):
         notes.append(f"{len(slots) - full} of {len(slots)} layers cache no keys and values; their state is not counted")
-    if any(getattr(slot, "is_sliding", False) for slot in slots):
+    filled = ((slot, one) for slot, one in zip(slots, each, strict=True) if getattr(slot, "keys", None) is not None)
+    if any(getattr(slot, "is_sliding", False) and one.every == 1 for slot, one in filled):
         notes.append("layers with a sliding window are counted as if they kept the whole context")
-    grown = {(name, added > 0) for names in more for name, added in names.items()}
+    grown = {(name, added > 0) for one in each for name, added in one.more.items()}
     for name in sorted({name for name, grows in grown if grows}):
         notes.append(f"the cache also holds {name} of every token, which are counted")
     for name in sorted({name for name, grows in grown if not grows}):

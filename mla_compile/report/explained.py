@@ -18,7 +18,7 @@ SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
 """KV heads of the GQA that a latent cache is compared with; the usual number."""
-_UNTOLD = ("refused", "kept", "absorbed by hand")
+_UNTOLD = ("refused", "kept", "absorbed by hand", "shared rows")
 """Families whose cache may hold K and V, or what they are recomputed from in every step: nobody knows which."""
 
 
@@ -167,7 +167,7 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
             return ()
         per_token = sum(2 * model.heads * (c.key_width + c.value_width) * c.count for c in model.cached)
         flops = tuple(2 * active + per_token * T for T in contexts)
-        moved = tuple(read + element * model.cache_values * T for T in contexts)
+        moved = tuple(int(read + element * model.cache_values * T) for T in contexts)
         return (TokenCost("as it is", flops, moved),)
     # The formulas of the forms include the up-projections of K and V, which each form uses in its own way.
     ups = model.over_sites(lambda d: d.H * d.L * (d.N + d.V))

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mla_compile.codes import Code
+from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import SiteReport
 from mla_compile.report.stored import StoredWeights
 
-Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "absorbed by hand", "no attention"]
+Family = Literal[
+    "MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "absorbed by hand", "shared rows", "no attention"
+]
 """``refused``: sites that could be proved neither to be MLA nor to be anything else. ``kept``: sites whose latent is no
 narrower than K and V. ``absorbed by hand``: all sites with a latent are in the absorbed form as they are written.
+``shared rows``: heads share rows that are key and value, and no weight makes K or V of them.
 ``not MLA``: MHA, GQA or MQA, and nothing tells which."""
 
 
@@ -76,7 +79,10 @@ class LatentSites:
 class CachedLayers:
     """``count`` layers with equal caches: the heads of both tensors, and the values per token and head.
 
-    ``besides``: values per token that are neither keys nor values, of an indexer for example.
+    ``besides``: values per token that are neither keys nor values, of an indexer for example. ``every``: how many
+    tokens a row stands for; 0: no row stays. ``window``: of so many of the last tokens there is a row besides.
+    ``value_width`` is 0 where one row is key and value. ``chosen``: how many rows an indexer picks of those that stay,
+    0 for all, with ``choosing_flops`` for each of them.
     """
 
     key_heads: int
@@ -84,17 +90,29 @@ class CachedLayers:
     value_heads: int
     value_width: int
     count: int
-    besides: int = 0
+    besides: float = 0
+    every: int = 1
+    window: int = 0
+    chosen: int = 0
+    choosing_flops: int = 0
 
     @property
     def rows(self) -> int:
-        """Values per token and layer of keys and values."""
+        """Values of a row: keys and values of one layer."""
         return self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
-    def values(self) -> int:
+    def values(self) -> float:
         """Cached values per token and layer."""
-        return self.rows + self.besides
+        found = (self.rows / self.every if self.every else 0) + self.besides
+        return int(found) if found == int(found) else found
+
+    def told(self) -> str:
+        """What a layer holds of each token, in words."""
+        rows = f"{self.rows:,}" + (f" / {self.every}" if self.every > 1 else "")
+        parts = [*([rows] if self.every else []), *([f"{self.besides:,}"] if self.besides else [])]
+        window = f"{self.rows:,} for each of the last {self.window:,}" if self.window else ""
+        return " and ".join(filter(None, [f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts), window]))
 
 
 @dataclass(frozen=True)
@@ -131,16 +149,13 @@ class Facts:
     drafting: Drafting | None = None
 
     @property
-    def cache_values(self) -> int:
+    def cache_values(self) -> float:
         """Values per token that the model's own code caches, in all layers."""
         return sum(layer.values * layer.count for layer in self.cached)
 
     def own_cache(self) -> str:
         """What its own code caches, in words; empty if that is not known."""
-        parts = [
-            f"{layer.count} x " + (f"({layer.rows:,} + {layer.besides:,})" if layer.besides else f"{layer.rows:,}")
-            for layer in self.cached
-        ]
+        parts = [f"{layer.count} x {layer.told()}" for layer in self.cached]
         return f"its own code caches {self.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
 
     @property
@@ -186,8 +201,10 @@ def family_of(sites: Sequence[SiteReport]) -> Family | None:
         return "MLA"
     if "refused" in verdicts or "kept" not in verdicts:
         return "refused" if "refused" in verdicts else None
-    by_hand = all(site.code is Code.ALREADY_ABSORBED for site in sites if site.verdict == "kept")
-    return "absorbed by hand" if by_hand else "kept"
+    codes = {site.code for site in sites if site.verdict == "kept"}
+    if not codes <= OVER_ROWS:
+        return "kept"
+    return "absorbed by hand" if Code.ALREADY_ABSORBED in codes else "shared rows"
 
 
 def _head_values(dims: Dims) -> int:

@@ -109,12 +109,12 @@ class Subject:
         added with the copies that eager PyTorch makes of them.
         """
         size, d = DTYPES[self.settings.dtype].itemsize, self.dims
-        values = self.facts.weights.total
+        values: float = self.facts.weights.total
         rows = self.settings.batch * (tokens + 1)
         values += rows * 3 * self.facts.cache_values
         if expanded:
             values += rows * d.H * (3 * (d.N + d.V) + 2 * d.R)
-        return values * size
+        return int(values * size)
 
 
 def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:

@@ -8,7 +8,7 @@ other add up.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from mla_compile.core.quantities import BYTES
 from mla_compile.workbench.machines import Machine
@@ -21,6 +21,8 @@ class Attention:
 
     ``N`` and ``V`` are the widths that latent rows are expanded to, which only prompts do. ``J``: the tokens that a
     query attends to, 0 for all; ``F``: FLOPs per token of context to choose them, 0 where another attention chose.
+    ``every``: how many tokens a row stands for, 0 where none does; ``window``: so many of the last tokens have a row
+    besides.
     """
 
     count: int
@@ -33,6 +35,12 @@ class Attention:
     J: int = 0
     F: int = 0
     N: int = 0
+    every: int = 1
+    window: int = 0
+
+    def rows(self, T: float) -> float:
+        """How many rows T tokens have."""
+        return (T / self.every if self.every else 0) + min(self.window, T)
 
     @property
     def latent(self) -> bool:
@@ -110,13 +118,13 @@ class Place:
         """Of a pass through attentions and weights; ``letters``: sizes of both, users and tokens."""
 
         def of(what: str, site: Attention) -> float:
-            return number(self.layout, site.latent, what, values(site, **letters), prompt=prompt)
+            return number(self.layout, site.latent, what, values(site, prompt, **letters), prompt=prompt)
 
         def total(what: str) -> float:
             return sum(s.count * of(what, s) for s in sites)
 
         def once(what: str) -> float:
-            return of(what, sites[0])
+            return of(what, replace(sites[0], every=1, window=0))  # what no attention decides
 
         machine, peak = self.machine, self.machine.peak(self.cache_dtype)
         memory_s, compute_s = total("attention bytes") / machine.bandwidth, total("attention FLOPs") / peak
@@ -139,11 +147,14 @@ class Place:
         )  # fmt: skip
 
 
-def values(site: Attention, **letters: float) -> dict[str, float]:
+def values(site: Attention, prompt: bool = False, /, **letters: float) -> dict[str, float]:
     """What the formulas take: the sizes of an attention, and ``letters`` by name; what is not given is 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
-    sizes |= {"J": min(site.J or letters["T"], letters["T"]), "F": site.F, "M": float(site.F > 0)}
-    return dict.fromkeys(map(str, MEANING), 0.0) | sizes | letters
+    T = site.rows(letters["T"])
+    # What chooses looks at rows that stay: of all tokens of a prompt, in a step beside those of a window.
+    older = 0.0 if not site.every else 1 / site.every if prompt else letters["T"] / site.every / T
+    sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
+    return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}
 
 
 def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dtype: str = "bf16") -> float:

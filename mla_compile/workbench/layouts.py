@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -186,7 +186,7 @@ class Case:
         return number(self.layout, site.latent, what, values(site, **part.letters))
 
     def _once(self, what: str, part: Part) -> float:
-        return self._of(what, part.sites[0], part)
+        return self._of(what, replace(part.sites[0], every=1, window=0), part)
 
 
 def attentions(model: Facts) -> tuple[Attention, ...]:
@@ -200,9 +200,23 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
     for layer in model.cached:
         if layer.rows in rows:
             continue
+        if layer.value_width == 0 and model.heads is not None:  # heads share a row that is key and value
+            width, picked = layer.key_width, layer.chosen + layer.window if layer.chosen else 0
+            found.append(
+                Attention(
+                    layer.count, model.heads, L=width, N=width, V=width, J=picked, F=layer.choosing_flops,
+                    every=layer.every, window=layer.window,
+                )
+            )  # fmt: skip
+            continue
         if model.heads is None or layer.key_heads != layer.value_heads:
             raise InputError(f"{model.name} does not say how many query heads its cache of {layer} serves")
-        found.append(Attention(layer.count, model.heads, G=layer.key_heads, K=layer.key_width, V=layer.value_width))
+        found.append(
+            Attention(
+                layer.count, model.heads, G=layer.key_heads, K=layer.key_width, V=layer.value_width,
+                every=layer.every, window=layer.window,
+            )
+        )  # fmt: skip
     if not found:
         raise InputError(
             f"{model.name} has no attention whose cache is known and grows with the context, so there is nothing to "

@@ -22,6 +22,7 @@ import operator
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+import sympy
 import torch
 from torch import fx
 
@@ -40,8 +41,8 @@ from mla_compile.passes.attention.affine import (
 from mla_compile.passes.attention.site import Affine, Block, Chosen, Operand
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, decode
-from mla_compile.passes.ir.sizes import Size, same, same_sizes
+from mla_compile.passes.ir.operators import Broadcast, Copy, Fill, Permute, Regroup, decode
+from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes, size
 
 aten = torch.ops.aten
 
@@ -149,7 +150,7 @@ def _list(index: fx.Node, where: Place, count: Axis, key: Affine, names: Size | 
         return None
     keys, block = (along.axis, along.size) if isinstance(along, Block) else (along, 1)
     listed = operand_at(index, where)
-    once = _names_once(index, place_of(listed.axes), count)
+    once = _names_once(index, place_of(listed.axes), count, (axis_size(keys) + block - 1) // block)
     there_are = (axis_size(keys) + block - 1) // block if names is None else names
     return Chosen(listed, count, keys, once, there_are, block, any_number=names is None)
 
@@ -184,11 +185,11 @@ def _matched(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
     return None
 
 
-def _names_once(index: fx.Node, place: Place, count: Axis) -> bool:
-    """Whether no two entries along ``count`` are equal."""
+def _names_once(index: fx.Node, place: Place, count: Axis, there_are: Size) -> bool:
+    """Whether no two entries along ``count`` name the same of what ``there_are``."""
     if not count:
         return True
-    found = _ordered(index, place)
+    found = _ordered(index, place, there_are)
     if found is None:
         return False
     _, place, along = found
@@ -197,11 +198,14 @@ def _names_once(index: fx.Node, place: Place, count: Axis) -> bool:
     return count in place[along].steps and not place[along].terms and apart
 
 
-def _ordered(index: fx.Node, place: Place) -> tuple[fx.Node, Place, int] | None:
-    """The places found by an operator that ``index`` only moves, where they are read, and along which axis they are."""
+def _ordered(index: fx.Node, place: Place, there_are: Size | None = None) -> tuple[fx.Node, Place, int] | None:
+    """The places found by an operator that ``index`` only moves, where they are read, and along which axis they are.
+
+    ``there_are``: some of them may be replaced by a number that is none of so many.
+    """
     while (along := _order(index)) is None:
         try:
-            found = moved(index, place)
+            found = moved(index, place) or (None if there_are is None else _unless_none(index, place, there_are))
         except OpaqueError:
             return None
         # A number of another dtype may be a rounded one.
@@ -209,6 +213,33 @@ def _ordered(index: fx.Node, place: Place) -> tuple[fx.Node, Place, int] | None:
             return None
         index, place = found
     return index, place, along
+
+
+def _unless_none(node: fx.Node, place: Place, there_are: Size) -> tuple[fx.Node, Place] | None:
+    """The entries of which ``node`` replaced some by a number that names none of what ``there_are``."""
+    if packet(node) is aten.where:
+        one, other = argument(node, 1, "self"), argument(node, 2, "other")
+    elif packet(node) is aten.masked_fill:
+        one, other = argument(node, 0, "self"), argument(node, 2, "value")
+    else:
+        return None
+    for entries, number in ((one, other), (other, one)):
+        if is_tensor(entries) and _names_none(number, there_are):
+            return entries, broadcast(shape(entries), place)
+    return None
+
+
+def _names_none(given: object, there_are: Size) -> bool:
+    """Whether ``given`` is one number everywhere, below 0 or not below ``there_are``."""
+    how = decode(given)
+    if isinstance(how, (Copy, Broadcast, Regroup, Permute)):
+        return _names_none(how.x, there_are)
+    value = how.value if isinstance(how, Fill) else given
+    if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), (int, torch.SymInt)):
+        value = size(value.meta["val"])
+    if isinstance(value, (bool, float, fx.Node)) or not isinstance(value, (int, sympy.Expr)):
+        return False
+    return (isinstance(value, int) and value < 0) or at_least(value, there_are)
 
 
 def _order(node: fx.Node) -> int | None:
@@ -224,9 +255,13 @@ def _order(node: fx.Node) -> int | None:
     return axis(argument(of, position, "dim", -1), len(shape(node)))
 
 
-def ranked(chosen: Chosen) -> tuple[fx.Node, Place] | None:
-    """What a ``topk`` chose the largest of, and where: along the keys for each query. None where no topk chose."""
-    found = _ordered(chosen.indices.node, place_of(chosen.indices.axes))
+def ranked(chosen: Chosen, *, some: bool = False) -> tuple[fx.Node, Place] | None:
+    """What a ``topk`` chose the largest of, and where: along the keys for each query. None where no topk chose.
+
+    ``some``: of these, some may be taken off the list again.
+    """
+    there_are = axis_size(chosen.keys) if some else None
+    found = _ordered(chosen.indices.node, place_of(chosen.indices.axes), there_are)
     if found is None:
         return None
     index, place, along = found

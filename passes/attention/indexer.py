@@ -78,7 +78,7 @@ def with_keys(node: fx.Node, T: Size) -> list[fx.Node]:
 
 
 def _indexer_of(chosen: Chosen, tracer: ScoreTracer) -> Indexer | None:
-    best = ranked(chosen)
+    best = ranked(chosen, some=True)
     if best is None:
         return None
     T = axis_size(chosen.keys)

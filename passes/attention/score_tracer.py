@@ -296,7 +296,9 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
             longer = Atom(shape(node)[dim])
             axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
             others = [part for j, part in enumerate(how.parts) if j != k]
-            sink = _sink(scores, others, dim) if not scores.settled and val(x).dtype == val(node).dtype else None
+            # A sink in float32 makes scores in half precision that, too.
+            scores = converted(scores, val(x).dtype, val(node).dtype)
+            sink = None if scores.settled else _sink(scores, others, dim)
             padded = (*scores.padded, Padded(longer, scores.axes[dim], start, sink))
             scores = replace(scores, axes=axes, padded=padded)
             return scores if sink is not None else scores.opened("columns are appended to the scores")

@@ -16,13 +16,15 @@ from torch import fx
 from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.score_tracer import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import Copy, decode, is_contraction
 from mla_compile.passes.ir.schema import foreign_name
 from mla_compile.passes.ir.sizes import same, same_sizes, size
 from mla_compile.passes.ir.stand_in import REFUSED, waits
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import nearest
+
+aten = torch.ops.aten
 
 
 def unfollowed(
@@ -36,7 +38,7 @@ def unfollowed(
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
     # Found as attentions already, whatever was decided about them.
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
-    missing = [n for n in softmaxes if n not in known and not _over_one(n)]
+    missing = [n for n in softmaxes if n not in known and not _over_one(n) and not _pools(n)]
     if not missing:
         return found
     tracer = ScoreTracer(weights)
@@ -165,6 +167,23 @@ def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
     if packet(probs) in SOFTMAX:
         return (probs,)
     return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX, is_contraction)[0]
+
+
+def _pools(softmax: fx.Node) -> bool:
+    """Whether each number that is summed has a weight of its own, ``(softmax(gate) * x).sum(tokens)``: no attention.
+
+    In an attention, all columns of a value are weighed by one number.
+    """
+    dim = axis(args_of(softmax)[1], len(shape(softmax)))
+
+    def summed(node: fx.Node) -> bool:
+        if packet(node) is aten.sum:
+            dims = argument(node, 1, "dim", ())
+            return [axis(d, len(shape(softmax))) for d in dims or ()] == [dim]
+        weighed = isinstance(decode(node), Copy) or packet(node) is aten.mul
+        return weighed and same_sizes(shape(node), shape(softmax)) and bool(node.users) and all(map(summed, node.users))
+
+    return all(map(summed, softmax.users))
 
 
 def _over_one(softmax: fx.Node) -> bool:

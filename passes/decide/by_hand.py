@@ -1,60 +1,65 @@
-"""Attentions that are written in the absorbed form: heads share one row per token, which is key and value at once.
+"""Attentions whose heads share one row per token, which is key and value at once.
 
-Such code takes queries into the space of the latent itself (``q' = [q_n W_k | q_r]``), reads ``[c | r]`` as keys and
-``c`` as values, and applies ``W_v`` to what comes out. No weight lies between rows and attention, so there is no plan;
-to its user it is Multi-head Latent Attention all the same, with nothing left to do.
+Code that is absorbed by hand takes queries into the space of the latent itself (``q' = [q_n W_k | q_r]``), reads
+``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to what comes out. No weight lies between rows and
+attention, so there is no plan; to its user it is Multi-head Latent Attention all the same, with nothing left to do.
+
+Other models are made in that form (DeepSeek-V4, whose queries are normed and rotated for each head). What their queries
+went through tells nothing of a ``W_k``, and nothing has to: the attention is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
 from torch import fx
 
 from mla_compile.codes import Code
-from mla_compile.passes.attention.site import AttentionSite, Operand, Product
-from mla_compile.passes.decide.records import Verdict, repeats
-from mla_compile.passes.ir.axes import Atom, Axis, flatten
+from mla_compile.passes.attention.site import AttentionSite, Product
+from mla_compile.passes.decide.plan import make_plan
+from mla_compile.passes.decide.reads import reads
+from mla_compile.passes.decide.records import AbsorbPlan, Verdict, repeats
+from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.labels import LABELLED, product_labels
 from mla_compile.passes.ir.operators import (
     Broadcast,
     Copy,
-    Join,
     Permute,
     Regroup,
     Repeat,
-    Slice,
-    Write,
     decode,
     is_contraction,
 )
-from mla_compile.passes.ir.sizes import Size, same, same_sizes
+from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.walk import first_equals, nearest
 from mla_compile.passes.linear.records import Maps
 
 REASON = "heads share one row per token, key and value at once, and read it as it is: nothing is left to absorb"
-
-_COLUMNS = "columns"
-_Role: TypeAlias = "Axis | str"
-"""What a dimension of K or V is: an axis of the site, or the columns of a row."""
-_Cut: TypeAlias = "tuple[_Role, object]"
+_OUT_OF_SIGHT = (Code.NOT_MLA, Code.EXPANDED_INPUTS, Code.EXPANDED_CACHE)
+NO_WEIGHT = "heads share one row per token, key and value at once, and no weight lies between them and it"
 
 
-def absorbed_by_hand(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
-    """``verdicts``, in which attentions without a latent that have the absorbed form say so."""
-    found = {v.site.node for v in verdicts if v.code is Code.NOT_MLA and _queries_by_heads(v.site, maps)}
-    if not found:
+def over_shared_rows(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
+    """``verdicts``, in which attentions without a latent whose heads share rows that are key and value say so."""
+    if all(v.code not in _OUT_OF_SIGHT for v in verdicts):
         return list(verdicts)
     first = first_equals(graph)
-    return [
-        replace(v, code=Code.ALREADY_ABSORBED, reason=REASON, blame=None)
-        if v.site.node in found and _values_among_keys(v.site, maps, first)
-        else v
-        for v in verdicts
-    ]
+    return [_told(v, maps, first) if v.code in _OUT_OF_SIGHT else v for v in verdicts]
+
+
+def _told(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Verdict:
+    site = verdict.site
+    made = _queries_by_heads(site, maps) if verdict.code is Code.NOT_MLA else []
+    if made and _values_among_keys(site, made, first):
+        return replace(verdict, code=Code.ALREADY_ABSORBED, reason=REASON, blame=None)
+    plan = plan_by_hand(site, maps)
+    if plan is None or not plan.heads:
+        return verdict
+    if not _values_among_keys(plan.site, plan.site.products, first):
+        return verdict
+    return replace(verdict, code=Code.SHARED_ROWS, reason=NO_WEIGHT, blame=None)
 
 
 def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
@@ -65,6 +70,38 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
     operands = (*(p.k for p in site.products), site.v)
     shared = {a for a in (*site.lead, *site.queries) if all(repeats(o, a, maps) for o in operands)}
     return [p for p in site.products if _by_heads(p, shared, maps)] if shared else []
+
+
+def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
+    """The plan for rows that heads share as they are; the code may write heads as it writes tokens."""
+    bases = {_base(o.node) for o in (*(p.k for p in site.products), site.v)}
+    if len(bases) == 1:  # key and value at once, whatever it is joined of
+        maps = maps.with_sources(bases)
+    written = [] if site.causal else heads_among_queries(site, maps)
+    plan = make_plan(_with_heads(site, written), maps, by_hand=True)
+    if isinstance(plan, AbsorbPlan) and not plan.heads and not site.causal:
+        plan = make_plan(_with_heads(site, _unmasked(site)), maps, by_hand=True)
+    return plan if isinstance(plan, AbsorbPlan) else None
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, or repeats for several heads."""
+    while isinstance(how := decode(node), (Copy, Permute, Broadcast, Repeat, Regroup)):
+        node = how.x
+    return node
+
+
+def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:
+    queries = tuple(a for a in site.queries if a not in heads)
+    return replace(site, lead=(*site.lead, *heads), queries=queries)
+
+
+def _unmasked(site: AttentionSite) -> list[Atom]:
+    """The axis that only queries of four axes have, if it is the one of fixed length that no mask tells apart."""
+    masked = {a for mask in site.masks for a in flatten(mask.operand.axes)}
+    several = all(len(p.q.axes) > 3 for p in site.products)
+    found = [a for a in site.queries if several and isinstance(a.size, int) and a not in masked]
+    return found if len(found) == 1 else []
 
 
 def heads_among_queries(site: AttentionSite, maps: Maps) -> list[Atom]:
@@ -107,101 +144,9 @@ def _weights_of_their_own(node: fx.Node, maps: Maps) -> list[Size]:
     return [s for c, s in zip(of_left, shape(left), strict=True) if c in of_right and c in out and not same(s, 1)]
 
 
-def _values_among_keys(site: AttentionSite, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether each column of the values is one of the keys that those queries meet."""
-    keys = [piece for product in _queries_by_heads(site, maps) for piece in reads(product.k, product.features, first)]
+def _values_among_keys(site: AttentionSite, products: Iterable[Product], first: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether each column of the values is one of the keys of ``products``."""
+    keys = [piece for product in products for piece in reads(product.k, product.features, first)]
     outer = {*site.lead, *site.queries, *site.keys}
     values = reads(site.v, tuple(a for a in flatten(site.v.axes) if a not in outer), first)
     return bool(values) and all(piece.within(keys) for piece in values)
-
-
-@dataclass(frozen=True)
-class Read:
-    """Columns ``start`` to ``stop`` of ``rows``, of which ``cuts`` are read."""
-
-    rows: fx.Node
-    cuts: tuple[_Cut, ...]
-    start: int
-    stop: int
-
-    def within(self, others: Iterable[Read]) -> bool:
-        """Whether ``others`` together read every column that this one does."""
-        alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts]
-        covered = self.start
-        for other in sorted(alike, key=lambda o: o.start):
-            if other.start <= covered:
-                covered = max(covered, other.stop)
-        return self.stop <= covered
-
-
-def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[Read]:
-    """The rows that an operand shows, looked for through views, casts and joins of columns."""
-    roles: list[_Role] = [_COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
-    width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == _COLUMNS]
-    if len(width) != 1 or not isinstance(width[0], int):
-        return []
-    return _behind(operand.node, roles, (), 0, width[0], first)
-
-
-def _behind(
-    node: fx.Node,
-    roles: Sequence[_Role],
-    cuts: tuple[_Cut, ...],
-    start: int,
-    stop: int,
-    first: Mapping[fx.Node, fx.Node],
-) -> list[Read]:
-    how = decode(node)
-    if isinstance(how, Join) and roles[how.dim] == _COLUMNS:
-        found: list[Read] = []
-        for part in how.parts:
-            width = shape(part)[how.dim]
-            if not isinstance(width, int):
-                return []
-            if start < width and stop > 0:
-                found += _behind(part, roles, cuts, max(start, 0), min(stop, width), first)
-            start, stop = start - width, stop - width
-        return found
-    if isinstance(how, Write) and roles[how.dim] == _COLUMNS and how.taken is not None and how.taken.step == 1:
-        at, end = how.taken.start, how.taken.stop
-        found = _behind(how.base, roles, cuts, start, min(stop, at), first) if start < at else []
-        if start < end and at < stop:
-            found += _behind(how.x, roles, cuts, max(start, at) - at, min(stop, end) - at, first)
-        return found + (_behind(how.base, roles, cuts, max(start, end), stop, first) if end < stop else [])
-    if isinstance(how, Slice) and roles[how.dim] == _COLUMNS and how.taken is not None and how.taken.step == 1:
-        return _behind(how.x, roles, cuts, start + how.taken.start, stop + how.taken.start, first)
-    if isinstance(how, Slice) and roles[how.dim] != _COLUMNS and how.bounds is not None:
-        bounds = tuple(first[b] if isinstance(b, fx.Node) else b for b in how.bounds)
-        return _behind(how.x, roles, (*cuts, (roles[how.dim], bounds)), start, stop, first)
-    if isinstance(how, (Copy, Permute, Broadcast, Repeat, Regroup)):
-        before = _roles_before(how, node, roles)
-        if before is not None:
-            return _behind(how.x, before, cuts, start, stop, first)
-    return [Read(first[node], cuts, start, stop)]
-
-
-def _roles_before(
-    how: Copy | Permute | Broadcast | Repeat | Regroup, node: fx.Node, roles: Sequence[_Role]
-) -> list[_Role] | None:
-    """What the dimensions of ``how.x`` are; None where that cannot be told, or its columns are others."""
-    own, sizes = shape(how.x), shape(node)
-    if isinstance(how, Permute):
-        before: list[_Role] = [()] * len(own)
-        for role, dim in zip(roles, how.order, strict=True):
-            before[dim] = role
-        return before
-    if isinstance(how, Copy) and len(own) == len(sizes):
-        return list(roles)
-    if isinstance(how, Regroup):
-        # Axes of size 1 come and go; those that are merged or split are not followed.
-        named = iter([role for role, s in zip(roles, sizes, strict=True) if not same(s, 1)])
-        if not same_sizes([s for s in own if not same(s, 1)], [s for s in sizes if not same(s, 1)]):
-            return None
-        before = [() if same(s, 1) else next(named) for s in own]
-        return before if _COLUMNS in before else None
-    if isinstance(how, (Broadcast, Repeat)):
-        extra = len(sizes) - len(own)
-        # Along an axis that was repeated all rows are alike; repeated columns are none of the row's own.
-        before = [role if same(a, b) else () for role, a, b in zip(roles[extra:], own, sizes[extra:], strict=True)]
-        return before if _COLUMNS in before else None
-    return None

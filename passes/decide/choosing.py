@@ -36,7 +36,7 @@ class Choosing(NamedTuple):
 def choosing(plan: AbsorbPlan) -> Choosing | None:
     """What choosing the keys takes; None where no scores of them are found (they came in, for example)."""
     chosen = plan.visible.chosen
-    found = None if chosen is None else ranked(chosen)
+    found = None if chosen is None else ranked(chosen, some=True)
     if chosen is None or found is None:
         return None
     T = axis_size(chosen.keys)

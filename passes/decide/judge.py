@@ -19,13 +19,12 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.blame import SYMPTOMS
-from mla_compile.passes.decide.by_hand import absorbed_by_hand
+from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
-from mla_compile.passes.decide.fuse import with_fusions
 from mla_compile.passes.decide.partial import partial
 from mla_compile.passes.decide.plan import make_plan
 from mla_compile.passes.decide.readers import narrower_readers, other_reader, tokens_read
@@ -56,8 +55,7 @@ def judge(
     judged = _Judge(graph, maps, device, forms, fold, sparse)
     verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
     verdicts = [_with_advice(verdict, maps) for verdict in verdicts]
-    verdicts = absorbed_by_hand(graph, verdicts, maps)
-    return verdicts if forms == "expanded" else with_fusions(graph, verdicts, maps)
+    return over_shared_rows(graph, verdicts, maps)
 
 
 def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:

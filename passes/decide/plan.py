@@ -39,6 +39,8 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
+    if by_hand and not all(isinstance(a.size, int) for a in heads):
+        return Stop(site.node, "not_mla", "tokens that the code writes as it writes heads share rows")
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     # The operator takes a latent, one tensor of rotary rows and one of values; more needs products one by one.
     if _row_tensors(key_terms) not in (1, 2) or _row_tensors(value_terms) != 1:

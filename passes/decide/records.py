@@ -129,15 +129,21 @@ class AbsorbPlan:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How an attention that is absorbed by hand becomes one operator.
+    """How an attention over rows that heads share becomes one operator, or one for each memory.
 
     ``columns``: which columns of ``plan.latent`` are the values, first or last ones, where both are columns of the same
-    rows; ``whole`` are those.
+    rows; ``whole`` are those. ``memories``: a plan for each of those that the rows lie in, where they lie in several.
     """
 
     plan: AbsorbPlan
     columns: tuple[int, int] | None = None
     whole: fx.Node | None = None
+    memories: tuple[AbsorbPlan, ...] = ()
+
+    @property
+    def each(self) -> tuple[AbsorbPlan, ...]:
+        """The plan of each memory, or the only one."""
+        return self.memories or (self.plan,)
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class Verdict:
 
     For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` what is not and why, and ``instead``
     the verdict that stands if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be made
-    alone because the rest of their projection is no longer read. ``fusion``: of a site that is absorbed by hand.
+    alone because the rest of their projection is no longer read. ``fusion``: of a site over shared rows.
     ``fix``: what the user could change, where it is not what the code says.
     """
 

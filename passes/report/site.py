@@ -13,7 +13,7 @@ from mla_compile.passes.decide import cost
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.choosing import choosing
 from mla_compile.passes.decide.formulas import Form
-from mla_compile.passes.decide.records import AbsorbPlan, Verdict
+from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
@@ -52,7 +52,7 @@ def site_report(
         notes=tuple(notes),
     )
     if verdict.plan is None:
-        return report
+        return report if verdict.fusion is None else _of_lists(report, verdict.fusion)
     if verdict.parts:
         return _of_part(report, verdict, verdict.plan)
     dims = verdict.plan.dims
@@ -85,6 +85,16 @@ def site_report(
     )
 
 
+_FUSED = "its scores, softmax and weighted sum are one operator now, which reads each row once"
+_SEVERAL = "its rows lie in {count} memories, which are not joined any more: one operator reads each, once"
+
+
+def fused_told(fusion: Fusion) -> list[str]:
+    """What is said of an attention over shared rows that became the operator."""
+    several = _SEVERAL.format(count=len(fusion.memories))
+    return [*(note for plan in fusion.each for note in _masks(plan)), several if fusion.memories else _FUSED]
+
+
 def _masks(plan: AbsorbPlan) -> list[str]:
     """What the operator is told in place of masks, and what is left over."""
     seen = plan.visible
@@ -109,6 +119,21 @@ def _roundings(verdict: Verdict) -> list[str]:
     visited = (visit.node for term in verdict.plan.terms for visit in term.piece.path)
     dropped = dict.fromkeys(node.meta[DROPPED] for node in visited if DROPPED in node.meta)
     return [f"rows are no longer rounded to {', '.join(dropped)} before the up-projection"] if dropped else []
+
+
+def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
+    """The report on an attention over shared rows, of which a list may name some."""
+    for plan in fusion.each:
+        if (listed := call_sizes(plan).chosen) is not None:
+            chooses = choosing(plan)
+            report = replace(
+                report,
+                chosen=listed,
+                choosing_flops=None if chooses is None else chooses.flops,
+                choosing_bytes=None if chooses is None else chooses.bytes,
+                choosing_fused=None if chooses is None else chooses.fused,
+            )
+    return report
 
 
 def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:

@@ -90,36 +90,21 @@ class Whole(Sides):
 
     def _closed(self) -> fx.Node:
         plan, site, visible = self.plan, self.site, self.plan.visible
-        operands = self._operands()
-        indices = self._indices(visible.chosen) if visible.chosen else None
-        result = self.builder.call(
-            torch.ops.mla_compile.decode_attention.default,
-            *operands,
-            self._mask(),
-            *self._lengths(),
-            scale=site.scale,
-            causal=visible.causal,
-            **({"window": visible.window} if visible.window else {}),
-            **({"indices": indices} if indices else {}),
-        )
-        out = self.builder.call(operator.getitem, result, 0)
+        out, lse, indices = self.attend()
         axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
         if visible.alike:
             rows = self._rows(plan.values or plan.latent)
-            lse = self.builder.call(operator.getitem, result, 1)
             added = [term for term in visible.masks if term.kind == "add"]
             # Of a mask that came in as numbers each row has its own greatest.
             numbers = (self._mask_axes(added[0]), indices, visible.fill) if added else ()
             out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING, *numbers)
         if site.sinks is not None:
-            lse = self.builder.call(operator.getitem, result, 1)
             share = self._share(lse, site.sinks)
             wide_out = self.builder.cast(out, val(share).dtype)
             out = self.builder.call(aten.mul.Tensor, wide_out, self.builder.call(aten.unsqueeze.default, share, -1))
             self.mass = arrange(self.builder, self.sizes, share, axes[:3], [(a,) for axis in axes[:3] for a in axis])
         # The operator gives zero for a row without a visible key. Two things can make that wrong.
         elif not visible.alike and not visible.always and (site.empty == "nan" or self._value_bias()):
-            lse = self.builder.call(operator.getitem, result, 1)
             nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
             if site.empty == "nan":  # a plain softmax gives NaN
                 nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
@@ -136,6 +121,23 @@ class Whole(Sides):
             attended[one.node] = part, (*axes[:3], one.width)
             start = stop
         return self._values(attended)
+
+    def attend(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        """The operator's output [B,S,H,L] and logarithms of sums [B,S,H], and the list of keys that it was given."""
+        visible = self.plan.visible
+        operands = self._operands()
+        indices = self._indices(visible.chosen) if visible.chosen else None
+        result = self.builder.call(
+            torch.ops.mla_compile.decode_attention.default,
+            *operands,
+            self._mask(),
+            *self._lengths(),
+            scale=self.site.scale,
+            causal=visible.causal,
+            **({"window": visible.window} if visible.window else {}),
+            **({"indices": indices} if indices else {}),
+        )
+        return self.builder.call(operator.getitem, result, 0), self.builder.call(operator.getitem, result, 1), indices
 
     def _operands(self) -> Operands:
         plan = self.plan

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import reduce
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.decide.memories import together
 from mla_compile.passes.decide.records import Fusion
+from mla_compile.passes.ir.graph import val
 from mla_compile.passes.rewrite.absorb import Operands, Whole
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.records import Absorbed
@@ -16,6 +21,11 @@ aten = torch.ops.aten
 
 def fuse(fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> Absorbed:
     """Rewrites one site. The nodes it no longer needs are left to dead code removal."""
+    if fusion.memories:
+        several = _Memories(fusion, fake_mode, lengths)
+        out = several.run()
+        given = tuple(plan.latent.node for plan in fusion.memories)
+        return Absorbed(several.plan, out, (), None, tuple(several.views.values()), given=given)
     rewriter = _ByHand(fusion, fake_mode, lengths)
     given = () if fusion.whole is None else (fusion.whole,)
     out = rewriter.run()
@@ -41,3 +51,26 @@ class _ByHand(Whole):
 
     def _cut(self, x: fx.Node, start: int, stop: int) -> fx.Node:
         return self.builder.call(aten.slice.Tensor, x, -1, start, stop)
+
+
+class _Memories(Whole):
+    """Rows in several memories: the operator over each, put together by the logarithms of their sums.
+
+    The weight of each is ``exp(lse_i - lse)``, and 0 where no key of it is seen (:mod:`mla_compile.kernels.merge`).
+    """
+
+    def __init__(self, fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> None:
+        super().__init__(replace(fusion.plan, visible=together(fusion.memories)), fake_mode, lengths)
+        self.each = [Whole(plan, fake_mode, lengths) for plan in fusion.memories]
+
+    def attend(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        call, seen = self.builder.call, [one.attend()[:2] for one in self.each]
+        lse = reduce(lambda a, b: call(aten.logaddexp.default, a, b), [one for _, one in seen])
+        nothing = call(aten.eq.Scalar, lse, float("-inf"))
+
+        def weighed(out: fx.Node, own: fx.Node) -> fx.Node:
+            weight = call(aten.exp.default, call(aten.sub.Tensor, own, lse))
+            weight = call(aten.unsqueeze.default, call(aten.masked_fill.Scalar, weight, nothing, 0.0), -1)
+            return call(aten.mul.Tensor, self.builder.cast(out, val(weight).dtype), weight)
+
+        return reduce(lambda a, b: call(aten.add.Tensor, a, b), [weighed(*one) for one in seen]), lse, None

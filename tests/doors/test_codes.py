@@ -24,6 +24,7 @@ def test_codes_are_stable():
         "training": "kept",
         "ranks_differ": "kept",
         "already_absorbed": "kept",
+        "shared_rows": "kept",
         "position_dependent": "refused",
         "nonlinear": "refused",
         "token_mixing": "refused",

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+import mla_compile
 from mla_compile.backend import mla
-from mla_compile.dynamo.causes import changed_source
+from mla_compile.dynamo.causes import changed_source, drained, failed
 from tests.support.decode_state import OPTIONS, absorbed_runs
 from tests.support.tiers import also
 from tests.support.unsettled import GrowingBuffer, IntPosition, Layers
@@ -72,3 +73,62 @@ def test_other_functions_and_other_models_are_compiled_as_before(runs: list[int]
 def test_the_name_of_what_changed(reason: str, source: str | None) -> None:
     assert source is None or re.fullmatch(changed_source(reason), source)
     assert source is not None or changed_source(reason) is None
+
+
+class Drains(nn.Module):
+    """Tokens wait in an object that the caller keeps, until there are ``rate`` of them; then all stand for one row."""
+
+    def __init__(self, rate: int) -> None:
+        super().__init__()
+        self.rate = rate
+        self.q = nn.Linear(6, 12, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, kept: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        waiting = torch.cat([kept[0]["waiting"], x], 1)
+        full = waiting.shape[1] // self.rate * self.rate
+        rows = kept[0]["rows"]
+        if full:
+            rows = torch.cat([rows, waiting[:, :full].unflatten(1, (-1, self.rate)).mean(2)], 1)
+        kept[0]["waiting"], kept[0]["rows"] = waiting[:, full:], rows
+        q = self.q(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        k = torch.cat([rows, x], 1)[:, None].expand(-1, 2, -1, -1)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+def test_what_fills_and_drains_is_compiled_for_any_size() -> None:
+    torch.compiler.reset()
+    model = Drains(5).eval()
+    fast = mla_compile.optimize(model, codegen="eager")
+    given = [[{name: torch.zeros(2, 0, 6, dtype=torch.float64) for name in ("waiting", "rows")}] for _ in range(2)]
+    counters.clear()
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(23):
+            if step == 12:
+                found = counters["stats"]["unique_graphs"]
+            x = torch.full((2, 1, 6), 0.1 * step, dtype=torch.float64)
+            torch.testing.assert_close(fast(x, given[0]), model(x, given[1]))
+    assert counters["stats"]["unique_graphs"] == found <= 7, "empty, some, full, and what was seen before"
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("0/2: tensor 'kwargs['cache'].layers[1].kept['a']' size mismatch at index 1. expected 0, actual 1", True),
+        ("0/2: tensor 'kept[0]['rows']' size mismatch at index 1. expected 4, actual 0", True),
+        ("0/2: tensor 'kwargs['cache'].layers[1].kept['a']' size mismatch at index 1. expected 1, actual 2", False),
+        ("0/2: tensor 'kwargs['cache'].layers[1].kept['a']' size mismatch at index 0. expected 0, actual 2", False),
+        ("0/2: tensor 'args[0]' size mismatch at index 1. expected 0, actual 2", False),
+        ("0/2: kwargs['cache'].layers[1].count == 0", False),
+    ],
+)
+def test_which_tensors_fill_and_drain(reason: str, said: bool) -> None:
+    assert drained(reason) is said
+
+
+def test_what_is_counted_of_a_failed_guard() -> None:
+    size = "0/2: tensor 'kept[0]['a']' size mismatch at index 1. expected 3, actual 1"
+    assert failed(size) == ("kept[0]['a']:1", "3")
+    assert failed("0/7: self.pos == 11    # self.pos += 1") == ("self.pos", "11")
+    assert failed("0/1: len(L['x']) == 5") == ("len(L['x'])", "5")
+    assert failed("0/1: x is None") == ("x is None", "x is None")

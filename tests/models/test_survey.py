@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from mla_compile.models import config_file, skeleton
+from mla_compile.models.held import tensors_of
 from mla_compile.models.survey import survey
 from mla_compile.report.explained import explained
+from mla_compile.workbench.layouts import attentions
 from tests.support.explaining import LLAMA, TINY, call, write
 from tests.support.models import SPARSE
 from tests.support.tiers import full
@@ -71,6 +73,33 @@ def test_a_sparse_attention_says_how_many_keys_it_chooses_however_many_that_are(
     attention = 2 * 3 * 4 * (2 * 64 + 16)
     assert (grows["sparse"], grows["absorbed"]) == (2 * 400, 2 * 400 + attention)
     assert (costs["sparse"].bytes[1] - costs["sparse"].bytes[0]) / (32768 - 4096) == 2 * 2 * 24
+
+
+@full("family")
+def test_rows_of_a_window_and_rows_that_stand_for_several_tokens(explained_models):
+    """DeepSeek-V4: what is said of a token, and of a window, is what the cache itself holds."""
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    sizes = {
+        "vocab_size": 97, "hidden_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 16,
+        "num_attention_heads": 4, "q_lora_rank": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "hc_mult": 2,
+        "max_position_embeddings": 4096, "sliding_window": 32, "index_n_heads": 2, "index_head_dim": 24,
+        "index_topk": 40, "o_groups": 2, "o_lora_rank": 8, "layer_types": kinds, "mlp_layer_types": ["moe"] * 3,
+        "compress_rate_csa": 4, "compress_rate_hca": 64,
+    }  # fmt: skip
+    model = survey(write({"model_type": "deepseek_v4", **sizes})).facts
+    assert model.family == "shared rows"
+    said = [(c.rows, c.every, c.window, c.besides, c.chosen) for c in model.cached]
+    # Of a layer with a window alone transformers keeps keys and values, which are equal.
+    assert said == [(32, 0, 31, 0, 0), (16, 4, 31, 6, 40), (16, 64, 31, 0, 0)]
+    assert model.cache_values == 16 / 4 + 6 + 16 / 64
+    built = skeleton.build(config_file.read("config.json")[0])
+    one, two = (skeleton.cached_call(built, n)[0] for n in (1024, 2048))
+    held = [
+        sum(t.numel() for layer in cache.layers for n, t in tensors_of(layer) if n != "values") for cache in (one, two)
+    ]
+    assert held[1] - held[0] == 1024 * model.cache_values
+    floors = [site.rows(2048) for site in attentions(model)]
+    assert floors == [31, 2048 / 4 + 31, 2048 / 64 + 31]
 
 
 @full("family")

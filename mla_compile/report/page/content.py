@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from mla_compile.codes import CODES, Code, Verdict
+from mla_compile.codes import CODES, OVER_ROWS, Verdict
 from mla_compile.core.drawing import DrawnNode
 from mla_compile.core.quantities import amount, gigabytes, scaled, seconds
 from mla_compile.core.records import Location, SiteReport
@@ -25,7 +25,11 @@ PLACES = tuple(2**i for i in range(11, 20))
 QUERIES = tuple(2**i for i in range(13))
 _QUERY_CONTEXT = 32768
 _STYLES = {"expanded": "before", "as it is": "before", "absorbed": "after", "sparse": "listed"}
-_FAMILIES: dict[Family, str] = {"refused": "not proved to be MLA", "kept": "a latent as wide as K and V"}
+_FAMILIES: dict[Family, str] = {
+    "refused": "not proved to be MLA",
+    "kept": "a latent as wide as K and V",
+    "shared rows": "heads that share one row per token",
+}
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def _gain(model: Facts) -> str:
 def _advice(model: Facts) -> str:
     if any(site.verdict == "absorbed" for site in model.sites):
         return 'Use it with mla_compile.optimize(model), or torch.compile(model, backend="mla").'
-    if any(site.verdict in ("refused", "kept") and site.code is not Code.ALREADY_ABSORBED for site in model.sites):
+    if any(site.verdict in ("refused", "kept") and site.code not in OVER_ROWS for site in model.sites):
         return "Below is what stands in the way, where, and what would change it. The model runs as it is."
     plan = "; mla-compile plan says what it costs to serve" if model.cached else ""
     return f"mla_compile leaves it as it is{plan}."

@@ -1,0 +1,71 @@
+"""What each layer of a cache holds, measured on caches that prompts of two lengths have filled.
+
+Most layers hold a row for every token. Some hold the last tokens only (a window), rows that each stand for several
+tokens, or what an indexer chooses by besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mla_compile.errors import InputError
+from mla_compile.models import skeleton
+
+_ROWS = ("keys", "values")
+SHORT = 1024
+"""A prompt longer than most windows, and a multiple of how many tokens a row stands for."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One layer: ``every`` tokens have a row (0: none does), beside the rows of the last ``window`` tokens.
+
+    ``shared``: keys and values are one tensor. ``more``: what it holds besides, by name, and how many values of it a
+    token adds.
+    """
+
+    every: int = 1
+    window: int = 0
+    shared: bool = False
+    more: dict[str, float] = field(default_factory=dict)
+
+
+def held(cache: Any, model: nn.Module) -> list[Held]:
+    """Of each layer of ``cache``, which a short prompt has filled."""
+    layers = list(getattr(cache, "layers", ()))
+    shared = [getattr(one, "values", None) is not None and one.values is getattr(one, "keys", None) for one in layers]
+    plain = [not getattr(one, "is_sliding", False) and {*dict(tensors_of(one))} <= {*_ROWS} for one in layers]
+    if all(plain):
+        return [Held(shared=one) for one in shared]
+    try:
+        short, long = (skeleton.cached_call(model, n * SHORT)[0] for n in (1, 2))
+    except InputError:
+        return [Held(shared=one) for one in shared]
+    pairs = zip(short.layers, long.layers, shared, strict=True)
+    return [_of(dict(tensors_of(a)), dict(tensors_of(b)), one) for a, b, one in pairs]
+
+
+def _of(short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], shared: bool) -> Held:
+    grown = {n: (long[n].numel() - x.numel()) / SHORT for n, x in short.items() if n in long}
+    keys = short.get("keys")
+    more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS}
+    if keys is None or keys.dim() != 4 or grown["keys"]:
+        return Held(shared=shared, more=more)
+    # Beside a window, rows as wide as its keys stand for older tokens.
+    row = keys.shape[1] * keys.shape[3]
+    older = next((n for n, v in more.items() if v and short[n].shape[-1] == keys.shape[3]), None)
+    every = 0 if older is None else round(row / more[older])
+    return Held(every, keys.shape[2], shared, {n: v for n, v in more.items() if n != older})
+
+
+def tensors_of(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a layer of a cache that have tokens, also those in dicts."""
+    for name, value in vars(layer).items():
+        for key, one in value.items() if isinstance(value, dict) else ((None, value),):
+            if isinstance(one, torch.Tensor) and one.dim() > 2 and one.numel():
+                yield name if key is None else f"{name}[{key}]", one

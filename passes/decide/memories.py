@@ -1,0 +1,143 @@
+"""Rows that lie in several memories, which a model joins along the tokens in each step before its heads read them.
+
+DeepSeek-V4 reads ``cat([window, compressed])``: the last tokens as they are, and rows that each stand for several older
+ones. A softmax over both is two of one each, put together by the logarithms of their sums, so the join need not be
+made, and each memory has a length, a mask and a list of keys of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.scores import align_right
+from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Visible
+from mla_compile.passes.decide.plan import make_plan
+from mla_compile.passes.decide.reads import COLUMNS, Read, reads
+from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.decide.refine import value_features
+from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
+from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
+from mla_compile.passes.ir.operators import Broadcast, Copy, Join, decode
+from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes
+from mla_compile.passes.linear.records import Maps
+
+aten = torch.ops.aten
+
+
+def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> tuple[AbsorbPlan, ...]:
+    """A plan for each memory that the rows are joined of; none where the attention cannot be taken apart."""
+    site = plan.site
+    rows = _rows(site, first)
+    how = None if rows is None else decode(rows.rows)
+    if rows is None or not isinstance(how, Join) or rows.roles[how.dim] != site.keys or site.causal:
+        return ()
+    parts = [part for part in how.parts if not same(shape(part)[how.dim], 0)]
+    if len(parts) < 2 or any(same(shape(part)[how.dim], 1) for part in parts):
+        return ()
+    sizes = [shape(part)[how.dim] for part in parts]
+    masks = [of for term in site.masks if (of := _taken_apart(term, site.keys, sizes)) is not None]
+    if len(masks) < len(site.masks):
+        return ()
+    found: list[AbsorbPlan] = []
+    for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        keys = fresh_axis(size)
+        terms = tuple(_along(term, site.keys, keys) for of in masks if (term := of[index]) is not None)
+        one = make_plan(_over(site, rows, part, keys, terms), maps.with_sources({part}), by_hand=True)
+        if not isinstance(one, AbsorbPlan) or not one.whole or (one.batch, one.heads) != (plan.batch, plan.heads):
+            return ()
+        # What no key of a memory is let through says nothing of the other one.
+        found.append(replace(one, visible=one.visible.dense) if one.visible.alike else one)
+    return () if any(one.visible.alike for one in found) else tuple(found)
+
+
+def together(each: Sequence[AbsorbPlan]) -> Visible:
+    """What decides which keys of all memories are seen."""
+    seen = [one.visible for one in each]
+    lists = [v.chosen for v in seen if v.chosen is not None]
+    return Visible(
+        masks=tuple(m for v in seen for m in v.masks),
+        lengths=tuple(length for v in seen for length in v.lengths),
+        numbers=tuple(n for v in seen for n in v.numbers),
+        chosen=lists[0] if lists else None,
+        # An empty memory hides nothing, and shows nothing.
+        always=any(p.visible.always and at_least(axis_size(p.site.keys), 1) for p in each),
+        left=tuple(dict.fromkeys(why for v in seen for why in v.left)),
+    )
+
+
+def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> Read | None:
+    """The rows of which all columns are both keys and values, in their order."""
+    if len(site.products) != 1:
+        return None
+    keys = reads(site.products[0].k, site.products[0].features, first)
+    values = reads(site.v, value_features(site), first)
+    if len(keys) != 1 or keys != values or keys[0].cuts or COLUMNS not in keys[0].roles:
+        return None
+    (one,) = keys
+    width = shape(one.rows)[one.roles.index(COLUMNS)]
+    return one if (one.start, one.stop) == (0, width) and one.roles == values[0].roles else None
+
+
+def _over(site: AttentionSite, rows: Read, part: fx.Node, keys: Axis, masks: tuple[MaskTerm, ...]) -> AttentionSite:
+    """``site`` over the rows of ``part`` alone."""
+
+    def operand(columns: Axis) -> Operand:
+        roles = [columns if role == COLUMNS else keys if role == site.keys else role for role in rows.roles]
+        axes: Axes = tuple(role for role in roles if not isinstance(role, str))
+        return Operand(part, axes)
+
+    product = replace(site.products[0], k=operand(site.products[0].features), node=None, out=())
+    values = operand(value_features(site))
+    return replace(site, products=(product,), v=values, keys=keys, masks=masks, sinks=None, probs=None)
+
+
+def _along(term: MaskTerm, old: Axis, new: Axis) -> MaskTerm:
+    axes = tuple(new if axis == old else axis for axis in term.operand.axes)
+    return replace(term, operand=replace(term.operand, axes=axes))
+
+
+def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[MaskTerm | None] | None:
+    """A mask for each memory of these sizes, None where it hides nothing there; None where it is one of them all."""
+    if keys not in term.operand.axes:  # the same for all keys
+        return [term] * len(sizes)
+    found = _parts(term.operand.node, term.operand.axes.index(keys), term, sizes)
+    if found is None:
+        return None
+    # A part may have fewer axes in front than what it was broadcast to.
+    axes = [None if part is None else align_right(part, term.operand.axes) for part in found]
+    return [
+        None if part is None or own is None else replace(term, operand=Operand(part, own))
+        for part, own in zip(found, axes, strict=True)
+    ]
+
+
+def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> list[fx.Node | None] | None:
+    """What ``node`` is joined of along ``dim``, which has these sizes; None for a part that hides nothing."""
+    how = decode(node)
+    if isinstance(how, (Copy, Broadcast)) and val(how.x).dtype == val(node).dtype:
+        before = dim - (len(shape(node)) - len(shape(how.x)))
+        kept = before >= 0 and same(shape(how.x)[before], shape(node)[dim])
+        return _parts(how.x, before, term, sizes) if kept else None
+    if isinstance(how, Join) and how.dim == dim:
+        parts = [part for part in how.parts if not same(shape(part)[dim], 0)]
+        return list(parts) if same_sizes([shape(part)[dim] for part in parts], sizes) else None
+    x = _before_zeros(node, dim)
+    hides = term.kind == "keep"  # zeros are added, or False, which hides nothing in a mask of what is dropped
+    return None if x is None or hides or len(sizes) != 2 or not same(shape(x)[dim], sizes[0]) else [x, None]
+
+
+def _before_zeros(node: fx.Node, dim: int) -> fx.Node | None:
+    """What ``node`` adds zeros to, behind it along ``dim`` and nowhere else."""
+    if packet(node) not in (aten.pad, aten.constant_pad_nd):
+        return None
+    x, widths = args_of(node)[:2]
+    mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
+    value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
+    behind = 2 * (len(shape(node)) - 1 - dim) + 1
+    others = [w for k, w in enumerate(widths) if k != behind]
+    alone = len(widths) > behind and all(isinstance(w, int) and w == 0 for w in others)
+    return x if alone and mode == "constant" and value in (0, None) else None

@@ -1,0 +1,131 @@
+"""DeepSeek-V4 as transformers has it: heads read one row per token, of a window and of rows that stand for several.
+
+The tiny model has all three kinds of layers. Tokens and logits are the original's, past several compressed rows and
+past the number of them that an indexer picks; every attention of a step is the operator.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile.kernels.cpu import native
+from tests.support.tiers import also
+
+pytest.importorskip("transformers.models.deepseek_v4")
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
+
+pytestmark = [
+    pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator"),
+    pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),
+]
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+def tiny(*layers: str, dtype: torch.dtype = torch.float64) -> DeepseekV4ForCausalLM:
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=67, hidden_size=40, moe_intermediate_size=24, num_hidden_layers=len(layers), num_attention_heads=4,
+        head_dim=16, q_lora_rank=20, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, hc_mult=2,
+        max_position_embeddings=512, sliding_window=8, index_n_heads=2, index_head_dim=12, index_topk=3, o_groups=2,
+        o_lora_rank=8, layer_types=list(layers), mlp_layer_types=["moe"] * len(layers),
+        compress_rates={SPARSE: 4, HEAVY: 8}, partial_rotary_factor=0.5, experts_implementation="batched_mm",
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = DeepseekV4ForCausalLM(config).eval().to(dtype)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, dtype=torch.float64)
+            weight.copy_(1 + 0.1 * noise if "norm" in name else noise * (0.3 if weight.dim() > 1 else 0.5))
+    return model
+
+
+def steps(model: torch.nn.Module, fast: torch.nn.Module, prompt: torch.Tensor, count: int, **given) -> float:
+    """The largest difference of logits, with the original's tokens."""
+    own, held = (DynamicCache(config=model.config) for _ in range(2))
+    tokens, worst = prompt, 0.0
+    mask = given.get("attention_mask")
+    with torch.no_grad():
+        for _ in range(count):
+            more = {} if mask is None else {"attention_mask": mask}
+            want = model(tokens, cache=own, use_cache=True, **more).logits
+            got = fast(tokens, cache=held, use_cache=True, **more).logits
+            worst = max(worst, float((got - want).abs().max()))
+            tokens = want[:, -1:].argmax(-1)
+            assert torch.equal(tokens, got[:, -1:].argmax(-1))
+            mask = None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+    return worst
+
+
+def graphs(fast: torch.nn.Module) -> int:
+    return len({site.graph for site in fast.mla_report.sites})
+
+
+def unfused(fast: torch.nn.Module) -> list:
+    """Attentions of steps that are no operator; the first graph is the prompt's."""
+    first = fast.mla_report.sites[0].graph
+    return [s for s in fast.mla_report.sites if s.graph != first and not any("operator" in n for n in s.notes)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "batch", "count"),
+    [
+        *also(
+            "family",
+            ((SLIDING,), 2, 12),
+            ((SPARSE,), 1, 40),
+            ((HEAVY,), 3, 40),
+            ((SLIDING, SPARSE, HEAVY), 3, 300),
+        )
+    ],
+)
+def test_steps_of_every_kind_of_layer(layers: tuple[str, ...], batch: int, count: int) -> None:
+    torch.compiler.reset()
+    model = tiny(*layers)
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    prompt = torch.randint(1, 67, (batch, 21), generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Dynamo's limit among them
+        assert steps(model, fast, prompt, count) < 1e-6  # norms of the model are in float32
+    assert {s.code.value for s in fast.mla_report.sites} == {"shared_rows"}
+    assert unfused(fast) == []
+    assert graphs(fast) <= 13
+    if SPARSE in layers:
+        assert any("a list of keys" in note for s in fast.mla_report.sites for note in s.notes)
+
+
+@pytest.mark.full("family")
+def test_left_padding() -> None:
+    torch.compiler.reset()
+    model = tiny(SLIDING, SPARSE)
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    prompt = torch.randint(1, 67, (2, 13), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    assert steps(model, fast, prompt, 12, attention_mask=mask) < 1e-6
+
+
+@pytest.mark.full("family")
+def test_beams_and_a_short_prompt() -> None:
+    """No compressed row is there at first, and beams reorder all that is kept."""
+    torch.compiler.reset()
+    model = tiny(SPARSE, HEAVY)
+    fast = mla_compile.optimize(model, codegen="eager")
+    prompt = torch.randint(3, 67, (1, 2), generator=torch.Generator().manual_seed(3))
+    options = {"num_beams": 3, "max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
+
+
+@pytest.mark.full("family")
+def test_a_prompt_by_groups_of_heads() -> None:
+    torch.compiler.reset()
+    model = tiny(SPARSE, HEAVY)
+    prompt = torch.randint(1, 67, (1, 48), generator=torch.Generator().manual_seed(4))
+    fast = mla_compile.optimize(model, codegen="eager", strict=True, expanded_bytes=1 << 15)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(prompt).logits, model(prompt).logits, rtol=1e-6, atol=1e-6)
+    assert any("group" in note for s in fast.mla_report.sites for note in s.notes)

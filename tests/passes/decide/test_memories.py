@@ -1,0 +1,124 @@
+"""Rows that lie in several memories: each is read where it lies, and where they cannot be told apart the join stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mla_compile.codes import Code
+from mla_compile.kernels.cpu import native
+from tests.support.programs import OP, error, export, optimized, run, seeded
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator"),
+]
+
+B, H, W, T, C = 2, 3, 8, 5, 7
+
+
+class Joined(nn.Module):
+    """Queries [B,H,1,W] over the rows [B,1,T,W] and [B,1,C,W], joined; ``mask`` makes that of the scores."""
+
+    def __init__(self, mask=None, columns=W, sinks=True):
+        super().__init__()
+        self.mask, self.columns = mask, columns
+        self.sinks = nn.Parameter(seeded(H, seed=5)) if sinks else None
+
+    def forward(self, q, *memories):
+        rows = torch.cat(memories, 2)
+        k = rows.expand(-1, H, -1, -1)
+        scores = q @ k.mT * 0.4
+        if self.mask is not None:
+            scores = scores + self.mask(q, *memories)
+        if self.sinks is None:
+            return scores.softmax(-1) @ k[..., : self.columns]
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ k[..., : self.columns]
+
+
+def hides(number, rows):
+    """Minus infinity for the first rows, as many as the batch entry's number and one more."""
+    seen = torch.arange(rows.shape[2]) > torch.arange(rows.shape[0])[:, None] + number
+    return torch.zeros(seen.shape, dtype=rows.dtype).masked_fill(~seen, float("-inf"))[:, None, None]
+
+
+def lists(q, rows, count=3):
+    at = torch.einsum("bhsw,bcw->bsc", q, rows[:, 0]).topk(count).indices[:, None]
+    return q.new_full((B, 1, q.shape[2], rows.shape[2]), float("-inf")).scatter(-1, at, 0.0)
+
+
+APART = {
+    "no mask": None,
+    "zeros behind": lambda q, a, b: F.pad(hides(0, a), (0, b.shape[2])),
+    "a mask of each": lambda q, a, b: torch.cat([hides(0, a), hides(2, b)], -1),
+    "a list of the second": lambda q, a, b: torch.cat([hides(0, a), lists(q, b)], -1),
+    "a list of the first": lambda q, a, b: torch.cat([lists(q, a), hides(1, b)], -1),
+    "a list of each": lambda q, a, b: torch.cat([lists(q, a, 2), lists(q, b)], -1),
+    "one of the two hidden": lambda q, a, b: torch.cat([hides(T, a), hides(0, b)], -1),
+    "all hidden": lambda q, a, b: torch.cat([hides(T, a), hides(C, b)], -1),
+}
+TOGETHER = {
+    "one mask of both": lambda q, a, b: hides(3, torch.cat([a, b], 2)),
+    "joined elsewhere": lambda q, a, b: torch.cat([hides(0, b), hides(2, a)], -1),
+    "zeros in front": lambda q, a, b: F.pad(hides(0, b), (a.shape[2], 0)),
+    "numbers behind": lambda q, a, b: F.pad(hides(0, a), (0, b.shape[2]), value=-1.5),
+    "a list of both": lambda q, a, b: lists(q, torch.cat([a, b], 2)),
+}
+GIVEN = [seeded(B, H, 1, W, seed=1), seeded(B, 1, T, W, seed=2), seeded(B, 1, C, W, seed=3)]
+
+
+def attended(module, given=GIVEN):
+    """The operators of the only site; numbers are compared with the module's own."""
+    done = optimized(export(module, given), lowering="op", verify=True)
+    assert [site.code for site in done.report.sites] == [Code.SHARED_ROWS]
+    assert done.fused == 1
+    with torch.no_grad():
+        assert error(run(done.program, *given)[0], module(*given)) < 1e-12
+    nodes = list(done.program.gm.graph.nodes)
+    joins = [n for n in nodes if str(n.target).startswith("aten.cat") and n.meta["val"].shape[-2:] == (T + C, W)]
+    return [n for n in nodes if str(n.target) == OP], joins
+
+
+@pytest.mark.singly
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize("name", APART)
+def test_each_memory_is_read_by_itself(name, sinks):
+    found, joins = attended(Joined(APART[name], sinks=sinks).eval())
+    assert [n.args[1].meta["val"].shape[1] for n in found] == [T, C]
+    assert joins == []
+    assert sum("indices" in n.kwargs for n in found) == {"a list of each": 2}.get(name, int("list" in name))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_masks_that_are_of_no_memory_alone(name):
+    found, joins = attended(Joined(TOGETHER[name]).eval())
+    assert len(found) == 1
+    assert joins
+
+
+def test_values_of_some_columns_are_read_of_the_joined_rows():
+    found, _ = attended(Joined(columns=W // 2).eval())
+    assert len(found) == 1
+
+
+def test_three_memories_and_an_empty_one():
+    more = [*GIVEN, seeded(B, 1, 4, W, seed=4), seeded(B, 1, 0, W)]
+    found, _ = attended(Joined().eval(), more)
+    assert [n.args[1].meta["val"].shape[1] for n in found] == [T, C, 4]
+
+
+def test_a_part_that_weighs_wrong_is_found(monkeypatch):
+    from mla_compile.passes.rewrite import by_hand
+
+    attend = by_hand._Memories.attend
+
+    def wrong(self):
+        out, lse, indices = attend(self)
+        return self.builder.call(torch.ops.aten.mul.Tensor, out, 1.001), lse, indices
+
+    monkeypatch.setattr(by_hand._Memories, "attend", wrong)
+    done = optimized(export(Joined().eval(), GIVEN), lowering="op", verify=True)
+    assert (done.fused, [site.code for site in done.report.sites]) == (0, [Code.VERIFY_FAILED])

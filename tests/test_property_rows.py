@@ -1,0 +1,58 @@
+"""Generated attentions whose heads share rows: one operator with the numbers of the original, and what must stay stays.
+
+``MLA_PROPERTY_ROWS`` sets how many cases are drawn of each kind (6 by default), ``MLA_PROPERTY_SEED`` draws others.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+
+from mla_compile.codes import Code
+from mla_compile.kernels.cpu import native
+from tests.support.generated_rows import RowsCase, SharedRows, in_half, inputs_of, rows_case
+from tests.support.generator import check_each
+from tests.support.programs import error, export, optimized, run
+
+CASES = int(os.environ.get("MLA_PROPERTY_ROWS", "6"))
+SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0")) * 100_000
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator")
+
+
+def done(case: RowsCase):
+    exact = SharedRows(case).eval()
+    module, dtype = (in_half(copy.deepcopy(exact)), torch.bfloat16) if case.half else (exact, torch.float64)
+    outcome = optimized(export(module, [x.to(dtype) for x in inputs_of(case)]), lowering="op", verify=True)
+    for scale in (1.0,) if case.half else (1.0, 30.0):  # larger scores are luck in half precision
+        given = [x.to(dtype) for x in inputs_of(case, scale)]
+        with torch.no_grad():
+            own, (got,), want = module(*given), run(outcome.program, *given), exact(*(x.double() for x in given))
+        assert got.dtype == own.dtype
+        allowed = 2 * error(own.double(), want) + 0.02 if case.half else 1e-5 if case.float32 else 1e-11
+        assert error(got.double(), want) < allowed
+    return outcome
+
+
+def shared(case: RowsCase) -> None:
+    outcome = done(case)
+    (site,) = outcome.report.sites
+    assert site.code is Code.SHARED_ROWS, (site.code, site.reason)
+    assert outcome.fused == 1
+
+
+def other(case: RowsCase) -> None:
+    outcome = done(case)
+    assert all(site.code is not Code.SHARED_ROWS for site in outcome.report.sites)
+    assert outcome.fused == 0
+
+
+def test_rows_that_heads_share():
+    check_each((rows_case(SEED + n, legal=True) for n in range(CASES)), shared)
+
+
+def test_near_misses_stay():
+    check_each((rows_case(SEED + n, legal=False) for n in range(CASES)), other)
