@@ -26,7 +26,7 @@ from torch._dynamo.utils import get_metrics_context
 from torch._guards import ChainedSource, TracingContext
 
 from mla_compile.core.program import Inputs
-from mla_compile.dynamo.causes import failed
+from mla_compile.dynamo.causes import drained, failed
 from mla_compile.dynamo.logs import SETTING, SaidOnce
 from mla_compile.dynamo.settings import change, held, user_value
 
@@ -116,6 +116,7 @@ class Recompiles:
         self._layers = 1
         self._most = 0
         self._failed: dict[str, set[str]] = {}
+        self._drains = False
         self._lock = threading.Lock()
 
     @contextmanager
@@ -141,6 +142,7 @@ class Recompiles:
             if reason is not None:
                 what, compiled_for = failed(reason)
                 self._failed.setdefault(what, set()).add(compiled_for)
+                self._drains |= drained(reason)
             graphs = self._graphs.setdefault(traced[0], Counter())
             graphs[layer] += 1  # layers that run the same code differ in their parameters
             self._layers = max(self._layers, len(graphs))
@@ -164,7 +166,9 @@ class Recompiles:
     def _limits(self) -> dict[str, int]:
         """The user's limit for each layer, as Dynamo counts per code object that all share, and for what has phases."""
         given = limit = user_value("recompile_limit")
-        if self._failed and all(len(values) <= PHASES for values in self._failed.values()):
+        # One thing that does not drain takes no more graphs than it has values.
+        several = self._drains or len(self._failed) > 1
+        if several and all(len(values) <= PHASES for values in self._failed.values()):
             limit *= PHASES
         elif self._layers == 1:
             return {}

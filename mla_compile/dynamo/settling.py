@@ -43,24 +43,25 @@ def settle() -> None:
     current = CompileContext.current_compile_id()
     if current is None:
         return
-    _sources.setdefault(_function(str(current)), [])
+    _sources.setdefault(_forget_others(str(current)), [])
     if _started not in callback_handler.start_callbacks:  # a reset of Dynamo forgets them
         callback_handler.register_start_callback(_started)
         callback_handler.register_end_callback(_ended)
 
 
-def _function(compile_id: str) -> str:
-    return compile_id.rpartition("/")[0]
+def _forget_others(compile_id: str) -> str:
+    """The number of the function. What was known of another one, which had this number before a reset, is forgotten."""
+    function = compile_id.rpartition("/")[0]
+    if compile_id.endswith("/0"):
+        _sources.pop(function, None)
+        _draining.discard(function)
+    return function
 
 
 def _started(what: CallbackArgs) -> None:
     if what.callback_trigger is not CallbackTrigger.DYNAMO:
         return
-    function, first = _function(what.compile_id), what.compile_id.endswith("/0")
-    if first:  # another function got this number after a reset
-        _sources.pop(function, None)
-        _draining.discard(function)
-    reason = why_again()
+    function, reason = _forget_others(what.compile_id), why_again()
     if function not in _sources or reason is None or not config.automatic_dynamic_shapes:  # dynamic=False
         return
     patches = ExitStack()
