@@ -28,6 +28,7 @@ from mla_compile.options import Options
 from mla_compile.pass_state import Outcome, State
 from mla_compile.pass_table import PASSES, Pass
 from mla_compile.passes.ir.collectives import collectives
+from mla_compile.passes.ir.expr import evaluated_once
 from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.stand_ins import settled, with_stand_ins
 
@@ -59,30 +60,31 @@ def run(
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
     """
-    start = time.perf_counter()
-    plain = with_stand_ins(program, options)
-    packs = options.cache_dtype == "fp8"
-    base, read = with_latent_cache(plain, own_cache, packs=packs) if options.cache == "latent" else (plain, None)
-    kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
-    before = (PassRecord("capture", 0, program.seconds), kept)
-    # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
-    # again without it. This ends, because every round adds a site.
-    failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
-    while True:
-        state = State(base, options, frozen, failed, draw, recompiles, read, fuses=fuses)
-        read = None  # the passes go on with its copy
-        for one in PASSES:
-            _apply(one, state)
-        new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
-        if not new:
-            done = state.outcome(name, before)
-            _check_collectives(program, done)
-            if plain is program:
-                return done
-            return replace(done, base=program if base is plain else settled(base))
-        if options.strict:
-            raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")
-        failed.update((name, (Code.VERIFY_FAILED, problem)) for name, problem in new.items())
+    with evaluated_once(program.fake_mode):
+        start = time.perf_counter()
+        plain = with_stand_ins(program, options)
+        packs = options.cache_dtype == "fp8"
+        base, read = with_latent_cache(plain, own_cache, packs=packs) if options.cache == "latent" else (plain, None)
+        kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
+        before = (PassRecord("capture", 0, program.seconds), kept)
+        # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
+        # again without it. This ends, because every round adds a site.
+        failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
+        while True:
+            state = State(base, options, frozen, failed, draw, recompiles, read, fuses=fuses)
+            read = None  # the passes go on with its copy
+            for one in PASSES:
+                _apply(one, state)
+            new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
+            if not new:
+                done = state.outcome(name, before)
+                _check_collectives(program, done)
+                if plain is program:
+                    return done
+                return replace(done, base=program if base is plain else settled(base))
+            if options.strict:
+                raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")
+            failed.update((name, (Code.VERIFY_FAILED, problem)) for name, problem in new.items())
 
 
 def _apply(one: Pass, state: State) -> None:

@@ -7,7 +7,8 @@ adds it to the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -160,25 +161,40 @@ class Expr:
         return result
 
 
+@contextmanager
+def evaluated_once(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Within it, expressions that are alike, as those for the weights of equal layers are, share one fake value.
+
+    The values are forgotten at the end: they refer to the mode, and a mode that refers to them would never be freed.
+    """
+    if fake_mode is None or _KNOWN in vars(fake_mode):
+        yield
+        return
+    vars(fake_mode)[_KNOWN] = {}
+    try:
+        yield
+    finally:
+        del vars(fake_mode)[_KNOWN]
+
+
+_KNOWN = "mla_compile_known"
+
+
 def _value(
     fake_mode: FakeTensorMode | None, op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> torch.Tensor:
-    """What ``op`` returns; one tensor for all calls that are alike, as those for the weights of equal layers are."""
-    key = None if fake_mode is None else _key(op, args, kwargs)
-    # Kept with the mode, which the tensors refer to: in a dict of ours, however weak, neither would ever be freed.
-    known: dict[Hashable, torch.Tensor] = {} if key is None else vars(fake_mode).setdefault(_KNOWN, {})
-    if key in known:
+    """What ``op`` returns."""
+    known: dict[Hashable, torch.Tensor] | None = None if fake_mode is None else vars(fake_mode).get(_KNOWN)
+    key = None if known is None else _key(op, args, kwargs)
+    if known is not None and key in known:
         return known[key]
     # `no_grad`: weights may be parameters, and the result must not be part of an autograd graph.
     with fake_mode or torch.no_grad(), torch.no_grad():
         value = op(*args, **kwargs)
     assert isinstance(value, torch.Tensor)
-    if key is not None:
+    if known is not None and key is not None:
         known[key] = value
     return value
-
-
-_KNOWN = "mla_compile_known"
 
 
 def _key(op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable | None:

@@ -598,5 +598,5 @@ class RowsGiven(nn.Module):
 def test_rows_that_come_in_are_keys_and_values_only_where_every_head_has_its_own(heads, S):
     lead = (2, H) if heads == "own" else (2,)
     given = [seeded(2, H, S, L + R), seeded(*lead, 7, L, seed=1), seeded(*lead, 7, R, seed=2)]
-    code = Code.EXPANDED_INPUTS if heads == "own" else Code.NOT_MLA
+    code = Code.EXPANDED_INPUTS if heads == "own" else Code.SHARED_ROWS
     assert codes(optimized(export(RowsGiven(heads), given))) == [code]
