@@ -136,7 +136,7 @@ def test_explain_and_optimize_say_so(name):
     assert (report.absorbed, report.kept, report.refused) == (0, 0, 0)
     assert report.not_mla == len(report.sites) >= 2
     fast = mla_compile.optimize(model, codegen="eager")
-    with torch.no_grad(), pytest.warns(MlaCompileWarning, match=f"nothing was absorbed .* {report.not_mla} not MLA"):
+    with torch.no_grad(), pytest.warns(MlaCompileWarning, match="nothing was absorbed: .* MHA, GQA or MQA"):
         got = fast(**given).logits
     with torch.no_grad():
         assert (got - model(**given).logits).abs().max() < 1e-4 * got.abs().max()
