@@ -50,7 +50,7 @@ def test_the_tokens_of_one_process(ranks, tmp_path, count, family, layers, how, 
 def test_the_tokens_of_one_process_through_inductor(ranks, tmp_path, how):
     """Which lays out the collectives of a model itself, and an embedding that is divided among ranks."""
     if how == "plan":
-        jobs.saved("deepseek_v3", str(tmp_path))
+        jobs.saved("deepseek_v3", str(tmp_path), num_hidden_layers=1)
     for found in ranks(2).run(
         jobs.same_as_one_process, "deepseek_v3", 1, how, str(tmp_path), 3, "optimize", "inductor"
     ):

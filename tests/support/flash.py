@@ -40,10 +40,13 @@ def truth(
         if not seen:
             continue
         for n in range(H):
-            keys, values = k[seen, n // (H // h)], v[seen, n // (H // h)]
+            there = [t for t in seen if bias is None or bias[n, s, t] > float("-inf")]
+            if not there:
+                continue
+            keys, values = k[there, n // (H // h)], v[there, n // (H // h)]
             scores = (keys.double() @ q[s, n].double()) * scale
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            scores = scores if bias is None else scores + bias[n, s, seen].double()
+            scores = scores if bias is None else scores + bias[n, s, there].double()
             out[s, n] = (scores.softmax(0) @ values.double()).to(q.dtype)
             lse[n, s] = scores.logsumexp(0)
     return out, lse.float()
