@@ -13,6 +13,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from mla_compile.passes.attention.affine import OpaqueError
+from mla_compile.passes.attention.masks import Masks
 from mla_compile.passes.attention.scores import align_right
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Visible
 from mla_compile.passes.decide.plan import make_plan
@@ -51,7 +53,23 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
             return ()
         # What no key of a memory is let through says nothing of the other one.
         found.append(replace(one, visible=one.visible.dense) if one.visible.alike else one)
-    return () if any(one.visible.alike for one in found) else tuple(found)
+    # Where two may hide all keys by a large number, what their sums differ by does not show beside it.
+    apart = not any(one.visible.alike for one in found) and sum(_may_sink(one) for one in found) < 2
+    return tuple(found) if apart else ()
+
+
+def _may_sink(one: AbsorbPlan) -> bool:
+    """Whether masks may add a large number to the scores of all keys that a query has."""
+    return not one.visible.always and any(_adds_numbers(mask) for mask in one.site.masks)
+
+
+def _adds_numbers(mask: MaskTerm) -> bool:
+    """Whether ``mask`` may add others than 0 and minus infinity."""
+    try:
+        _, fill = Masks(any_numbers=False).term(mask)
+    except OpaqueError:
+        return True
+    return fill > float("-inf")
 
 
 def together(each: Sequence[AbsorbPlan]) -> Visible:

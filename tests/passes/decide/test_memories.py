@@ -39,10 +39,18 @@ class Joined(nn.Module):
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ k[..., : self.columns]
 
 
-def hides(number, rows):
-    """Minus infinity for the first rows, as many as the batch entry's number and one more."""
+LOWEST = torch.finfo(torch.float64).min
+
+
+def hides(number, rows, fill=float("-inf")):
+    """``fill`` for the first rows, as many as the batch entry's number and one more."""
     seen = torch.arange(rows.shape[2]) > torch.arange(rows.shape[0])[:, None] + number
-    return torch.zeros(seen.shape, dtype=rows.dtype).masked_fill(~seen, float("-inf"))[:, None, None]
+    return torch.zeros(seen.shape, dtype=rows.dtype).masked_fill(~seen, fill)[:, None, None]
+
+
+def low(rows):
+    """Numbers that only the model knows to be low."""
+    return rows[..., :1].mT * 0 - 1e30
 
 
 def lists(q, rows, count=3):
@@ -66,6 +74,8 @@ TOGETHER = {
     "zeros in front": lambda q, a, b: F.pad(hides(0, b), (a.shape[2], 0)),
     "numbers behind": lambda q, a, b: F.pad(hides(0, a), (0, b.shape[2]), value=-1.5),
     "a list of both": lambda q, a, b: lists(q, torch.cat([a, b], 2)),
+    "numbers that hide all": lambda q, a, b: torch.cat([hides(T, a, LOWEST), hides(C, b, LOWEST)], -1),
+    "numbers of the rows": lambda q, a, b: torch.cat([low(a), low(b)], -1),
 }
 GIVEN = [seeded(B, H, 1, W, seed=1), seeded(B, 1, T, W, seed=2), seeded(B, 1, C, W, seed=3)]
 
@@ -92,9 +102,10 @@ def test_each_memory_is_read_by_itself(name, sinks):
     assert sum("indices" in n.kwargs for n in found) == {"a list of each": 2}.get(name, int("list" in name))
 
 
+@pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize("name", TOGETHER)
-def test_masks_that_are_of_no_memory_alone(name):
-    found, joins = attended(Joined(TOGETHER[name]).eval())
+def test_masks_that_are_of_no_memory_alone(name, sinks):
+    found, joins = attended(Joined(TOGETHER[name], sinks=sinks).eval())
     assert len(found) == 1
     assert joins
 
