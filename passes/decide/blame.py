@@ -210,7 +210,7 @@ def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | Non
     for n in node.all_input_nodes:
         buffer, selected = _whole(n, isinstance(how, WriteOne))
         kept = _is_input(buffer) and n is not expansion and not search.maps.is_weight(n)
-        if kept and val(buffer).is_floating_point():
+        if kept and is_tensor(buffer) and val(buffer).is_floating_point():
             several = ", and is selected from a buffer of several (kv[0], k[layer])" if selected else ""
             return Stop(node, "expanded_cache", f"the cache holds K and V per head, not the latent{several}")
     return None

@@ -37,6 +37,8 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
     how = None if rows is None else decode(rows.rows)
     if rows is None or not isinstance(how, Join) or rows.roles[how.dim] != site.keys or site.causal:
         return ()
+    if any(user.op == "output" for user in rows.rows.users):  # a cache that grows: they are joined in any case
+        return ()
     parts = [part for part in how.parts if not same(shape(part)[how.dim], 0)]
     if len(parts) < 2 or any(same(shape(part)[how.dim], 1) for part in parts):
         return ()

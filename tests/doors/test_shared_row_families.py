@@ -118,14 +118,3 @@ def test_beams_and_a_short_prompt() -> None:
     prompt = torch.randint(3, 67, (1, 2), generator=torch.Generator().manual_seed(3))
     options = {"num_beams": 3, "max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
-
-
-@pytest.mark.full("family")
-def test_a_prompt_by_groups_of_heads() -> None:
-    torch.compiler.reset()
-    model = tiny(SPARSE, HEAVY)
-    prompt = torch.randint(1, 67, (1, 48), generator=torch.Generator().manual_seed(4))
-    fast = mla_compile.optimize(model, codegen="eager", strict=True, expanded_bytes=1 << 15)
-    with torch.no_grad():
-        torch.testing.assert_close(fast(prompt).logits, model(prompt).logits, rtol=1e-6, atol=1e-6)
-    assert any("group" in note for s in fast.mla_report.sites for note in s.notes)
