@@ -325,6 +325,8 @@ def _quantized(case: Case, rng: random.Random) -> Quantized:
         pad_values=False,
         latent_norm=True,
         weight="plain",
+        # A shared key that is added behind rounded rows is refused, which is right and slow.
+        beside="none" if case.beside == "key" else case.beside,
         rope=pick("half", "interleaved", "complex", "none") if R else "none",
         up=pick("per_head", "blocks", "two"),
         dtype="bfloat16" if product == "scaled_mm" else pick("float32", "bfloat16", "float16"),
