@@ -166,9 +166,7 @@ class Recompiles:
     def _limits(self) -> dict[str, int]:
         """The user's limit for each layer, as Dynamo counts per code object that all share, and for what has phases."""
         given = limit = user_value("recompile_limit")
-        # One thing that does not drain takes no more graphs than it has values.
-        several = self._drains or len(self._failed) > 1
-        if several and all(len(values) <= PHASES for values in self._failed.values()):
+        if self._drains and all(len(values) <= PHASES for values in self._failed.values()):
             limit *= PHASES
         elif self._layers == 1:
             return {}
