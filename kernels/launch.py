@@ -209,13 +209,13 @@ def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bo
     chosen = chosen_plan(call, device, own, most=most)
     asked = bool(call.num_splits) or own is not None
     if chosen.kernel == "gluon":
-        bound = _bind(call, chosen, device, index, asked, most) if hopper_steps.suits(call, device) else None
+        bound = _bind(call, chosen, device, index, most, asked=asked) if hopper_steps.suits(call, device) else None
         if bound is not None:
             return bound
         chosen = chosen_plan(call, device, most=most, gluon=False)
         if hopper_steps.takes(call, device):
             call = call._replace(schedule=None)  # which was made for the tiles of the Hopper kernel
-    bound = _bind(call, chosen, device, index, asked, most)
+    bound = _bind(call, chosen, device, index, most, asked=asked)
     assert bound is not None  # the portable kernel has no way out
     return bound
 
@@ -291,11 +291,11 @@ def chosen_plan(
     )
 
 
-def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool, most: int) -> _Bound | None:
+def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int, *, asked: bool) -> _Bound | None:
     """The call under a plan; None where the kernel does not compile, which only Hopper's may."""
     kernel = _KERNELS[chosen.kernel]
     inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
-    described = kernel.steps(call, chosen, device, least=_least(chosen, asked))
+    described = kernel.steps(call, chosen, device, least=_least(chosen, asked=asked))
     return _bound_to(kernel.scratch(call, chosen, device), inside, described, index, most)
 
 
@@ -318,6 +318,6 @@ def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], in
     return _Bound((), tuple(buffers.values()), tuple(offsets(inside).values()), tuple(launches))
 
 
-def _least(chosen: Plan, asked: bool) -> int | None:
+def _least(chosen: Plan, *, asked: bool) -> int | None:
     """Tokens that a split has at least: any number where the caller asked for so many splits."""
     return 0 if asked and chosen.chunk is None else None

@@ -105,7 +105,7 @@ class Plan:
         return -(-rows // self.block_m)
 
 
-def _require(ok: bool, message: str) -> None:
+def _require(ok: bool, message: str) -> None:  # noqa: FBT001
     if not ok:
         raise InputError(f"plan: {message}")
 
@@ -122,13 +122,13 @@ def _cache_kind(dtype: torch.dtype) -> str:
     return "float8"
 
 
-def _layout(L: int, R: int, Lv: int | None, cache_dtype: torch.dtype, paged: bool, mask_bytes: int) -> Layout:
+def _layout(L: int, R: int, Lv: int | None, cache_dtype: torch.dtype, mask_bytes: int, *, paged: bool) -> Layout:
     return Layout(
         padded(L), padded(R), padded(Lv or 0), cache_dtype.itemsize, max(2, cache_dtype.itemsize), paged, mask_bytes
     )
 
 
-def _mask_bytes(masked: bool, given: int | None) -> int:
+def _mask_bytes(given: int | None, *, masked: bool) -> int:
     return given if given is not None else 4 * masked
 
 
@@ -178,7 +178,7 @@ def _microseconds(
         1e6 * row.block_n * columns * layout.cache_bytes * (active / row_blocks) / bandwidth,
         beside * row.tile_us * columns / WIDTH,
         chain_us(layout, row.block_n, pace),
-        pace.latency / depth(row.num_stages, layout.paged),
+        pace.latency / depth(row.num_stages, paged=layout.paged),
     )
     combine = 0.0
     if splits > 1:
@@ -268,8 +268,8 @@ def plan(
         f"num_splits is {wanted} beside deterministic, which cuts every {CHUNK} tokens; give one of them",
     )
     rows, kind = S * H, _cache_kind(cache_dtype)
-    page, mask_bytes = (None, 0) if listed else (page_size, _mask_bytes(masked, mask_bytes))
-    layout = _layout(L, R, Lv, cache_dtype, page is not None, mask_bytes)
+    page, mask_bytes = (None, 0) if listed else (page_size, _mask_bytes(mask_bytes, masked=masked))
+    layout = _layout(L, R, Lv, cache_dtype, mask_bytes, paged=page is not None)
     dtypes = (query_dtype, cache_dtype)
     if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
@@ -335,8 +335,8 @@ def check(
         f"chunk is {chosen.chunk}, expected a multiple of block_n = {chosen.block_n}",
     )
     _cache_kind(cache_dtype)
-    read = 0 if listed else _mask_bytes(masked, mask_bytes)
-    layout = _layout(L, R, Lv, cache_dtype, paged and not listed, read)
+    read = 0 if listed else _mask_bytes(mask_bytes, masked=masked)
+    layout = _layout(L, R, Lv, cache_dtype, read, paged=paged and not listed)
     smem = HOPPER_SMEM
     if chosen.kernel == "triton":
         smem = shared_memory(

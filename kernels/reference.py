@@ -46,7 +46,7 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     latent, mask = call.latent, call.mask
     dtype, device = compute_dtype(latent), call.query.device
     (B, S, H, _), T = call.query.shape, latent.shape[1]
-    visible = _visible(B, S, T, call.seq_lens, call.causal, call.window, device).expand(B, H, S, T)
+    visible = _visible(B, S, T, call.seq_lens, call.window, device, causal=call.causal).expand(B, H, S, T)
     if call.indices is not None:
         visible = visible & _named(call.indices, T)
     bias = torch.zeros((), dtype=dtype, device=device)
@@ -100,7 +100,7 @@ def _named(indices: Tensor, T: int) -> Tensor:
     at = indices.long()
     # One place more, for the entries that name no key.
     named = torch.zeros(*at.shape[:2], T + 1, dtype=torch.bool, device=at.device)
-    return named.scatter(-1, at.masked_fill((at < 0) | (at > T), T), True)[:, None, :, :T]
+    return named.scatter(-1, at.masked_fill((at < 0) | (at > T), T), value=True)[:, None, :, :T]
 
 
 def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
@@ -132,7 +132,7 @@ def _rows(pages: Tensor, at: Tensor, slot: Tensor) -> Tensor:
 
 
 def _visible(
-    B: int, S: int, T: int, seq_lens: Tensor | None, causal: bool, window: int, device: torch.device
+    B: int, S: int, T: int, seq_lens: Tensor | None, window: int, device: torch.device, *, causal: bool
 ) -> Tensor:
     """[B,1,S,T] bool: what lengths, causality and the window leave."""
     length = torch.full((B,), T, device=device) if seq_lens is None else seq_lens.long().clamp(0, T)

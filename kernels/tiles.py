@@ -48,7 +48,7 @@ def padded(width: int) -> int:
     return 0 if width == 0 else max(LEAST, 1 << (width - 1).bit_length())
 
 
-def depth(num_stages: int, paged: bool) -> int:
+def depth(num_stages: int, *, paged: bool) -> int:
     """Tiles that are on their way while one is worked on; a paged tile's address is loaded a stage earlier."""
     return max(1, (num_stages - 1) // 2) if paged else max(1, num_stages - 1)
 
@@ -66,7 +66,7 @@ def shared_memory(
     # From 64 rows on, products take the instructions of the generation: wgmma (one warpgroup is 4 warps), tcgen05.
     warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
     tensor_memory = capability[0] == 10 and block_m >= 64 and layout.dot_bytes == 2
-    under_way = depth(num_stages, layout.paged)
+    under_way = depth(num_stages, paged=layout.paged)
     buffers = under_way + (warpgroup or (tensor_memory and num_stages > 1))
     queries = block_m * (layout.latent + layout.rope) * layout.dot_bytes * (2 if layout.dot_bytes == 4 else 1)
     columns = layout.latent + layout.rope + layout.values
@@ -94,7 +94,7 @@ def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: K
         raise InputError(f"plan: tuned.json has no {kernel} row for {device.name}, capability {device.capability}")
     newest = max(r.capability for r in known)
     known = [r for r in known if r.capability == newest]
-    suitable = [r for r in known if r.suits(rows, layout.paged)] or known[-1:]
+    suitable = [r for r in known if r.suits(rows, paged=layout.paged)] or known[-1:]
     suitable.sort(key=lambda r: not r.listed)
     for row in suitable:
         if row.max_width is None or layout.out <= row.max_width:

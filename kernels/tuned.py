@@ -54,7 +54,7 @@ class Row:
         """From JSON, where tuples are lists."""
         return cls(**{"provenance": provenance, **entry, "capability": tuple(entry["capability"])})
 
-    def suits(self, rows: int, paged: bool) -> bool:
+    def suits(self, rows: int, *, paged: bool) -> bool:
         """Whether the row is meant for this many query rows and this loop."""
         few_enough = self.max_rows is None or rows <= self.max_rows
         return self.min_rows <= rows and few_enough and self.paged in (None, paged)

@@ -94,15 +94,15 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
     if not (progress is None or isinstance(progress, bool)):
         raise OptionError(f"progress is {progress!r}, expected True, False or None")
     if isinstance(obj, torch.export.ExportedProgram):
-        with one_at_a_time(), Compilations("the program", progress).during("passes"):
+        with one_at_a_time(), Compilations("the program", show=progress).during("passes"):
             return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
     if isinstance(obj, fx.GraphModule):
-        with one_at_a_time(), Compilations("the program", progress).during("passes"):
+        with one_at_a_time(), Compilations("the program", show=progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
         if not models_within(obj):  # methods may call these
             _needs_forward(obj, "optimize()")
-        return _optimize_module(obj, example_inputs, progress, dict(options))
+        return _optimize_module(obj, example_inputs, dict(options), progress=progress)
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
         'for a function use torch.compile(function, backend="mla"), for TorchScript the module it was made from'
@@ -201,7 +201,7 @@ def _is_argument(model: object, name: str, value: object) -> bool:
 
 
 def _optimize_module(
-    module: torch.nn.Module, example_inputs: object, progress: bool | None, options: dict[str, Any]
+    module: torch.nn.Module, example_inputs: object, options: dict[str, Any], *, progress: bool | None
 ) -> torch.nn.Module:
     mode = options.pop("mode", None)
     settings = {name: options.pop(name) for name in _DYNAMO_SETTINGS if name in options}
@@ -211,13 +211,13 @@ def _optimize_module(
     parsed = Options.parse(options, verify=True)
     fast = plain_copy(module)
     copy_models(fast, plain_copy)
-    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"), progress)
+    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"), progress=progress)
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
         vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)
     for part in models_within(fast):
         own = vars(part).get("forward")
-        CompiledForward(part, parsed, mode, dict(settings), own, progress, outer=fast).install()
+        CompiledForward(part, parsed, mode, dict(settings), own, progress=progress, outer=fast).install()
     forward.install()
     return fast
 

@@ -23,7 +23,7 @@ from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.narrow import narrow
 
 
-def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = False) -> tuple[Program, Read | None]:
+def with_latent_cache(captured: Program, *, assume: bool = False, packs: bool = False) -> tuple[Program, Read | None]:
     """The program with the K and V that its caller keeps replaced by their rows.
 
     Where there are none, the program itself, and what was read off a copy to find that out.
@@ -36,7 +36,7 @@ def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = 
         program = copy_with_origins(captured)
         changes = canonicalize(program)
         found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
-        kept, torn = _keep_rows(found, assume, refused, packs)
+        kept, torn = _keep_rows(found, refused, assume=assume, packs=packs)
         if not kept:
             return captured, Read(changes, found)
         if torn:
@@ -62,7 +62,7 @@ def _reads_rows(verdict: Verdict, sides: frozenset[Side] | None) -> bool:
 
 
 def _keep_rows(
-    found: Analysis, assume: bool, refused: set[str], packs: bool
+    found: Analysis, refused: set[str], *, assume: bool, packs: bool
 ) -> tuple[dict[str, frozenset[Side]], set[str]]:
     """Rewrites the caches of all attentions but ``refused``.
 
@@ -71,7 +71,7 @@ def _keep_rows(
     """
     program, graph = found.program, found.program.gm.graph
     returned: dict[fx.Node, tuple[int, ...]] = {}
-    written = _own_buffers(program, assume)
+    written = _own_buffers(program, assume=assume)
     handed_back = _handed_back(program)
     for index, value in enumerate(program.outputs):
         own = index >= len(program.mutations) or program.mutations[index] in written
@@ -214,7 +214,7 @@ def _own_inputs(program: Program) -> list[fx.Node]:
     ]
 
 
-def _own_buffers(program: Program, assume: bool) -> list[str]:
+def _own_buffers(program: Program, *, assume: bool) -> list[str]:
     """The buffers that the program writes to, and of which it returns no view: inputs, or those of its module.
 
     A buffer of an exported module is none of them: its place in the state of the program would have to change.

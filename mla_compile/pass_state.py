@@ -92,12 +92,12 @@ class State:
         self,
         base: Program,
         options: Options,
-        frozen: bool,
         failed: Mapping[str, tuple[Code, str]],
-        draw: bool,
-        recompiles: bool = False,
         read: Read | None = None,
         *,
+        frozen: bool,
+        draw: bool,
+        recompiles: bool = False,
         fuses: bool = True,
     ) -> None:
         self.base = base

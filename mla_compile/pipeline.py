@@ -64,14 +64,16 @@ def run(
         start = time.perf_counter()
         plain = with_stand_ins(program, options)
         packs = options.cache_dtype == "fp8"
-        base, read = with_latent_cache(plain, own_cache, packs=packs) if options.cache == "latent" else (plain, None)
+        base, read = (
+            with_latent_cache(plain, assume=own_cache, packs=packs) if options.cache == "latent" else (plain, None)
+        )
         kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
         before = (PassRecord("capture", 0, program.seconds), kept)
         # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
         # again without it. This ends, because every round adds a site.
         failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
         while True:
-            state = State(base, options, frozen, failed, draw, recompiles, read, fuses=fuses)
+            state = State(base, options, failed, read, frozen=frozen, draw=draw, recompiles=recompiles, fuses=fuses)
             read = None  # the passes go on with its copy
             for one in PASSES:
                 _apply(one, state)

@@ -273,7 +273,7 @@ def alone(run: Run, clock: timing.Clock, kind: str, rows: int, best: Candidate) 
     return {
         "t0_us": round(max(0.1, start), 2), "lone_us": round(max(0.01, slope), 3),
         "links": planning.links(Layout(512, 64, 0, bytes_, max(2, bytes_), best.paged), best.block_n),
-        "depth": depth(best.num_stages, best.paged),
+        "depth": depth(best.num_stages, paged=best.paged),
     }  # fmt: skip
 
 

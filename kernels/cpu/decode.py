@@ -109,8 +109,8 @@ def _of_each_length(call: DecodeCall, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     mask, S, T = call.mask, call.query.shape[1], call.latent.shape[1]
-    seen = None if mask is None else _seen(mask, call.causal and S > 1, S, T)
-    windows = [_Window(0, T, True)] if mask is None or seen is None else _windows(mask, seen, T)
+    seen = None if mask is None else _seen(mask, S, T, causal=call.causal and S > 1)
+    windows = [_Window(0, T, plain=True)] if mask is None or seen is None else _windows(mask, seen, T)
     out, lse = _run(call, windows)
     if seen is not None and not all(w.plain for w in windows) and bool(torch.isnan(out).any()):
         # A row between visible ones, which no query sees, holds NaN, and 0 * NaN is NaN. Rare: copy and clean only now.
@@ -121,7 +121,7 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _seen(mask: Tensor, causal: bool, S: int, T: int) -> Tensor:
+def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
     """[B|1,T] bool: the keys that some query of the batch entry sees. The mask is small beside the cache."""
     mask = mask.expand(-1, -1, S if causal else -1, T)
     below = torch.ones(S, T, dtype=torch.bool).tril(T - S) if causal else None
@@ -143,7 +143,7 @@ def _windows(mask: Tensor, seen: Tensor, T: int) -> list[_Window]:
     for b in range(mask.shape[0]):
         at = seen[b].nonzero()
         if at.numel() == 0:
-            found.append(_Window(0, 0, False))
+            found.append(_Window(0, 0, plain=False))
             continue
         lo, hi = int(at[0]), int(at[-1]) + 1
         inside = mask[b, :, :, lo:hi] if mask.shape[3] == T else mask[b]

@@ -32,7 +32,7 @@ def takes(call: DecodeCall) -> bool:
     return rope.dtype == torch.bfloat16 and call.groups in GROUPS
 
 
-def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: bool, least: int) -> GluonStep:
+def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
     """The launch of attention, of a batch that is cut on the device (``ragged``) or into splits of ``least`` blocks."""
     import triton.language as tl
 
@@ -63,7 +63,7 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: 
             to.scratch(name, buffer, "*i32")
         else:
             to.constants[name] = None
-    written(call, to, not whole, ragged or whole)
+    written(call, to, parts=not whole, final=ragged or whole)
     of_tiles = {"work_b": 0, "plane": 0}
     if call.mask is not None and not listed:
         _, count, entries = portable.list_shape(call, plan)

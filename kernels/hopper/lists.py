@@ -53,14 +53,14 @@ def told(call: DecodeCall, to: Arguments, bits: str) -> None:
     to.scratch(bits, "words", "*i32")
 
 
-def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: bool, least: int) -> GluonStep:
+def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
     """The launch of attention; a split has at least ``least`` blocks of its list. Nothing is ``ragged``."""
     import mla_compile.kernels.hopper.list_gluon as kernels
 
     z, direct = call.sizes, plan.splits == 1
     to = begun(call)
     told(call, to, "words")
-    written(call, to, not direct, direct)
+    written(call, to, parts=not direct, final=direct)
     tell(to, {"tokens": z.B * z.S, "least": least})
     to.constants |= {
         "PAGE": 0 if z.page == 0 or portable.in_one_piece(call) else z.page,

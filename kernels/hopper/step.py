@@ -72,7 +72,7 @@ def begun(call: DecodeCall) -> Arguments:
     return to
 
 
-def written(call: DecodeCall, to: Arguments, parts: bool, final: bool) -> None:
+def written(call: DecodeCall, to: Arguments, *, parts: bool, final: bool) -> None:
     """Adds where results go: to ``parts``, to their ``final`` places, or, as each item says, to either."""
     for name, buffer, kind, used in (
         ("o_part", "part", "*fp32", parts), ("lse_part", "part_lse", "*fp32", parts),

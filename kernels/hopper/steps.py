@@ -158,7 +158,7 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     pieces = (schedule.partitions(device.sms, M), 1) if ragged else (plan.splits, call.sizes.B)
     grid = lists.grid(call, plan) if listed else (-(-M // BLOCK), *pieces)
     form = fp8.attention if fp8.takes(call) else lists.attention if listed else _attention
-    attention = form(call, plan, grid, ragged, least)
+    attention = form(call, plan, grid, least, ragged=ragged)
     if ragged:
         return *before, attention, _combine_slots(call, plan)
     if plan.splits == 1:
@@ -186,7 +186,7 @@ def clusters() -> bool:
     return "from_cta" in signature(mbarrier.expect).parameters
 
 
-def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: bool, least: int) -> GluonStep:
+def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
     import mla_compile.kernels.hopper.cluster_gluon as cluster
     import mla_compile.kernels.hopper.decode_gluon as kernels
 

@@ -161,7 +161,7 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
     )
 
 
-def _rows(call: DecodeCall, into: Arguments, bits: bool) -> bool:
+def _rows(call: DecodeCall, into: Arguments, *, bits: bool) -> bool:
     """Pointers and strides of the cached rows. True where offsets inside a request or a page need 64 bits."""
     wide = False
     z = call.sizes
@@ -185,7 +185,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
     bits = device.capability < (8, 9)
     to = Arguments()
     to.pointer("query", call.query)
-    wide = _rows(call, to, bits)
+    wide = _rows(call, to, bits=bits)
     to.scratch("out", "out" if direct else "part", TYPES[call.query.dtype] if direct else "*fp32")
     to.scratch("lse", "lse" if direct else "part_lse", "*fp32")
     if _staged(call, plan, device):

@@ -207,7 +207,7 @@ class LatentManager(ContinuousBatchingManager):
             "axis of a mesh of all ranks, so that it is known who runs the same steps"
         )
 
-    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:  # noqa: FBT001, FBT002  transformers calls it
         """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""
 
     def warmup(self) -> None:
@@ -349,7 +349,7 @@ class LatentManager(ContinuousBatchingManager):
         self._steps.alike = self._on_all_ranks
         return processor
 
-    def _on_all_ranks(self, works: bool) -> bool:
+    def _on_all_ranks(self, works: bool, /) -> bool:  # noqa: FBT001
         # The largest of each number over the ranks, in the group that the scheduler has on the CPU.
         try:
             failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))

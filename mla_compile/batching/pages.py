@@ -32,7 +32,7 @@ _RESERVED = 2
 class LatentBlocks(FullAttentionCacheAllocator):
     """Gives the blocks of one pool to requests; the rows themselves are read and written by the compiled graphs."""
 
-    def __init__(self, layers: int, bytes_of_block: int, tokens: int, share: bool) -> None:
+    def __init__(self, layers: int, bytes_of_block: int, tokens: int, *, share: bool) -> None:
         self._before_cache_tensor_init(
             index=0,
             layer_indices=list(range(layers)),
@@ -107,7 +107,7 @@ class LatentPages(PagedAttentionCache):
         self.max_blocks_per_request = 0  # no table of transformers' own
         page, row = cb_config.page_size, graphs.bytes_of_row()
         tokens = graphs.tokens_of_page(page)
-        blocks = LatentBlocks(len(graphs.rows), row * page, tokens, cb_config.allow_block_sharing)
+        blocks = LatentBlocks(len(graphs.rows), row * page, tokens, share=cb_config.allow_block_sharing)
         self.cache_allocators = {FULL_ATTENTION: blocks}
         self.layer_to_allocator = dict.fromkeys(blocks.layer_indices, blocks)
         self.bytes_per_sector = blocks.bytes_per_block

@@ -138,10 +138,10 @@ class Steps:
         try:
             result = run()
         except Exception as error:
-            if not self.alike(False):
+            if not self.alike(False):  # noqa: FBT003
                 raise RankError(f"{told}: {brief(error)}") from error
             raise
-        if not self.alike(True):
+        if not self.alike(True):  # noqa: FBT003
             raise RankError(f"{told}: another rank")
         return result
 

@@ -107,7 +107,7 @@ def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
             elif node.target is LEAVE:
                 modes.pop(node.all_input_nodes[0]).__exit__(None, None, None)
             else:
-                _write(gm, node, renew)
+                _write(gm, node, renew=renew)
     finally:
         for mode in reversed(modes.values()):
             mode.__exit__(None, None, None)
@@ -119,7 +119,7 @@ def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
     gm.recompile()
 
 
-def _write(gm: fx.GraphModule, node: fx.Node, renew: bool = False) -> bool:
+def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
     """Writes the casts of one node, which goes; whether it has any."""
     if node.op != "call_function":
         return False

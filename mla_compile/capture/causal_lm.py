@@ -125,7 +125,11 @@ def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bo
         new,
         [{0: batch} if c.axis is None else {0: batch, c.axis: past} for c in lm.caches],
     )
-    wrapper = _Flat(lm, last_only and "logits_to_keep" in inspect.signature(lm.model.forward).parameters, one_token)
+    wrapper = _Flat(
+        lm,
+        last_only=last_only and "logits_to_keep" in inspect.signature(lm.model.forward).parameters,
+        one_token=one_token,
+    )
     inputs = (ids, mask, positions, lm.empty(BATCH, PAST))
     with torch.no_grad(), _experts(lm.model, experts), evaluating(lm.model), UnrolledExperts():
         try:
@@ -135,7 +139,7 @@ def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bo
 
 
 class _Flat(torch.nn.Module):
-    def __init__(self, lm: CausalLM, last_only: bool, one_token: bool) -> None:
+    def __init__(self, lm: CausalLM, *, last_only: bool, one_token: bool) -> None:
         super().__init__()
         self._one_token = one_token
         self.model = lm.model

@@ -151,12 +151,12 @@ def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
     lines = []
     for row in result.layouts:
         lines.append(f"{step_formulas.LABELS[row.layout]}, per GPU (attention and its network: per layer)")
-        for name, expression in step_formulas.expressions(row.layout, latent).items():
+        for name, expression in step_formulas.expressions(row.layout, latent=latent).items():
             if not (chooses or expression.free_symbols.isdisjoint({step_formulas.F, step_formulas.Y})):
                 continue
             used |= expression.free_symbols
             lines.append(f"  {name} = {sympy.sstr(expression)}")
-            of_prompts = step_formulas.expressions(row.layout, latent, prompt=True)[name]
+            of_prompts = step_formulas.expressions(row.layout, latent=latent, prompt=True)[name]
             if name not in _MEMORY and of_prompts != expression:
                 used |= of_prompts.free_symbols
                 lines.append(f"  {name} of prompts = {sympy.sstr(of_prompts)}")

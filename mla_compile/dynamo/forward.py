@@ -53,8 +53,9 @@ class CompiledForward(OwnForward):
         mode: str | None,
         settings: dict[str, Any],
         replaced: Callable[..., Any] | None = None,
-        progress: bool | None = False,
         outer: torch.nn.Module | None = None,
+        *,
+        progress: bool | None = False,
     ) -> None:
         self.module = module
         self.outer = outer
@@ -68,8 +69,8 @@ class CompiledForward(OwnForward):
             if (alive := report()) is not None:
                 alive()
 
-        self.recompiles = Recompiles(settings.get("dynamic"), function=_forward_of(module), on_note=tell)
-        self.compilations = Compilations(f"{type(module).__name__}.forward", progress)
+        self.recompiles = Recompiles(dynamic=settings.get("dynamic"), function=_forward_of(module), on_note=tell)
+        self.compilations = Compilations(f"{type(module).__name__}.forward", show=progress)
         self.compiler = Compiler(
             options, mode, on_report=tell, recompiles=self.recompiles, compilations=self.compilations
         )
@@ -244,7 +245,7 @@ class CompiledForward(OwnForward):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         module, replaced, outer = copy.deepcopy((self.module, self._replaced, self.outer), memo)
         settings, shown = dict(self.settings), self.compilations.show
-        return CompiledForward(module, self.options, self.mode, settings, replaced, shown, outer)
+        return CompiledForward(module, self.options, self.mode, settings, replaced, outer, progress=shown)
 
     def __reduce__(self) -> tuple[Any, ...]:
         shown = self.compilations.show

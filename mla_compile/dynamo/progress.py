@@ -43,7 +43,7 @@ class Compilations:
             alone. ``None``: only on a terminal.
     """
 
-    def __init__(self, name: str, show: bool | None = False) -> None:
+    def __init__(self, name: str, *, show: bool | None = False) -> None:
         self.name = name
         self.show = show
         self.seconds: dict[str, float] = {}
@@ -96,7 +96,7 @@ class Compilations:
         self.count += 1
         self.seconds = {}
         self._stage, self._since, self._thread = stage, time.perf_counter(), threading.get_ident()
-        self._collect(stage not in _ALL_KEPT)
+        self._collect(wanted=stage not in _ALL_KEPT)
         if self._visible():
             self._show()
         self._describe()
@@ -108,10 +108,10 @@ class Compilations:
         now = time.perf_counter()
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
         self._stage, self._since = name, now
-        self._collect(name not in _ALL_KEPT)
+        self._collect(wanted=name not in _ALL_KEPT)
         self._describe()
 
-    def _collect(self, wanted: bool) -> None:
+    def _collect(self, *, wanted: bool) -> None:
         """Whether cycles are collected in this stage."""
         if wanted == self._paused:
             (collector.resume if wanted else collector.pause)()

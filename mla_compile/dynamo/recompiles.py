@@ -104,7 +104,7 @@ class Recompiles:
     """
 
     def __init__(
-        self, dynamic: bool | None = None, *, function: str = "", on_note: Callable[[], object] | None = None
+        self, *, dynamic: bool | None = None, function: str = "", on_note: Callable[[], object] | None = None
     ) -> None:
         self.dynamic = dynamic
         self.function = function

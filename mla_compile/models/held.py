@@ -47,10 +47,10 @@ def held(cache: Any, model: nn.Module) -> list[Held]:
     except InputError:
         return [Held(shared=one) for one in shared]
     pairs = zip(short.layers, long.layers, shared, strict=True)
-    return [_of(dict(tensors_of(a)), dict(tensors_of(b)), one) for a, b, one in pairs]
+    return [_of(dict(tensors_of(a)), dict(tensors_of(b)), shared=one) for a, b, one in pairs]
 
 
-def _of(short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], shared: bool) -> Held:
+def _of(short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], *, shared: bool) -> Held:
     grown = {n: (long[n].numel() - x.numel()) / SHORT for n, x in short.items() if n in long}
     keys = short.get("keys")
     more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS}

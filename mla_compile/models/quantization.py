@@ -127,7 +127,7 @@ class _Fields(dict[str, Any]):
     def text(self, name: str, default: str) -> str:
         return str(self._checked(name, default, "a string", lambda v: isinstance(v, str)))
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, *, default: bool) -> bool:
         return bool(self._checked(name, default, "true or false", lambda v: isinstance(v, bool)))
 
     def bits(self, name: str, default: int, allowed: Sequence[int]) -> int:
@@ -222,7 +222,7 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
         chosen = packing(own.bits("bits", bits, sizes), own.group("group_size", group or -1))
         rules.append(Rule(_regex(pattern.removeprefix("+:")), chosen))
     rules.append(Rule(_ALL, packing(bits, group)))
-    return Quantization("gptq", dtype, dtype, tuple(rules), keeps_head=not fields.flag("lm_head", False))
+    return Quantization("gptq", dtype, dtype, tuple(rules), keeps_head=not fields.flag("lm_head", default=False))
 
 
 def _awq(fields: _Fields, dtype: str) -> Quantization:
@@ -239,13 +239,15 @@ def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
 
     Those of 4 bits are float32 too, or, quantized in turn, 8 bits with a float32 for 256 of them.
     """
-    in_4, in_8 = (fields.flag(f"load_in_{n}bit", fields.flag(f"_load_in_{n}bit", False)) for n in (4, 8))
+    in_4, in_8 = (
+        fields.flag(f"load_in_{n}bit", default=fields.flag(f"_load_in_{n}bit", default=False)) for n in (4, 8)
+    )
     if in_4 == in_8:
         raise InputError("the config's quantization_config: expected one of load_in_4bit and load_in_8bit to be true")
     if in_8:
         packing = Packing("int8 with a scale for an output", 8, (1, 0), 4)
     else:
-        double = fields.flag("bnb_4bit_use_double_quant", False)
+        double = fields.flag("bnb_4bit_use_double_quant", default=False)
         kind = fields.text("bnb_4bit_quant_type", "fp4")
         scales = "quantized scales" if double else "scales"
         packing = Packing(f"{kind} with {scales} for 64", 4, (1, 64), 1 + 4 / 256 if double else 4, flat=True)
@@ -289,7 +291,7 @@ def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
     elif form != "pack-quantized":
         raise _NotReadError(f"format {form}")
     words, block = _shared(weights)
-    symmetric, ordered = weights.flag("symmetric", True), weights.get("actorder") == "group"
+    symmetric, ordered = weights.flag("symmetric", default=True), weights.get("actorder") == "group"
     return Packing(
         f"{kind}{bits}{words}{'' if symmetric else ' with zero points'}", stored, block, scale,
         0 if symmetric else stored, 4 if ordered else 0,

@@ -23,7 +23,7 @@ _ALIGNMENT = 4096  # a page, so that a runtime can map a tensor directly from th
 
 
 @contextlib.contextmanager
-def staged(target: Path, overwrite: bool) -> Iterator[Path]:
+def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its place when the block ends without an error.
 
     Whatever fails, what was at ``target`` before stays. Raises :class:`TargetError` for a target that exists or cannot

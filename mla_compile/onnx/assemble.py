@@ -83,7 +83,10 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
     if profile.layout == "halves":
         caches = _as_halves(graph, growing, found, dims)
     elif profile.layout == "pages":
-        caches = [CacheIO(str(p.name), str(q.name), True, _shape(p, 1)) for p, q in in_pages(graph, growing, found)]
+        caches = [
+            CacheIO(str(p.name), str(q.name), grows=True, shape=_shape(p, 1))
+            for p, q in in_pages(graph, growing, found)
+        ]
         model.opset_imports[DOMAIN_PAGED] = 1
         for value in (*graph.inputs[:2], graph.outputs[0]):
             assert value.shape is not None
@@ -122,7 +125,7 @@ def _as_halves(
         graph.inputs.append(past)
         graph.outputs.append(present)
     graph.sort()
-    return [CacheIO(str(p.name), str(q.name), True, _shape(p, 2)) for p, q in pairs]
+    return [CacheIO(str(p.name), str(q.name), grows=True, shape=_shape(p, 2)) for p, q in pairs]
 
 
 def _dims(graph: ir.Graph, wires: Wires) -> dict[str, str]:

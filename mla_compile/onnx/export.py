@@ -85,7 +85,7 @@ def export_onnx(
         options = replace(options, sparse="never")
     target = Path(path).absolute()
     say = progress or (lambda _: None)
-    with artifact.staged(target, overwrite) as stage:
+    with artifact.staged(target, overwrite=overwrite) as stage:
         if isinstance(model, torch.nn.Module) and not isinstance(model, fx.GraphModule) and example_inputs is None:
             lm = causal_lm.wire(_cast(model, kind))
             exported = lm_export.export(lm, stage, chosen, options, prefill=prefill, say=say)

@@ -56,7 +56,7 @@ def listed_function(
         for name, writer, prefix in (("then_branch", every, "all"), ("else_branch", chosen, "listed"))
     }
     # Where sizes alone tell, no runtime has to wait for a device.
-    keys = body.keys(whole.mask is not None)
+    keys = body.keys(masked=whole.mask is not None)
     full = body.op("Squeeze", body.op("Equal", body.size("indices", 2), keys))
     if not signature.every:
         _, named = body.named(keys)
@@ -91,7 +91,7 @@ class _Chosen(Writer):
 
     def attention(self, overload: str) -> None:
         """``overload``: of ``DecodeAttention`` over the rows of a list."""
-        whole, keys, count = self.whole, self.keys(self.whole.mask is not None), self.size("indices", 2)
+        whole, keys, count = self.whole, self.keys(masked=self.whole.mask is not None), self.size("indices", 2)
         at, named = self.named(keys)
         at = self.op("Where", named, at, self.scalar(0))
         seen = self.shaped(self.both([named, *self._positions(at, keys)]), -1, 1, 1, count)

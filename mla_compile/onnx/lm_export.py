@@ -53,7 +53,7 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
     written = artifact.write_graphs({name: made.model for name, made in graphs.items()}, stage)
     for name in graphs:
         onnx.checker.check_model(str(stage / name), full_check=True)
-    verification = _verify(lm, stage, graphs, caches, profile, dtype, one_token, options.verify, say)
+    verification = _verify(lm, stage, graphs, caches, profile, dtype, say, one_token=one_token, check=options.verify)
     manifest = Manifest(
         profile=profile.name,
         dtype=dtype,
@@ -107,9 +107,10 @@ def _verify(
     caches: list[CacheIO],
     profile: Profile,
     dtype: str,
+    say: Progress,
+    *,
     one_token: bool,
     check: bool,
-    say: Progress,
 ) -> Verification:
     if not check:
         return Verification(reason="verify=False")
@@ -121,7 +122,7 @@ def _verify(
     else:
         dtypes = [_NAMES[c.dtype] for c in _entries(lm, caches)]
         readers = [verify.Runner(stage / name, caches, profile, dtypes) for name in graphs]
-    return verify.verify(lm, readers[0], readers[1] if len(readers) > 1 else None, dtype, one_token, why_not)
+    return verify.verify(lm, readers[0], readers[1] if len(readers) > 1 else None, dtype, why_not, one_token=one_token)
 
 
 def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[CacheTensor]:

@@ -40,7 +40,7 @@ def in_pages(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) 
     tokens, attention_mask = graph.inputs[0], graph.inputs[1]
     for mask, causal in dict.fromkeys(_mask_of(site.node) for site in found):
         if mask is not None:
-            _check_causal(graph, mask, causal, tokens, attention_mask, [a.past for a in appends])
+            _check_causal(graph, mask, tokens, attention_mask, [a.past for a in appends], causal=causal)
     lengths = []
     for name, shape in LENGTHS:
         lengths.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(shape)))
@@ -139,10 +139,11 @@ def _mask_of(node: ir.Node) -> tuple[ir.Value | None, bool]:
 def _check_causal(
     graph: ir.Graph,
     mask: ir.Value,
-    causal: bool,
     tokens: ir.Value,
     attention_mask: ir.Value,
     caches: Sequence[ir.Value],
+    *,
+    causal: bool,
 ) -> None:
     """Evaluates the model's mask, which must show every earlier token and no later one, whatever the content.
 

@@ -170,10 +170,12 @@ def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
     device, of = PRESETS[arch], DTYPES[dtype]
     kind = "float32" if of == torch.float32 else "half"
     read = {BOOL: 1, FLOAT: of.itemsize}.get(mask, 0)
-    layout = Layout(padded(dims.La), padded(dims.Lb), padded(dims.Lv or 0), of.itemsize, of.itemsize, False, read)
+    layout = Layout(
+        padded(dims.La), padded(dims.Lb), padded(dims.Lv or 0), of.itemsize, of.itemsize, paged=False, mask_bytes=read
+    )
     known = [r for r in table() if (r.kernel, r.cache) == ("triton", kind) and r.capability <= device.capability]
     newest = max(r.capability for r in known)
-    limits = sorted({r.max_rows for r in known if r.capability == newest and r.max_rows and r.suits(1, False)})
+    limits = sorted({r.max_rows for r in known if r.capability == newest and r.max_rows and r.suits(1, paged=False)})
     found: list[Tile] = []
     for limit in (*limits, 0):
         row, smem = fitted(starting_row(kind, limit or 1 << 30, layout, device, "triton"), layout, device)

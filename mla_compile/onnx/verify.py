@@ -108,7 +108,7 @@ class Runner:
 
 
 def verify(
-    lm: CausalLM, decode: Reader, prefill: Reader | None, dtype: str, one_token: bool, reason: str = ""
+    lm: CausalLM, decode: Reader, prefill: Reader | None, dtype: str, reason: str = "", *, one_token: bool
 ) -> Verification:
     """Raises :class:`ExportError` if the graphs and the original differ by more than rounding.
 
@@ -117,7 +117,7 @@ def verify(
     worst, compared, equal = 0.0, 0, 0
     for reader in [prefill, decode] if prefill is not None else [decode]:
         assert reader is not None
-        error, tokens, same = _compare(lm, reader, decode, one_token)
+        error, tokens, same = _compare(lm, reader, decode, one_token=one_token)
         worst, compared, equal = max(worst, error), compared + tokens, equal + same
     allowed = TOLERANCE[dtype]
     if not worst <= allowed:  # NaN is not agreement
@@ -128,7 +128,7 @@ def verify(
     return Verification(worst, allowed, compared, equal, reason)
 
 
-def _compare(lm: CausalLM, reader: Reader, decode: Reader, one_token: bool) -> tuple[float, int, int]:
+def _compare(lm: CausalLM, reader: Reader, decode: Reader, *, one_token: bool) -> tuple[float, int, int]:
     B, longest = len(PROMPTS), max(PROMPTS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary(lm.model), (B, longest), generator=generator)

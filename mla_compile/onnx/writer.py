@@ -68,7 +68,7 @@ class Writer:
         """The sizes of axes ``start`` to ``end`` (that axis alone), as a vector."""
         return self.op("Shape", value, start=start, end=start + 1 if end is None else end)
 
-    def keys(self, masked: bool) -> str:
+    def keys(self, *, masked: bool) -> str:
         """T of an attention, as a vector of one: a cache may have more rows than the mask has columns."""
         return self.size("mask", 3) if masked else self.size("latent", 1)
 

@@ -43,12 +43,12 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
     written = [node in may_be_written for node in gm.graph.find_nodes(op="placeholder")]
 
     def plain(*inputs: Any) -> Any:
-        return call(*map(_plain, inputs, written))
+        return call(*(_plain(x, written=is_written) for x, is_written in zip(inputs, written, strict=False)))
 
     return plain
 
 
-def _plain(value: Any, written: bool) -> Any:
+def _plain(value: Any, *, written: bool) -> Any:
     """K itself; for a graph that writes to it, the memory that takes the place of the rows."""
     if isinstance(value, SharedRows):  # every rank runs this graph
         return value.refuse("a graph writes to it") if written else value.full_tensor()
@@ -159,7 +159,7 @@ def with_rows(
         if not all(buffer.shares_only_with(buffers) for buffer in buffers):
             return _otherwise("made from rows of another buffer, which this call does not write to")(*inputs)
         given = (
-            inputs[index] if isinstance(inputs[index], SharedRows) else _plain(inputs[index], written)
+            inputs[index] if isinstance(inputs[index], SharedRows) else _plain(inputs[index], written=written)
             for index, written in kept
         )
         results = list(call(*given, *(rows[name] for name in cache.rows)))

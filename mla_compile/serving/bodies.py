@@ -34,7 +34,7 @@ class Body(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: _only(1) = None  # type: ignore[valid-type]
-    logprobs: _only(False) = None  # type: ignore[valid-type]
+    logprobs: _only(False) = None  # type: ignore[valid-type]  # noqa: FBT003
     top_logprobs: _only(0) = None  # type: ignore[valid-type]
     presence_penalty: _only(0) = None  # type: ignore[valid-type]
     frequency_penalty: _only(0) = None  # type: ignore[valid-type]
@@ -54,7 +54,7 @@ class Completion(_WithStops):
 
     prompt: str = Field(min_length=1)
     suffix: str | None = None
-    echo: _only(False) = None  # type: ignore[valid-type]
+    echo: _only(False) = None  # type: ignore[valid-type]  # noqa: FBT003
     best_of: _only(1) = None  # type: ignore[valid-type]
 
 

@@ -235,7 +235,7 @@ class Bench:
         settings, device = self.settings, torch.device(self.settings.device)
         dtype = DTYPES[settings.dtype]
         torch.manual_seed(0)
-        model: Any = skeleton.build(self.subject.config, dtype, settings.device).requires_grad_(False)
+        model: Any = skeleton.build(self.subject.config, dtype, settings.device).requires_grad_(requires_grad=False)
         if device.type != "cpu":
             self.about["device"] = torch.get_device_module(device).get_device_name(device)
         try:

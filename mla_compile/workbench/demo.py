@@ -233,7 +233,7 @@ def build(settings: Settings) -> Any:
         ) from error
     torch.manual_seed(0)
     config = DeepseekV3Config(**_CONFIG, num_hidden_layers=settings.layers)
-    model = DeepseekV3ForCausalLM(config).eval().requires_grad_(False)
+    model = DeepseekV3ForCausalLM(config).eval().requires_grad_(requires_grad=False)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
-from mla_compile.core.quantities import BYTES
 from mla_compile.workbench.machines import Machine
 from mla_compile.workbench.step_formulas import MEANING, Layout, number
 
@@ -118,7 +117,7 @@ class Place:
         """Of a pass through attentions and weights; ``letters``: sizes of both, users and tokens."""
 
         def of(what: str, site: Attention) -> float:
-            return number(self.layout, site.latent, what, values(site, prompt, **letters), prompt=prompt)
+            return number(self.layout, what, values(site, letters, prompt=prompt), latent=site.latent, prompt=prompt)
 
         def total(what: str) -> float:
             return sum(s.count * of(what, s) for s in sites)
@@ -147,7 +146,7 @@ class Place:
         )  # fmt: skip
 
 
-def values(site: Attention, prompt: bool = False, /, **letters: float) -> dict[str, float]:
+def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = False) -> dict[str, float]:
     """What the formulas take: the sizes of an attention, and ``letters`` by name; what is not given is 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
@@ -155,12 +154,3 @@ def values(site: Attention, prompt: bool = False, /, **letters: float) -> dict[s
     older = 0.0 if not site.every else 1 / site.every if prompt else letters["T"] / site.every / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}
-
-
-def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dtype: str = "bf16") -> float:
-    """The floor of one decode attention of B sequences with T cached tokens, on one machine."""
-    given = values(attention, B=B, S=1, T=T, E=BYTES[dtype], P=1, C=1)
-    return max(
-        number("replicated", attention.latent, "attention bytes", given) / machine.bandwidth,
-        number("replicated", attention.latent, "attention FLOPs", given) / machine.peak(dtype),
-    )

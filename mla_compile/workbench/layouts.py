@@ -183,7 +183,7 @@ class Case:
         return sum(more, first)
 
     def _of(self, what: str, site: Attention, part: Part) -> float:
-        return number(self.layout, site.latent, what, values(site, **part.letters))
+        return number(self.layout, what, values(site, part.letters), latent=site.latent)
 
     def _once(self, what: str, part: Part) -> float:
         return self._of(what, replace(part.sites[0], every=1, window=0), part)

@@ -106,7 +106,7 @@ def _attention(form: formulas.Form) -> formulas.Stage:
 
 
 @cache
-def core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
+def core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     """FLOPs and bytes of one layer's decode attention on a machine that has all of it."""
     if latent:
         stage, rows = _attention("chained"), {T: J}
@@ -115,7 +115,7 @@ def core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 @cache
-def prompt_core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
+def prompt_core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     """The same of prompts: token i of S attends to i keys, or to J of them."""
     keys, chosen = (S + 1) / 2, J - J * (J - 1) / (2 * S)  # on average over the tokens
     if latent:
@@ -126,7 +126,7 @@ def prompt_core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     return 2 * B * S * keys * H * (K + V_), E * B * S * (G + H) * (K + V_)
 
 
-def cache_values(latent: bool) -> sympy.Expr:
+def cache_values(*, latent: bool) -> sympy.Expr:
     """Cached values per token and layer."""
     return formulas.cache_values("mla") if latent else G * (K + V_)
 
@@ -143,19 +143,19 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
 
 
 @cache
-def expressions(layout: Layout, latent: bool, *, prompt: bool = False) -> dict[str, sympy.Expr]:
+def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[str, sympy.Expr]:
     """Every quantity of one layout, per machine; attention and network are those of one layer.
 
     ``prompt``: of a pass over whole prompts, where S is T, and not of a decode step.
     """
     if prompt and layout == "context":
         layout = "replicated"
-    flops, moved = prompt_core(latent) if prompt else core(latent)
+    flops, moved = prompt_core(latent=latent) if prompt else core(latent=latent)
     touched = X * (1 - (1 - k / n) ** (B * S))  # of experts that at least one token takes, if all are equally likely
     heads, dense = (1 if layout in ("data", "experts") else 1 / P), (1 if layout == "experts" else 1 / P)
-    network, between = _sent(layout, latent)
+    network, between = _sent(layout, latent=latent)
     vocabulary, vocabulary_between = _sent_for_vocabulary(layout)
-    stored, besides = E * T * cache_values(latent), E * T * Y
+    stored, besides = E * T * cache_values(latent=latent), E * T * Y
     return {
         "attention FLOPs": share(flops, layout),
         "attention bytes": share(moved, layout),
@@ -188,7 +188,7 @@ def by_user(layout: Layout) -> bool:
     return layout in ("data", "experts")
 
 
-def _sent(layout: Layout, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
+def _sent(layout: Layout, *, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     """Bytes that a machine sends for a layer, in all and to other nodes."""
     if layout == "experts":
         # Each of BS/P tokens to every other machine that has one of its k experts, all of them equally likely.
@@ -216,13 +216,13 @@ def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
     return (P - 1) / P * (summed + logits), (Q - 1) / P * (summed + logits)
 
 
-def number(layout: Layout, latent: bool, what: str, values: Mapping[str, float], *, prompt: bool = False) -> float:
+def number(layout: Layout, what: str, values: Mapping[str, float], *, latent: bool, prompt: bool = False) -> float:
     """The value of one of the :func:`expressions`; ``values`` by the names of the letters of :data:`MEANING`."""
-    return float(_function(layout, latent, what, prompt)(*(values[str(s)] for s in MEANING)))
+    return float(_function(layout, what, latent=latent, prompt=prompt)(*(values[str(s)] for s in MEANING)))
 
 
 @cache
-def _function(layout: Layout, latent: bool, what: str, prompt: bool) -> Callable[..., float]:
-    expression = expressions(layout, latent, prompt=prompt)[what]
+def _function(layout: Layout, what: str, *, latent: bool, prompt: bool) -> Callable[..., float]:
+    expression = expressions(layout, latent=latent, prompt=prompt)[what]
     function: Callable[..., float] = sympy.lambdify(list(MEANING), expression, modules="math")
     return function

@@ -61,7 +61,7 @@ def chosen(
     ``negated``: a key is seen where the boolean is False. A choice that is none of keys for each query: why, in words.
     """
     try:
-        found = _listed_by(node, place, negated)
+        found = _listed_by(node, place, negated=negated)
     except OpaqueError:
         return None
     if not isinstance(found, Chosen):
@@ -73,7 +73,7 @@ def chosen(
     return found if not outer else "lists other keys for each head" if not outer & set(keys) else None
 
 
-def _listed_by(node: fx.Node, place: Place, negated: bool) -> Chosen | str | None:
+def _listed_by(node: fx.Node, place: Place, *, negated: bool) -> Chosen | str | None:
     boolean = val(node).dtype == torch.bool
     # Whether a number of `node` shows a key. What is added hides one by all other numbers that were let through.
     shows: _Shows = (lambda number: bool(number) is not negated) if boolean else (lambda number: number == 0)

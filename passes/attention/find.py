@@ -84,7 +84,7 @@ def _fused(node: fx.Node) -> AttentionSite:
     q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
     mask, causal = argument(node, 3, "attn_mask"), bool(argument(node, 5, "is_causal", False))
     dropout, scale = argument(node, 4, "dropout_p", 0.0), argument(node, 6, "scale")
-    site = _plain(node, q, k, v, bool(argument(node, 7, "enable_gqa", False)))
+    site = _plain(node, q, k, v, grouped=bool(argument(node, 7, "enable_gqa", False)))
     masks: tuple[MaskTerm, ...] = ()
     if mask is not None:
         kind: Literal["keep", "add"] = "keep" if val(mask).dtype == torch.bool else "add"
@@ -94,17 +94,17 @@ def _fused(node: fx.Node) -> AttentionSite:
         masks=masks,
         causal=causal,
         scale=float(scale) if isinstance(scale, (int, float)) else _default_scale(q),
-        problem=_fused_problem(node, q, dropout, scale, causal, site.queries, site.keys),
+        problem=_fused_problem(node, q, dropout, scale, site.queries, site.keys, causal=causal),
     )
 
 
 def _flex(node: fx.Node, flex: Flex) -> AttentionSite:
-    site = _plain(node, flex.q, flex.k, flex.v, not same(shape(flex.q)[1], shape(flex.k)[1]))
+    site = _plain(node, flex.q, flex.k, flex.v, grouped=not same(shape(flex.q)[1], shape(flex.k)[1]))
     why = None if flex.score_mod is None else "score_mod of flex_attention is between the products"
     return replace(site, scale=flex.scale, open_core=why, call=flex.call)
 
 
-def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, grouped: bool) -> AttentionSite:
+def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, *, grouped: bool) -> AttentionSite:
     """The attention of a fused operator; ``grouped``: heads of k and v serve several of q."""
     rank = len(shape(q))
     lead: list[Axis] = []
@@ -147,7 +147,7 @@ def _default_scale(q: fx.Node) -> float:
 
 
 def _fused_problem(
-    node: fx.Node, q: fx.Node, dropout: object, scale: object, causal: bool, queries: Axis, keys: Axis
+    node: fx.Node, q: fx.Node, dropout: object, scale: object, queries: Axis, keys: Axis, *, causal: bool
 ) -> Stop | None:
     if dropout != 0.0:
         return Stop(node, "dropout", f"attention dropout of {dropout} is active")

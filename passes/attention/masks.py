@@ -6,8 +6,9 @@ that are added are read alike: zeros where their parts hold, one number (minus i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import fx
@@ -86,7 +87,7 @@ class Masks(Reader):
         """The parts of a mask, and what it adds or fills in elsewhere."""
         node, place = term.operand.node, place_of(term.operand.axes)
         if term.kind != "add":
-            return self.parts(node, place, term.kind == "drop"), term.fill
+            return self.parts(node, place, negated=term.kind == "drop"), term.fill
         parts, fill = self.added(node, place)
         if any(part.added for part in parts) and (term.scale != 1.0 or term.dtype is not None):
             raise OpaqueError
@@ -98,22 +99,22 @@ class Masks(Reader):
             raise OpaqueError
         return parts, fill
 
-    def parts(self, given: object, place: Place, negated: bool) -> list[Part]:
+    def parts(self, given: object, place: Place, *, negated: bool) -> list[Part]:
         """``given``, a boolean tensor at ``place``, as parts. Raises :class:`OpaqueError` where it is none."""
         if not is_tensor(given) or val(given).dtype != torch.bool:
             raise OpaqueError
         try:
-            return self._inside(given, place, negated)
+            return self._inside(given, place, negated=negated)
         except OpaqueError:
             return [Part(given, place, negated)]
 
-    def _inside(self, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+    def _inside(self, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
         rule = _BOOLEAN.get(packet(node))
         if rule is not None:
-            return rule(self, node, place, negated)
+            return rule(self, node, place, negated=negated)
         found = moved(node, place)
         if found is not None:
-            return [_named_by(Part(node, place, negated), part) for part in self.parts(*found, negated)]
+            return [_named_by(Part(node, place, negated), part) for part in self.parts(*found, negated=negated)]
         number = constant(node)
         if number is None or bool(number) == negated:
             raise OpaqueError
@@ -132,7 +133,7 @@ class Masks(Reader):
             condition, yes, no = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
             negated = constant(yes) not in (None, 0)
             shown, value = (no, yes) if negated else (yes, no)
-            return self._filled(shown, condition, value, place, negated)
+            return self._filled(shown, condition, value, place, negated=negated)
         if packet(node) is aten.masked_fill:
             shown, condition, value = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
             if constant(value) == 0:
@@ -141,21 +142,21 @@ class Masks(Reader):
         if packet(node) is aten.add and argument(node, 2, "alpha", 1) == 1:
             return self._summed([argument(node, k, name) for k, name in enumerate(("self", "other"))], place)
         if packet(node) is aten.triu and (fill := constant(argument(node, 0, "self"))) is not None:
-            return [Part(node, place, False, Affine(-1) - _beyond(node, place))], fill
+            return [Part(node, place, negated=False, bound=Affine(-1) - _beyond(node, place))], fill
         if (numbers := scattered(node)) is not None and numbers[1] == 0:
-            return [Part(node, place, False)], numbers[0]
+            return [Part(node, place, negated=False)], numbers[0]
         if (found := moved(node, place)) is not None:
             return self.added(*found)
         raise OpaqueError
 
     def _filled(
-        self, shown: object, condition: object, value: object, place: Place, negated: bool
+        self, shown: object, condition: object, value: object, place: Place, *, negated: bool
     ) -> tuple[list[Part], float]:
         """``shown``, 0 or itself a mask, where the condition holds (``negated``: does not), ``value`` elsewhere."""
         fill = constant(value)
         if fill is None or not is_tensor(condition):
             raise OpaqueError
-        parts = self.parts(condition, broadcast(shape(condition), place), negated)
+        parts = self.parts(condition, broadcast(shape(condition), place), negated=negated)
         if constant(shown) == 0:
             return parts, fill
         if not is_tensor(shown):
@@ -165,7 +166,7 @@ class Masks(Reader):
         except OpaqueError:
             if not self.any_numbers:
                 raise
-            return [Part(shown, broadcast(shape(shown), place), False, added=True), *parts], fill
+            return [Part(shown, broadcast(shape(shown), place), negated=False, added=True), *parts], fill
         # Which of two numbers stands where shows in a row of nothing else.
         if other != fill:
             raise OpaqueError
@@ -223,14 +224,14 @@ def _beyond(node: fx.Node, place: Place) -> Affine:
     return place[-1] - place[-2] - Reader().read(diagonal, ())
 
 
-def _both(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+def _both(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
     """``a and b``; ``a or b``."""
     operands = [(argument(node, k, name), False) for k, name in enumerate(("self", "other"))]
-    return _joined(masks, operands, place, negated, either=packet(node) in _OR)
+    return _joined(masks, operands, place, negated=negated, either=packet(node) in _OR)
 
 
 def _joined(
-    masks: Masks, operands: Iterable[tuple[object, bool]], place: Place, negated: bool, *, either: bool
+    masks: Masks, operands: Iterable[tuple[object, bool]], place: Place, *, negated: bool, either: bool
 ) -> list[Part]:
     """``a and b`` (``either``: ``a or b``) of booleans, each with whether its negation is meant."""
     # One that is known, and does not decide, is left out.
@@ -244,11 +245,11 @@ def _joined(
     for x, inverse in unknown:
         if not is_tensor(x):
             raise OpaqueError
-        found += masks.parts(x, broadcast(shape(x), place), negated is not inverse)
+        found += masks.parts(x, broadcast(shape(x), place), negated=negated is not inverse)
     return found
 
 
-def _chosen_of(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+def _chosen_of(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
     """``where(c, a, b)`` and ``masked_fill(b, c, a)`` of booleans, of which a or b is a number."""
     if packet(node) is aten.where:
         c, a, b = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
@@ -261,23 +262,23 @@ def _chosen_of(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list
         operands, either = ((c, not yes), (b, False)), bool(yes)
     else:
         raise OpaqueError
-    return _joined(masks, operands, place, negated, either=either)
+    return _joined(masks, operands, place, negated=negated, either=either)
 
 
-def _not(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
-    return masks.parts(argument(node, 0, "self"), place, not negated)
+def _not(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+    return masks.parts(argument(node, 0, "self"), place, negated=not negated)
 
 
-def _asked(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+def _asked(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
     """A boolean as numbers, compared with a number; else positions that are compared."""
     found = asked(node)
     x = None if found is None else _boolean(found[0])
     if found is None or x is None:
-        return _compared(masks, node, place, negated)
+        return _compared(masks, node, place, negated=negated)
     no, yes = found[1](0.0), found[1](1.0)
     if bool(no) is bool(yes):
         raise OpaqueError
-    return masks.parts(x, place, negated is not bool(no))
+    return masks.parts(x, place, negated=negated is not bool(no))
 
 
 def _boolean(node: fx.Node) -> fx.Node | None:
@@ -290,7 +291,7 @@ def _boolean(node: fx.Node) -> fx.Node | None:
     return node
 
 
-def _compared(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+def _compared(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
     """``a <= b`` is ``b - a >= 0``, and ``a < b`` is ``b - a - 1 >= 0``; its negation is ``a - b >= 0``."""
     a, b = (masks.at_operand(node, k, name, place) for k, name in enumerate(("self", "other")))
     op = packet(node)
@@ -304,21 +305,25 @@ def _compared(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[
     return [Part(node, place, negated, b - a - Affine(int(strict)))]
 
 
-def _triangle(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+def _triangle(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
     """``tril`` and ``triu`` of a boolean: what it says on one side of a diagonal, False on the other."""
     inner = masks.parts(argument(node, 0, "self"), place, negated=False)
     beyond = _beyond(node, place)
     bound = beyond if packet(node) is aten.triu else beyond * -1
     if not negated:
-        return [*inner, Part(node, place, False, bound)]
+        return [*inner, Part(node, place, negated=False, bound=bound)]
     if inner:
         raise OpaqueError
-    return [Part(node, place, True, Affine(-1) - bound)]
+    return [Part(node, place, negated=True, bound=Affine(-1) - bound)]
+
+
+class _Rule(Protocol):
+    def __call__(self, masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]: ...
 
 
 _ORDERS = (aten.le, aten.lt, aten.ge, aten.gt)
 _OR = {aten.logical_or, aten.bitwise_or, aten.__or__}
-_BOOLEAN: dict[object, Callable[[Masks, fx.Node, Place, bool], list[Part]]] = {
+_BOOLEAN: dict[object, _Rule] = {
     **dict.fromkeys((aten.logical_and, aten.bitwise_and, aten.__and__, aten.mul, *_OR), _both),
     **dict.fromkeys((aten.logical_not, aten.bitwise_not), _not),
     **dict.fromkeys((aten.where, aten.masked_fill), _chosen_of),

@@ -302,7 +302,7 @@ def _likely_token_axis(node: fx.Node) -> int:
     return rank - 2 if rank - 2 in ones or not ones else ones[-1]
 
 
-def _saves(kept: Sequence[CacheOfRows], alone: bool) -> bool:
+def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
     """Whether the rows hold fewer values per token than the tensors they make; ``alone``: fewer than half as many."""
     # By node: K and V made of the same rows keep them once.
     rows: dict[Hashable, int] = {}

@@ -44,7 +44,7 @@ def _up(n: int, to: int) -> int:
 def pack(rows: X, width: int, call: Call[X]) -> X:
     """Rows [..., width] as bytes [..., packed_width(width)]; ``call`` applies an operator to tensors, or in a graph."""
     x = call(aten._to_copy.default, rows, dtype=torch.float32)
-    largest = call(aten.amax.default, call(aten.abs.default, x), [-1], True)
+    largest = call(aten.amax.default, call(aten.abs.default, x), [-1], keepdim=True)
     # A row of zeros has some scale, or its values would be NaN.
     scale = call(aten.clamp_min.default, call(aten.mul.Tensor, largest, 1 / _TOP), _LEAST)
     values = call(aten._to_copy.default, call(aten.div.Tensor, x, scale), dtype=FLOAT8)

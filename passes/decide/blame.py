@@ -208,7 +208,7 @@ def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | Non
     if not isinstance(how, (Join, Write, WriteOne, WriteRows)) and packet(node) not in _WRITES:
         return None
     for n in node.all_input_nodes:
-        buffer, selected = _whole(n, isinstance(how, WriteOne))
+        buffer, selected = _whole(n, selected=isinstance(how, WriteOne))
         kept = _is_input(buffer) and n is not expansion and not search.maps.is_weight(n)
         if kept and is_tensor(buffer) and val(buffer).is_floating_point():
             several = ", and is selected from a buffer of several (kv[0], k[layer])" if selected else ""
@@ -220,15 +220,15 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _whole(node: fx.Node, selected: bool = False) -> tuple[fx.Node, bool]:
+def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
     """The buffer of which ``node`` is a part, new rows in it or not; whether the part is one that was selected."""
     how = decode(node)
     if isinstance(how, (Slice, Select)):
-        return _whole(how.x, selected or isinstance(how, Select))
+        return _whole(how.x, selected=selected or isinstance(how, Select))
     if isinstance(how, (Write, WriteOne, WriteRows)):
-        return _whole(how.base, selected or isinstance(how, WriteOne))
+        return _whole(how.base, selected=selected or isinstance(how, WriteOne))
     if packet(node) in _PICKS:
-        return _whole(args_of(node)[0], selected)
+        return _whole(args_of(node)[0], selected=selected)
     return node, selected
 
 

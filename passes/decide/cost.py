@@ -58,10 +58,10 @@ class Choice:
     """
 
     form: ChosenForm
-    fold_query: bool
-    fold_output: bool
     seconds: Mapping[str, float]
     reason: str
+    fold_query: bool = False
+    fold_output: bool = False
     sparse: bool = False
 
     @property
@@ -103,9 +103,20 @@ def choose(
     _check_option("forms", forms, get_args(Forms))
     _check_option("fold", fold, get_args(Fold))
     context = LONG_CONTEXT if T is None else T
-    legal = (can_fold_query and dims.Q is not None, can_fold_output and dims.D is not None)
-    listed = None if chosen is None else min(chosen, context)
-    return _choose(dims, B, S, context, max(context, made or 0), listed, element_bytes, device, forms, fold, *legal)
+    return _choose(
+        dims,
+        B,
+        S,
+        context,
+        max(context, made or 0),
+        None if chosen is None else min(chosen, context),
+        element_bytes,
+        device,
+        forms,
+        fold,
+        can_fold_query=can_fold_query and dims.Q is not None,
+        can_fold_output=can_fold_output and dims.D is not None,
+    )
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -120,6 +131,7 @@ def _choose(
     device: Device,
     forms: Forms,
     fold: Fold,
+    *,
     can_fold_query: bool,
     can_fold_output: bool,
 ) -> Choice:
@@ -135,19 +147,19 @@ def _choose(
     told = _told(S, T, made, device, chained, expanded, chosen if sparse else None)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
         why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"
-        return Choice("expanded", False, False, MappingProxyType(estimates), f"{why}: {told}")
+        return Choice("expanded", MappingProxyType(estimates), f"{why}: {told}")
 
     why = 'forms="absorbed"' if forms == "absorbed" else "absorbing is cheaper"
     reason = f"{why}: {told}"
     fold_query = can_fold_query and _folds(fold, time_of("folded_query"), dense)
     fold_output = can_fold_output and _folds(fold, time_of("folded_output"), dense)
     if not (fold_query or fold_output):
-        return Choice("chained", False, False, MappingProxyType(estimates), reason, sparse)
+        return Choice("chained", MappingProxyType(estimates), reason, sparse=sparse)
     folded: Form = "folded" if fold_query and fold_output else "folded_query" if fold_query else "folded_output"
     estimates["folded"] = time_of(folded) - saved
     sides = " and ".join(["W_q W_k"] * fold_query + ["W_v W_o"] * fold_output)
     reason += f"; with {sides} folded about {quantities.seconds(estimates['folded'])}"
-    return Choice("folded", fold_query, fold_output, MappingProxyType(estimates), reason, sparse)
+    return Choice("folded", MappingProxyType(estimates), reason, fold_query, fold_output, sparse)
 
 
 def seconds(
@@ -184,11 +196,6 @@ def break_even_S(dims: Dims, T: int | None = None) -> float:
     if below < 0:  # sympy may write the fraction with both signs flipped
         below, above = -below, -above
     return above / below if below != 0 and above > 0 else math.inf
-
-
-def sparse_prompt(dims: Dims, chosen: int) -> float:
-    """Tokens of a whole prompt from which attending to ``chosen`` keys only takes fewer FLOPs than expanding all."""
-    return formulas.evaluate(formulas.sparse_break_even(), dims, J=chosen)
 
 
 def decode_flops(dims: Dims, form: Form) -> int:
@@ -258,7 +265,7 @@ def choose_parts(
     context = LONG_CONTEXT if T is None else T
     whole = max(context, made or 0)
     expanded, chained = (
-        sum(_part_seconds(p, absorbed, B, S, context, whole, element_bytes, device) for p in parts)
+        sum(_part_seconds(p, B, S, context, whole, element_bytes, device, absorbed=absorbed) for p in parts)
         for absorbed in (False, True)
     )
     if writes:
@@ -269,14 +276,14 @@ def choose_parts(
     sides = " and ".join(dict.fromkeys(p.side for p in parts))
     told = _told(S, context, whole, device, chained, expanded)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
-        return Choice("expanded", False, False, estimates, f"expanding the {sides} is cheaper: {told}")
+        return Choice("expanded", estimates, f"expanding the {sides} is cheaper: {told}")
     why = 'forms="absorbed"' if forms == "absorbed" else f"absorbing the {sides} is cheaper"
-    return Choice("chained", False, False, estimates, f"{why}: {told}")
+    return Choice("chained", estimates, f"{why}: {told}")
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def _part_seconds(
-    part: AbsorbedColumns, absorbed: bool, B: int, S: int, T: int, made: int, element_bytes: int, device: Device
+    part: AbsorbedColumns, B: int, S: int, T: int, made: int, element_bytes: int, device: Device, *, absorbed: bool
 ) -> float:
     letters = {"B": B, "S": S, "T": T, **part.letters}
     return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device, made)

@@ -125,13 +125,13 @@ def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
     ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces: two forms of which one is
     folded compare only with it.
     """
-    return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections)))
+    return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections=projections)))
 
 
 @cache
 def moved_bytes(form: Form, *, projections: bool = False) -> sympy.Expr:
     """Bytes one call moves, at E bytes per element; ``projections`` as in :func:`flops`."""
-    return E * sympy.Add(*(stage.weights + stage.activations for stage in _counted(form, projections)))
+    return E * sympy.Add(*(stage.weights + stage.activations for stage in _counted(form, projections=projections)))
 
 
 @cache
@@ -176,15 +176,6 @@ def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
 
 
 @cache
-def fold_break_even(side: Literal["query", "output"]) -> sympy.Expr:
-    """Latent width at which the folded weights of one side are as many as the two they replace.
-
-    Folding moves fewer weight bytes below it, or at any L where it is not positive (Q <= N, D <= V).
-    """
-    form: Form = "folded_query" if side == "query" else "folded_output"
-    return _root(weight_values("chained") - weight_values(form), L)
-
-
 @cache
 def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Expr:
     """Multiply-adds absorbing saves, per sequence and head: positive where the chained (or sparse) form is cheaper.
@@ -221,5 +212,5 @@ def evaluate(expression: sympy.Expr, dims: Dims | None = None, **letters: float)
     return int(result) if result.is_Integer else float(result)
 
 
-def _counted(form: Form, projections: bool) -> tuple[Stage, ...]:
+def _counted(form: Form, *, projections: bool) -> tuple[Stage, ...]:
     return tuple(stage for stage in stages(form) if projections or stage.projection is None)

@@ -40,10 +40,10 @@ def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps, *, sp
     if all(v.code not in OVER_ROWS for v in verdicts):
         return list(verdicts)
     first = first_equals(graph)
-    return [replace(v, fusion=_fusion(v, maps, first, sparse)) if v.code in OVER_ROWS else v for v in verdicts]
+    return [replace(v, fusion=_fusion(v, maps, first, sparse=sparse)) if v.code in OVER_ROWS else v for v in verdicts]
 
 
-def _fusion(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node], sparse: bool) -> Fusion | None:
+def _fusion(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node], *, sparse: bool) -> Fusion | None:
     """How an attention becomes the operator; None where it does not, or where that would gain nothing."""
     site = verdict.site
     if site.problem is not None:
@@ -53,13 +53,15 @@ def _fusion(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node], spar
         return None
     # What is chosen is no reason to read less of what is absorbed by hand.
     lists = sparse and verdict.code is Code.SHARED_ROWS
-    fusion = Fusion(_seen(plan, lists), memories=tuple(_seen(p, lists) for p in memories(plan, maps, first)))
+    fusion = Fusion(
+        _seen(plan, lists=lists), memories=tuple(_seen(p, lists=lists) for p in memories(plan, maps, first))
+    )
     if not _gains(fusion):
         return None
     return fusion if plan.values is None else _of_the_same_rows(fusion, first)
 
 
-def _seen(plan: AbsorbPlan, lists: bool) -> AbsorbPlan:
+def _seen(plan: AbsorbPlan, *, lists: bool) -> AbsorbPlan:
     return plan if lists else replace(plan, visible=plan.visible.dense)
 
 

@@ -175,7 +175,7 @@ class _Judge:
             if node in alive.nodes:
                 # Of what is absorbed on both sides nothing but lengths and a few tokens may still be read.
                 columns = verdict.plan.part
-                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths, columns)
+                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths, columns=columns)
                 if found is None:
                     return None
                 made.update(((f, source), None) for f in found)
@@ -261,7 +261,9 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
     if not (choice.sparse or by_call):
         plan = replace(plan, visible=plan.visible.dense)
     if by_call:
-        return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)
+        return Verdict(
+            plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, by_call=True
+        )
     if choice.absorbed and not (sizes.prefill and forms == "auto"):
         return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
     # As many queries as keys is a prompt: the estimate for the one length that was traced says nothing of the others.

@@ -128,7 +128,7 @@ def _row_tensors(terms: Sequence[Term]) -> int:
 
 
 def _obligations(
-    site: AttentionSite, maps: Maps, sides: Collection[Side], part: bool, *, by_hand: bool = False
+    site: AttentionSite, maps: Maps, sides: Collection[Side], *, part: bool, by_hand: bool = False
 ) -> _Found | Stop:
     keys = [maps.map(p.k.node) for p in site.products] if "keys" in sides else None
     values = maps.map(site.v.node) if "values" in sides else None
@@ -139,7 +139,7 @@ def _obligations(
         return refined
     site, key_terms, value_terms = refined
     terms = [t for t in (*key_terms, *value_terms) if t.piece.source is not None]
-    roles = _roles(site, terms, part)
+    roles = _roles(site, terms, part=part)
     if isinstance(roles, Stop):
         return roles
     batch, heads = roles
@@ -151,7 +151,7 @@ def _obligations(
     return found if stop is None else stop
 
 
-def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Axis] | Stop:
+def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis, Axis] | Stop:
     """Which lead atoms are batch and which are heads."""
     batch: list[Atom] = []
     heads: list[Atom] = []

@@ -32,6 +32,7 @@ def narrower_readers(
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
     absorbed: Collection[fx.Node],
+    *,
     columns: bool = True,
 ) -> tuple[fx.Node, ...] | None:
     """The narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.

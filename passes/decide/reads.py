@@ -118,12 +118,12 @@ def _roles_before(
         # Along an axis that was repeated all rows are alike; repeated columns are none of the row's own.
         inner = isinstance(how, Repeat) and how.interleaved
         triples = zip(roles[extra:], own, sizes[extra:], strict=True)
-        before = [role if same(a, b) else _once(role, a, inner) for role, a, b in triples]
+        before = [role if same(a, b) else _once(role, a, inner=inner) for role, a, b in triples]
         return before if COLUMNS in before else None
     return None
 
 
-def _once(role: Role, size: Size, inner: bool) -> Role:
+def _once(role: Role, size: Size, *, inner: bool) -> Role:
     """The part of an axis along which rows are not repeated, of this size; ``inner``: each is repeated by itself."""
     if isinstance(role, str) or same(size, 1):
         return ()

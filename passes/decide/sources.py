@@ -34,7 +34,7 @@ def narrowest(visits: Iterable[Visit]) -> fx.Node | None:
     return None if best is None else best.node
 
 
-def cut(piece: Piece, proper: bool, without: Container[fx.Node] = ()) -> Cut | None:
+def cut(piece: Piece, without: Container[fx.Node] = (), *, proper: bool) -> Cut | None:
     """The narrowest tensor on the way to the piece, before its last projection (``proper``) or after it."""
     last = piece.path[-1].contractions
     node = narrowest(v for v in piece.path if (v.contractions < last) == proper and not (proper and v.node in without))
@@ -42,7 +42,7 @@ def cut(piece: Piece, proper: bool, without: Container[fx.Node] = ()) -> Cut | N
 
 
 def choose_sources(
-    pieces: Sequence[Piece], without: Container[fx.Node] = (), any_width: bool = False
+    pieces: Sequence[Piece], without: Container[fx.Node] = (), *, any_width: bool = False
 ) -> tuple[set[fx.Node], fx.Node | None]:
     """Where the walks should end, and a source that was passed over because it is no narrower than what it makes.
 

@@ -153,7 +153,7 @@ def _step(node: fx.Node, dim: int, length: int) -> Step | None:
 
 
 def _reads(
-    pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, own_rows: bool = False
+    pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, *, own_rows: bool = False
 ) -> Blind | None:
     """The operands that have the axis; None where one of them would be read in two ways."""
     reads: dict[fx.Node, Place | None] = {}

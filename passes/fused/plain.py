@@ -84,7 +84,7 @@ class _Writer:
         keep, causal = self._seen(q, k)
         core: tuple[fx.Node, ...]
         if plain.softcap:
-            core, attention = self._capped(q, k, v, keep, causal)
+            core, attention = self._capped(q, k, v, keep, causal=causal)
         else:
             grouped = len(shape(q)) > 3 and not same(shape(q)[-3], shape(k)[-3])
             mask = plain.bias if keep is None else self._with_bias(keep)
@@ -202,7 +202,7 @@ class _Writer:
         return keep
 
     def _capped(
-        self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, causal: bool
+        self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, *, causal: bool
     ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
         """The two products with the cap between them, and the result, where heads of k and v serve several of q."""
         call, plain = self.call, self.plain

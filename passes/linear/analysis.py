@@ -41,9 +41,10 @@ class LinearMaps:
         weights: Collection[fx.Node],
         fake_mode: FakeTensorMode | None,
         sources: Iterable[fx.Node] = (),
-        per_row: bool = False,
         virtual: VirtualSources = _NONE,
         nearby: Nearby | None = None,
+        *,
+        per_row: bool = False,
     ) -> None:
         self.weights = weights
         self.fake_mode = fake_mode
@@ -58,12 +59,12 @@ class LinearMaps:
         self._whole: LinearMaps | None = None
         self._unbound: LinearMaps | None = None
 
-    def with_sources(self, sources: Iterable[fx.Node], per_row: bool = False) -> LinearMaps:
+    def with_sources(self, sources: Iterable[fx.Node], *, per_row: bool = False) -> LinearMaps:
         """A fresh analysis of the same graph with other sources; atoms of one analysis never meet another's."""
-        return LinearMaps(self.weights, self.fake_mode, sources, per_row, self.virtual, self._nearby)
+        return LinearMaps(self.weights, self.fake_mode, sources, self.virtual, self._nearby, per_row=per_row)
 
     def with_virtual(self, virtual: VirtualSources) -> LinearMaps:
-        return LinearMaps(self.weights, self.fake_mode, self.sources, self.per_row, virtual, self._nearby)
+        return LinearMaps(self.weights, self.fake_mode, self.sources, virtual, self._nearby, per_row=self.per_row)
 
     @property
     def whole(self) -> LinearMaps:
@@ -71,7 +72,7 @@ class LinearMaps:
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             rows |= {g.rows for several in self.virtual.gates.values() for g in several}
-            self._whole = self.with_sources(rows, self.per_row)
+            self._whole = self.with_sources(rows, per_row=self.per_row)
             # Its own, too, or it would make another one at the first slice it meets.
             self._whole._whole = self._whole
         return self._whole

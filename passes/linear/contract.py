@@ -62,7 +62,7 @@ def _bind(
 
 
 def _apply(
-    piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str, per_row: bool
+    piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str, *, per_row: bool
 ) -> Piece | Stop:
     bound = _bind(piece, node, labels, weight, weight_labels)
     if isinstance(bound, Stop):
@@ -126,7 +126,9 @@ def contract(
 
     def apply(s: Segment) -> Piece | Stop:
         own = _columns(weight, weight_labels, label, s)
-        return _apply(s.piece, node, labels, own, weight_labels, out, maps.per_row or node in maps.virtual.grouped)
+        return _apply(
+            s.piece, node, labels, own, weight_labels, out, per_row=maps.per_row or node in maps.virtual.grouped
+        )
 
     if label is None:
         return source.each_segment(apply)

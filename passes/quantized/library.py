@@ -110,12 +110,12 @@ class _Choice:
 
 _CHOICES = {
     "torchao::choose_qparams_affine": _Choice("input", "target_dtype", None),
-    "torchao::choose_scale_float8": _Choice("tensor", "float8_dtype", True),
-    "quantized_decomposed::choose_qparams_per_token": _Choice("input", "dtype", True),
-    "quantized_decomposed::choose_qparams_per_token_asymmetric": _Choice("input", "dtype", False),
-    "quantized_decomposed::_choose_qparams_per_token_asymmetric_impl": _Choice("input", "dtype", False),
-    "quantized_decomposed::choose_qparams": _Choice("input", "dtype", False),
-    "quantized_decomposed::choose_qparams_symmetric": _Choice("input", "dtype", True),
+    "torchao::choose_scale_float8": _Choice("tensor", "float8_dtype", symmetric=True),
+    "quantized_decomposed::choose_qparams_per_token": _Choice("input", "dtype", symmetric=True),
+    "quantized_decomposed::choose_qparams_per_token_asymmetric": _Choice("input", "dtype", symmetric=False),
+    "quantized_decomposed::_choose_qparams_per_token_asymmetric_impl": _Choice("input", "dtype", symmetric=False),
+    "quantized_decomposed::choose_qparams": _Choice("input", "dtype", symmetric=False),
+    "quantized_decomposed::choose_qparams_symmetric": _Choice("input", "dtype", symmetric=True),
 }
 
 
@@ -242,7 +242,7 @@ def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     builder = tracker.build(node)
     weight = builder.call(ops.bitsandbytes.int8_vectorwise_dequant.default, told["B"], told["col_stats"])
-    found = _with_row_scale(tracker, tracker.product(node, x, weight, True), stats, x, 1 / 127, node)
+    found = _with_row_scale(tracker, tracker.product(node, x, weight, transposed=True), stats, x, 1 / 127, node)
     return _biased(tracker, node, found, told["bias"])
 
 
@@ -251,14 +251,18 @@ def _int_scaled(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     x = tracker.of(told["a"])
     if x is None or not tracker.is_weight(told["b"]):
         return None
-    found = tracker.product(node, x, told["b"], False)
+    found = tracker.product(node, x, told["b"], transposed=False)
     return found and tracker.multiplied(node, found, told["scales1"], aten.mul)
 
 
 def _int_matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     told: Any = named_arguments(node)
     x = tracker.of(told["a"])
-    found = tracker.product(node, x, told["b"], False) if x is not None and tracker.is_weight(told["b"]) else None
+    found = (
+        tracker.product(node, x, told["b"], transposed=False)
+        if x is not None and tracker.is_weight(told["b"])
+        else None
+    )
     return found and replace(found, whole=True)
 
 
@@ -287,7 +291,7 @@ def _scaled_product(tracker: RowTracker, node: fx.Node, told: dict[str, Any]) ->
     if scaled is None or scaled.scales:
         return None
     found = tracker.product(
-        node, replace(scaled, plain=builder.cast(scaled.plain, wide(val(x.plain).dtype))), weight, False
+        node, replace(scaled, plain=builder.cast(scaled.plain, wide(val(x.plain).dtype))), weight, transposed=False
     )
     return _biased(tracker, node, found, told["bias"])
 

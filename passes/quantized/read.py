@@ -52,7 +52,7 @@ def add_stand_ins(
 
     ``exact``: where rows are rounded the node is barred instead, so that an attention behind it is refused.
     """
-    reader = _Reader(graph, weights, fake_mode, exact)
+    reader = _Reader(graph, weights, fake_mode, exact=exact)
     for node in list(graph.nodes):
         if node.op == "call_function" and node not in weights and is_tensor(node):
             reader.visit(node)
@@ -61,7 +61,7 @@ def add_stand_ins(
 
 class _Reader:
     def __init__(
-        self, graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None, exact: bool
+        self, graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None, *, exact: bool
     ) -> None:
         self.weights = set(weights)
         self.fake_mode = fake_mode

@@ -129,7 +129,7 @@ class RowTracker:
     def build(self, node: fx.Node) -> Builder:
         return Builder(node, self.fake_mode)
 
-    def product(self, node: fx.Node, rows: Scaled, weight: fx.Node, transposed: bool) -> Scaled | None:
+    def product(self, node: fx.Node, rows: Scaled, weight: fx.Node, *, transposed: bool) -> Scaled | None:
         """``rows`` times a weight [in, out], or [out, in] if ``transposed``, in float32 at least."""
         shifted = isinstance(rows.zero, fx.Node) or rows.summed is not None
         if shifted or not all(isinstance(d, int) for d in shape(weight)):
@@ -317,7 +317,7 @@ def _matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     bias = argument(node, 2, "bias") if packet(node) is aten.linear else None
     if x is None or not tracker.is_weight(b) or len(shape(b)) != 2 or bias is not None:
         return None
-    found = tracker.product(node, x, b, packet(node) is aten.linear)
+    found = tracker.product(node, x, b, transposed=packet(node) is aten.linear)
     if found is not None and found.zero is not None and not _holds(val(node).dtype, found):
         return None  # what is taken off again would leave the rounding of larger sums
     # Whole numbers times whole numbers.

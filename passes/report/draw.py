@@ -118,7 +118,7 @@ class _Draft:
             if node in self.boxes:
                 continue
             entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
-            self.boxes[node] = self._box(node, entered)
+            self.boxes[node] = self._box(node, entered=entered)
             self.reads[node] = self._inputs(node) if entered else []
             # What lies behind an end is an end itself, unless it shows that rows are a cache.
             if node in self.ends or self.ends_at(node):
@@ -169,9 +169,9 @@ class _Draft:
                 node = parent
         return [n for n in node.all_input_nodes if is_tensor(n) or is_tuple(n)]
 
-    def _box(self, node: fx.Node, entered: bool) -> DrawnNode:
+    def _box(self, node: fx.Node, *, entered: bool) -> DrawnNode:
         where = locate(node)
-        role = self._role(node, entered)
+        role = self._role(node, entered=entered)
         label = _label(node)
         if role == "weight":
             label = _state_name(node)
@@ -184,7 +184,7 @@ class _Draft:
             where.code if node.op == "call_function" else None, node.name == self.blamed,
         )  # fmt: skip
 
-    def _role(self, node: fx.Node, entered: bool) -> Role:
+    def _role(self, node: fx.Node, *, entered: bool) -> Role:
         if self._is_weight(node):
             return "weight"
         if node.name in self.latents:

@@ -69,10 +69,10 @@ def _greatest(builder: Builder, values: fx.Node, mask: fx.Node, indices: fx.Node
     listed = call(aten.gather.default, call(aten.cat.default, [before, given], 3), 3, at)
     numbers = call(aten.scatter.src, call(aten.cat.default, [before, others], 3), 3, at, listed)
     numbers = call(aten.slice.Tensor, numbers, 3, 1)
-    top = call(aten.eq.Tensor, numbers, call(aten.amax.default, numbers, [3], True))
+    top = call(aten.eq.Tensor, numbers, call(aten.amax.default, numbers, [3], keepdim=True))
     weights = builder.cast(top, val(values).dtype)
     total = call(aten.einsum.default, "bhst,btv->bshv", [weights, values])
-    count = call(aten.transpose.int, call(aten.sum.dim_IntList, weights, [3], True), 1, 2)
+    count = call(aten.transpose.int, call(aten.sum.dim_IntList, weights, [3], keepdim=True), 1, 2)
     return call(aten.div.Tensor, total, count)
 
 
@@ -114,7 +114,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
     # With more queries than keys, the first ones see none.
     more = bool(causal) and not at_least(shape(latent)[1], shape(query)[1])
     some_empty = more or not all(x is None for x in (mask, lengths, picked))
-    probs = probabilities(builder, scores, some_empty)
+    probs = probabilities(builder, scores, some_empty=some_empty)
     rows = latent if values is None else values
     rows = rows if picked is None else picked.rows(rows)
     out = call(aten.einsum.default, f"bhst,b{each}tl->bshl", [probs, builder.cast(rows, dtype)])

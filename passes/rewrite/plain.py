@@ -73,10 +73,10 @@ def future(builder: Builder, rows: fx.Node, columns: fx.Node) -> fx.Node:
     return builder.call(aten.gt.Tensor, columns, rows)
 
 
-def probabilities(builder: Builder, scores: fx.Node, some_empty: bool) -> fx.Node:
+def probabilities(builder: Builder, scores: fx.Node, *, some_empty: bool) -> fx.Node:
     """The softmax over the keys, the last axis; ``some_empty``: a row may have no visible key, and is zero, not NaN."""
     probs = builder.call(aten.softmax.int, scores, -1)
     if not some_empty:
         return probs
-    empty = builder.call(aten.eq.Scalar, builder.call(aten.amax.default, scores, [-1], True), float("-inf"))
+    empty = builder.call(aten.eq.Scalar, builder.call(aten.amax.default, scores, [-1], keepdim=True), float("-inf"))
     return builder.call(aten.masked_fill.Scalar, probs, empty, 0.0)

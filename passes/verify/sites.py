@@ -87,6 +87,7 @@ def compared(
     new: fx.Node,
     boundary: Mapping[str, fx.Node],
     share: float = 1.0,
+    *,
     longer: bool = True,
 ) -> Comparison:
     """``new`` and ``old``, both from the same values of ``boundary``.

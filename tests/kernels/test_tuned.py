@@ -30,4 +30,4 @@ def test_the_table_says_where_it_comes_from_and_every_row_is_used_as_it_stands()
 
 def test_rows_are_for_so_many_query_rows():
     row = replace(table()[0], min_rows=17, max_rows=64, paged=None)
-    assert [row.suits(rows, True) for rows in (16, 17, 64, 65)] == [False, True, True, False]
+    assert [row.suits(rows, paged=True) for rows in (16, 17, 64, 65)] == [False, True, True, False]

@@ -124,7 +124,7 @@ def make(case: Case) -> Made:
             "lowest": torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min),
             "half": added.bfloat16().masked_fill(~sees, -torch.inf),
         }[kind]
-    seen = reference._visible(B, case.S, T, lens, case.causal, case.window, torch.device("cpu")).expand(
+    seen = reference._visible(B, case.S, T, lens, case.window, torch.device("cpu"), causal=case.causal).expand(
         B, case.H, -1, -1
     )
     if sees is not None and not (case.k and "lowest" in case.mask):  # the keys of a list are weighed as they are

@@ -13,5 +13,7 @@ def context_bytes(batch: int, ranks: int, heads: int, chosen: int = 0) -> float:
     values = dict.fromkeys((str(letter) for letter in step_formulas.MEANING), 1.0)
     values |= {"B": batch, "H": heads, "L": 64, "R": 16, "P": ranks, "C": ranks, "A": 4}
     values |= {"J": chosen, "M": float(chosen > 0)}
-    shared, whole = (step_formulas.number(how, True, "network bytes", values) for how in ("context", "replicated"))
+    shared, whole = (
+        step_formulas.number(how, "network bytes", values, latent=True) for how in ("context", "replicated")
+    )
     return shared - whole

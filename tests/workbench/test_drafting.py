@@ -176,5 +176,5 @@ def test_every_letter_has_a_meaning():
     for layout in step_formulas.LABELS:
         for latent in (True, False):
             for prompt in (True, False):
-                for expression in step_formulas.expressions(layout, latent, prompt=prompt).values():
+                for expression in step_formulas.expressions(layout, latent=latent, prompt=prompt).values():
                     assert expression.free_symbols <= set(step_formulas.MEANING)

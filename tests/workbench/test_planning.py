@@ -9,7 +9,7 @@ import sympy
 
 from mla_compile.errors import InputError
 from mla_compile.workbench import step_formulas
-from mla_compile.workbench.floors import Attention, floor_seconds
+from mla_compile.workbench.floors import Attention, values
 from mla_compile.workbench.machines import machine
 from mla_compile.workbench.planning import plan
 from mla_compile.workbench.request import AS_STORED, Request
@@ -45,7 +45,12 @@ TABLE = {
 
 @pytest.mark.parametrize(("B", "T", "H"), TABLE)
 def test_floors_are_those_of_the_table(B, T, H):
-    floor = floor_seconds(Attention(1, H, L=512, R=64), H200, B=B, T=T)
+    site = Attention(1, H, L=512, R=64)
+    given = values(site, {"B": B, "S": 1, "T": T, "E": 2, "P": 1, "C": 1})
+    moved, computed = (
+        step_formulas.number("replicated", f"attention {w}", given, latent=True) for w in ("bytes", "FLOPs")
+    )
+    floor = max(moved / H200.bandwidth, computed / H200.peak("bf16"))
     assert floor * 1e6 == pytest.approx(TABLE[B, T, H], rel=0.02)
 
 
@@ -53,7 +58,7 @@ def test_one_machine_has_one_layout():
     """On one machine without links the formulas of all layouts are the same."""
     P, C, Q = step_formulas.P, step_formulas.C, step_formulas.Q
     for latent in (True, False):
-        by_layout = [expressions(layout, latent) for layout in step_formulas.LABELS]
+        by_layout = [expressions(layout, latent=latent) for layout in step_formulas.LABELS]
         for name, first in by_layout[0].items():
             values = {P: 1, C: 1, Q: 1, step_formulas.B: 3, step_formulas.G: 2}
             for other in by_layout[1:]:

@@ -107,7 +107,7 @@ def test_the_sparse_form_is_the_chained_one_over_a_list():
 
 def test_prompts_from_which_the_sparse_form_pays():
     """2,048 of V3's keys: 2048 (2 * 512 + 64) / (128 + 64 + 128) tokens."""
-    assert cost.sparse_prompt(V3, 2048) == pytest.approx(6963.2)
+    assert evaluate(formulas.sparse_break_even(), V3, J=2048) == pytest.approx(6963.2)
     at, below, above = (
         evaluate(formulas.absorption_gain("sparse"), V3, S=n, T=n, J=2048) for n in (6963.2, 6900, 7000)
     )
@@ -218,13 +218,6 @@ def test_break_even_is_where_the_flops_meet():
             evaluate(formulas.flops(form), MINICPM3, B=1, S=S, T=T) for form in ("expanded", "chained")
         )
         assert expanded == pytest.approx(chained, rel=1e-12)
-
-
-def test_fold_break_evens():
-    D, N, Q, V = formulas.D, formulas.N, formulas.Q, formulas.V
-    assert sympy.simplify(formulas.fold_break_even("query") - N * Q / (Q - N)) == 0
-    assert sympy.simplify(formulas.fold_break_even("output") - V * D / (D - V)) == 0
-    assert evaluate(formulas.fold_break_even("query"), V3) == pytest.approx(139.64, abs=0.01)
 
 
 def _bytes_saved(dims: Dims, side: str) -> float:
