@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from mla_compile.core.choices import Fold, Forms
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.find import find_attention, find_other_weights
 from mla_compile.passes.attention.site import AttentionSite
@@ -18,7 +19,7 @@ from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
-from mla_compile.passes.decide.cost import Device, Fold, Forms, default_device
+from mla_compile.passes.decide.cost import Device, default_device
 from mla_compile.passes.decide.fuse import with_fusions
 from mla_compile.passes.decide.groups import with_groups
 from mla_compile.passes.decide.judge import judge

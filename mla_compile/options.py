@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
+from mla_compile.core.choices import Dequantize, Fold, Forms
 from mla_compile.errors import OptionError, nearest
 
-Forms = Literal["auto", "absorbed", "expanded"]
-FoldMode = Literal["auto", "never", "always"]
 Lowering = Literal["op", "aten"]
 Codegen = Literal["inductor", "eager"]
 CacheMode = Literal["auto", "latent", "expanded"]
 CacheDtype = Literal["model", "fp8"]
 Appends = Literal["auto", "in_place", "copy"]
 Quantized = Literal["absorb", "exact"]
-Dequantize = Literal["auto", "once", "step"]
 Sparse = Literal["auto", "never"]
 Products = Literal["auto", "native", "torch"]
 Layers = Literal["once", "whole"]
@@ -74,7 +72,7 @@ class Options:
     """
 
     forms: Forms = "auto"
-    fold: FoldMode = "auto"
+    fold: Fold = "auto"
     lowering: Lowering = "op"
     codegen: Codegen = "inductor"
     cache: CacheMode = "auto"

@@ -11,13 +11,14 @@ from torch import fx
 from mla_compile.analysis import CANONICAL, Analysis, Read, analyse, copy_with_origins
 from mla_compile.caching import packed_notes
 from mla_compile.codes import Code
+from mla_compile.core.choices import Fold
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program
 from mla_compile.core.records import PassRecord, SiteReport
 from mla_compile.options import Options
 from mla_compile.passes.cache.held import Held, held
-from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
+from mla_compile.passes.decide.cost import AbsorbedColumns
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.stop import Stop

@@ -178,7 +178,7 @@ ROOMS = {
     "version": "",
     "errors": "",
     "codes": "",
-    "options": "errors",
+    "options": "core errors",
     "core": "codes errors version",
     # Kernels know no graphs.
     "kernels.call": "",

@@ -12,13 +12,12 @@ from typing import Literal, get_args
 import sympy
 
 from mla_compile.core import quantities
+from mla_compile.core.choices import Fold, Forms
 from mla_compile.core.dims import Dims
 from mla_compile.errors import OptionError, nearest
 from mla_compile.passes.decide import formulas
 from mla_compile.passes.decide.formulas import Form
 
-Forms = Literal["auto", "absorbed", "expanded"]
-Fold = Literal["auto", "never", "always"]
 ChosenForm = Literal["expanded", "chained", "folded"]  # the last two may be sparse
 
 LONG_CONTEXT = 32768

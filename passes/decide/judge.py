@@ -17,12 +17,13 @@ import torch
 from torch import fx
 
 from mla_compile.codes import CODES, Code
+from mla_compile.core.choices import Fold, Forms
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.blame import SYMPTOMS
 from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import Device, Fold, Forms, choose, saves_cache
+from mla_compile.passes.decide.cost import Device, choose, saves_cache
 from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial

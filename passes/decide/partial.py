@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from mla_compile.codes import Code
+from mla_compile.core.choices import Forms
 from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries, plain_side
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, Forms, choose_parts
+from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, choose_parts
 from mla_compile.passes.decide.plan import make_part_plan
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state

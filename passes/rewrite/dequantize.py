@@ -14,11 +14,11 @@ Whoever runs the program keeps these inputs up to date, like folded weights (:cl
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal
 
 import torch
 from torch import fx
 
+from mla_compile.core.choices import Dequantize
 from mla_compile.core.program import Program
 from mla_compile.passes.ir.collectives import gathered
 from mla_compile.passes.ir.expr import Expr
@@ -30,7 +30,6 @@ from mla_compile.passes.rewrite.project import FEW_ROWS, rows_sharing_weight
 from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
-Dequantize = Literal["auto", "once", "step"]
 
 
 def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Sequence[Absorbed], mode: Dequantize) -> int:
