@@ -125,7 +125,7 @@ class Whole(Sides):
         return self._values(attended)
 
     def attend(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Return the operator's output [B,S,H,L], the log-sum-exp [B,S,H], and the list of keys given to the operator."""
+        """Return the operator's output [B,S,H,L], the log-sum-exp [B,S,H], and the operator's list of keys."""
         visible = self.plan.visible
         operands = self._operands()
         indices = self._indices(visible.chosen) if visible.chosen else None
@@ -153,8 +153,7 @@ class Whole(Sides):
         )
 
     def _share(self, lse: fx.Node, sinks: Operand) -> fx.Node:
-        """Return ``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H], the share of the probability that a sink leaves to the
-        keys.
+        """Return ``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H], the share of the keys beside a sink.
 
         The share is 1 where the sink is minus infinity, and 0 in a row without a visible key.
         """
@@ -249,7 +248,7 @@ class Whole(Sides):
         return a or b if a is None or b is None else self.builder.call(aten.add.Tensor, a, b)
 
     def _extra_scores(self) -> fx.Node | None:
-        """Return the scaled scores of the key columns that the operator does not read: [batch, heads, queries, keys]."""
+        """Return the scaled scores of the columns that the operator does not read, [batch, heads, queries, keys]."""
         outside = {rows.node for rows in self.plan.extra}
         order = (*self.plan.batch, *self.plan.heads, *self.site.queries, *self.site.keys)
         total: fx.Node | None = None

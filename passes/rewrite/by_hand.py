@@ -1,4 +1,4 @@
-"""Rewrite attention that the model's author absorbed by hand: it becomes the operator, with no weight on either side."""
+"""Rewrite attention that was absorbed by hand: it becomes the operator, with no weight on either side."""
 
 from __future__ import annotations
 

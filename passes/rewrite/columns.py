@@ -42,7 +42,7 @@ def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _part(x: fx.Node, dim: int, taken: range) -> tuple[fx.Node, range]:
-    """Find the innermost part of joins that holds all positions ``taken`` of axis ``dim``, and the positions within it."""
+    """Find the innermost part of joins that holds positions ``taken`` of axis ``dim``, and their positions in it."""
     how = decode(x)
     if not isinstance(how, Join) or how.dim != dim:
         return x, taken

@@ -51,9 +51,8 @@ def few_rows(
         rows = math.prod(shape(x)[:-1])
         if bytes_hint(weight) < least_bytes or math.prod(hint(size(n), n) for n in val(x).shape[:-1]) > most:
             continue
-        counts = (
-            (rows,) if isinstance(rows, int) else range(2, most + 1)
-        )  # the code for one row is specialised separately
+        # One row is not tried for a symbolic number, because the code for one row is compiled separately.
+        counts = (rows,) if isinstance(rows, int) else range(2, most + 1)
         faster = partial(pays, val(weight).device, val(weight).dtype)
         few = max(itertools.takewhile(faster, counts), default=0)
         if few and all(val(n).dtype == val(node).dtype for n in product if n is not None):

@@ -124,9 +124,9 @@ class _Folder:
 def add_input(
     program: Program, expr: Expr, dtype: torch.dtype, name: str, *, stored: bool = False
 ) -> tuple[fx.Node, Expr, tuple[str, ...]]:
-    """Add an input that holds ``expr`` in ``dtype``; return it, the expression over the program's inputs, and their
-    names.
+    """Add an input that holds ``expr`` in ``dtype``.
 
+    Return the input, the expression in terms of the program's inputs, and the names of these inputs.
     ``stored``: the value only decodes what the weights store (:attr:`mla_compile.core.program.Fold.stored`).
     """
     closed, names = _closed(expr)
@@ -146,9 +146,7 @@ def add_input(
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
-    """Express ``expr`` by the program's inputs alone, since other nodes may be removed; return it and the inputs'
-    names.
-    """
+    """Return ``expr`` in terms of the program's inputs, and their names; other nodes that it reads may be removed."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 

@@ -1,5 +1,4 @@
-"""Compute the scores of an indexer by one operator, so that products of its heads with all keys do not go through
-memory.
+"""Compute an indexer's scores by one operator, so that its heads' products with all keys do not go through memory.
 
 Before::
 

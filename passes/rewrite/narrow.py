@@ -1,4 +1,4 @@
-"""Where only K or only V of an up-projection that makes both is still read, that one is made alone.
+"""Compute K alone, or V alone, where nothing reads the other half of their common up-projection any more.
 
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 

@@ -26,9 +26,7 @@ def masked_scores(
     masks: Iterable[fx.Node] = (),
     modify: Callable[[fx.Node], fx.Node] | None = None,
 ) -> fx.Node:
-    """Return ``modify(scale * scores)`` with the masks applied: a float mask is added, a boolean mask hides where it is
-    False.
-    """
+    """Return ``modify(scale * scores)`` plus the float masks, hidden where a boolean mask is False."""
     scores = builder.call(aten.mul.Tensor, scores, scale)
     if modify is not None:
         scores = modify(scores)
@@ -76,7 +74,7 @@ def future(builder: Builder, rows: fx.Node, columns: fx.Node) -> fx.Node:
 
 
 def probabilities(builder: Builder, scores: fx.Node, *, some_empty: bool) -> fx.Node:
-    """The softmax over the last axis, the keys. With ``some_empty``, a row without a visible key is zero and not NaN."""
+    """The softmax over the last axis, the keys; with ``some_empty``, a row without a visible key is zero, not NaN."""
     probs = builder.call(aten.softmax.int, scores, -1)
     if not some_empty:
         return probs

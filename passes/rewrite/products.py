@@ -46,9 +46,7 @@ class Products(Sides):
             assert site.probs is not None
             # In graph order, so that a weight emitted for one product precedes the next product that uses it.
             order = {node: k for k, node in enumerate(site.probs.node.graph.nodes)}
-            for product in sorted(
-                set(site.products), key=lambda p: order[p.node]
-            ):  # a set, because one product may be added twice
+            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # a product may be added twice
                 self._replace_scores(product)
         if not self.plan.vals:
             return site.node
@@ -105,10 +103,10 @@ class Products(Sides):
             yield self._bias_scores(product, term, atoms)
 
     def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
-        """The dtype that scores are computed in: that of the rows where possible, so that no long tensor is converted.
+        """The dtype that scores are computed in: the rows' dtype where possible, so that no long tensor is converted.
 
-        Scores that were computed in float32 stay so. float16 rows are the exception: q W may overflow it where
-        q . (W c) does not.
+        Scores that were computed in float32 stay in float32. So do scores of float16 rows, because q W may overflow
+        float16 where q . (W c) does not.
         """
         assert product.node is not None
         rows = torch.promote_types(val(source).dtype, val(product.node).dtype)

@@ -34,7 +34,7 @@ rows.
 def project(
     builder: Builder, x: fx.Node, x_atoms: Sequence[Atom], weight: fx.Node, w_atoms: Sequence[Atom], out: Sequence[Atom]
 ) -> fx.Node:
-    """Multiply ``x`` by ``weight`` in the dtype of ``x`` and sum over the atoms not in ``out``; one dimension per atom."""
+    """Multiply ``x`` by ``weight`` in the dtype of ``x``, summing over atoms not in ``out``; one dimension per atom."""
     return einsum(builder, x, x_atoms, builder.cast(weight, val(x).dtype), w_atoms, out)
 
 

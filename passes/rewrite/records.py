@@ -30,7 +30,7 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class Folded:
-    """One folded product: which side, and its relative rounding error where the weights' values are known."""
+    """A folded product: its side, and its relative rounding error where the values of the weights are known."""
 
     side: str
     error: float | None

@@ -1,5 +1,4 @@
-"""Share a schedule between attentions on a GPU that need the same preparation: a mask's tiles are listed once per
-graph.
+"""Share one schedule between attentions on a GPU, so that each graph lists the tiles of a mask once.
 
 Before, for every layer i::
 
@@ -28,10 +27,8 @@ from mla_compile.passes.ir.graph import Builder, is_tensor, packet, shape, val
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 
 _ARGUMENTS = [argument.name for argument in ops.decode_attention._schema.arguments]
-_READ = (
-    "mask",
-    "seq_lens",
-)  # a schedule depends on the values of these, but only on the shapes, dtypes and devices of other tensors
+# A schedule depends on the values of these arguments, and only on the shapes, dtypes and devices of other tensors.
+_READ = ("mask", "seq_lens")
 _APART = ("scale", "sinks")  # a schedule does not depend on these
 
 

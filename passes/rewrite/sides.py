@@ -126,8 +126,7 @@ class Sides:
         return aligned(self.builder, q, out, atoms)
 
     def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
-        """Return the columns of q that meet this term's columns of K, one axis per atom, and the atoms other than
-        features.
+        """Return the columns of q that meet this term's columns of K, one axis per atom, and the atoms before them.
 
         The dtype is float32 or wider, for the reason given in :mod:`mla_compile.passes.rewrite.project`.
         """
@@ -191,9 +190,7 @@ class Sides:
         return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
 
     def _out_layout(self) -> list[Atom | None]:
-        """Return the output's atoms in order, with None for the feature axis, which comes last if there is a single
-        feature.
-        """
+        """Return the output's atoms in order, with None for the feature axis; a single feature comes last."""
         layout: list[Atom | None] = []
         for axis in self.site.out.axes:
             layout += [a for a in axis if a in self.outer]

@@ -61,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SplitSite:
-    """An attention that was split: ``name`` was its output, ``site`` what it was, ``joined`` is now its output."""
+    """A split attention: ``name`` was its output node, ``site`` the original site, and ``joined`` is its new output."""
 
     name: str
     site: AttentionSite
@@ -74,12 +74,9 @@ class SplitSite:
 
 
 def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
-    """Return groups of neighbouring heads whose keys and values share their rows; None if there are fewer than two
-    groups.
-    """
-    if (
-        site.problem is not None or flex_of(site.node) is not None
-    ):  # functions of flex_attention depend on the number of the head
+    """Return groups of neighbouring heads that share the rows of keys and values; None if there is only one group."""
+    # The functions of flex_attention take the index of the head.
+    if site.problem is not None or flex_of(site.node) is not None:
         return None
     products = {p.node or site.node for p in site.products}
     ends = {o.node for o in (*(p.q for p in site.products), *(m.operand for m in site.masks))}

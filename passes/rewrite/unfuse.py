@@ -41,8 +41,7 @@ def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> Attent
 
 
 class _Writer:
-    """Emits the nodes of one attention. Scores and probabilities have one axis per atom of ``atoms``: lead, queries,
-    keys.
+    """Emits the nodes of one attention. Scores and probabilities have one axis per atom: lead, queries, keys.
 
     The product of q and K has only the atoms that it depends on (``present``), because a lead axis may belong to the
     values alone.
