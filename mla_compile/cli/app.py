@@ -1,4 +1,4 @@
-"""The command line: its commands, and the demo's among them."""
+"""The command line and its commands, including the demo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=EXIT_CODES,
     pretty_exceptions_enable=False,  # bug reports need plain tracebacks
-    rich_markup_mode="markdown",  # paragraphs of a docstring are filled to the terminal's width
+    rich_markup_mode="markdown",  # fills the paragraphs of a docstring to the terminal's width
 )
 _MOST_CONTEXT = 2**27
 

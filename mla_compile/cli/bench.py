@@ -1,4 +1,4 @@
-"""``mla-compile bench``: decode steps of a model in eager, Inductor and mla, measured side by side on this machine."""
+"""``mla-compile bench``: time decode steps of a model in eager, Inductor and mla side by side on this machine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def bench(
 
 
 def _run(run: Bench) -> bool:
-    """Measures; returns whether it was interrupted."""
+    """Measure; return whether it was interrupted."""
     try:
         with progress(run.stages()) as stage:
             for name in run.run():

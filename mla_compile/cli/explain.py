@@ -1,4 +1,4 @@
-"""``mla-compile explain``: what would be absorbed in a model, and what that is worth, without its weights."""
+"""``mla-compile explain``: tell what would be absorbed in a model and what that saves, without its weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def explain(
 
 
 def _title(source: str) -> str:
-    """What the argument calls the model: the name of the config, of its directory, or of the function."""
+    """Return the model's name: that of the config file, of its directory, or of the function."""
     path = Path(source)
     if source.startswith("python:"):
         return source.removeprefix("python:")

@@ -1,4 +1,4 @@
-"""``mla-compile export``: writes a model directory of ONNX graphs."""
+"""``mla-compile export``: write a model directory of ONNX graphs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def export(
     Exits with 0 when it is written, 1 where the model cannot be exported, 2 for input that cannot be used. In the
     last two cases nothing is written.
     """
-    # From torch, on copying the input tree of an exported program.
+    # torch raises this warning when it copies the input tree of an exported program.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     with ending():
         try:
@@ -55,7 +55,7 @@ def export(
             raise InputError(str(error)) from None
         if directory.exists() and not overwrite:
             raise InputError(f"{directory} exists; pass --overwrite to replace it, or choose another path")
-        with err.status("reading the model") as status, redirect_stdout(sys.stderr):  # the model's own prints
+        with err.status("reading the model") as status, redirect_stdout(sys.stderr):  # redirect what the model prints
             model = load(source, random_weights=random_weights)
             exported = export_onnx(
                 model, directory, profile=profile, prefill=prefill, dtype=dtype, fold=fold, sparse=sparse,

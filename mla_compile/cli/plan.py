@@ -1,4 +1,4 @@
-"""``mla-compile plan``: what of a model fits on a machine, and how fast it can decode and read prompts at best."""
+"""``mla-compile plan``: tell what fits on a machine, and how fast it can decode and read prompts at best."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def plan(
 
 
 def _advice(model: Facts, result: Plan) -> str:
-    """What to ask for where the users do not fit."""
+    """Suggest options under which the users fit."""
     request, most = result.request, max(row.most_users for row in result.layouts)
     asked = f"{request.users:,} users of {request.context:,} tokens"
     fewer = f"; at most {most:,} fit, so give --users {most}, or a shorter --context" if most else ""
@@ -146,7 +146,7 @@ def _advice(model: Facts, result: Plan) -> str:
 
 
 def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
-    """Every formula that was evaluated, one per line, and what its letters mean."""
+    """Return every formula that was evaluated, one per line, and the meaning of its letters."""
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:
@@ -184,7 +184,7 @@ def _show(result: Plan) -> None:
         table.add_column(name, justify="right")
     rows = result.layouts
     _fits(table, request, rows)
-    if result.fits:  # no step and no prompt of what does not fit has a floor
+    if result.fits:  # what does not fit has no floors
         _step(table, request, rows)
         _prompts(table, request, rows)
     show_table(table)

@@ -1,4 +1,4 @@
-"""``mla-compile run``: generates token ids with an exported model and shows them as they come."""
+"""``mla-compile run``: generate token ids with an exported model and print them as they come."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(
         prompts = [_ids(text) for text in prompt_ids]
         if max_new_tokens > _MOST_TOKENS:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected a whole number from 1 to {_MOST_TOKENS:,}")
-        # On use: they need the extra onnx, which the other commands can do without.
+        # Imported on use: they need the extra onnx, which the other commands do not.
         from mla_compile.onnx.generation import Generation
         from mla_compile.onnx.sampling import Sampling
         from mla_compile.onnx.session import Session
@@ -96,7 +96,7 @@ def _stream(session: Session, prompts: list[list[int]], steps: Generation, *, qu
     if len(rows) == 1 and not quiet:
         typer.echo()
     first, rest = times[1] - times[0], times[-1] - times[1]
-    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row belongs to the prompt
+    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row counts as part of the prompt
     rate = decoded / rest if decoded else None
     said = f"prompt: {sum(map(len, prompts))} tokens in {first * 1000:.1f} ms"
     if rate is not None:

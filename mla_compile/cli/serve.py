@@ -68,7 +68,7 @@ def serve(
     Exits with 0 after SIGTERM, 2 where the model or the options cannot be used.
     """
     with ending():
-        # On use: they need the extra server, which the other commands can do without.
+        # Imported on use: they need the extra server, which the other commands do not.
         from mla_compile.errors import OptionError
         from mla_compile.serving.server import Server
         from mla_compile.serving.settings import Settings
@@ -101,7 +101,7 @@ def serve(
         code = "may run (--trust-remote-code)" if trust_remote_code else "is not run"
         say_aside(f"serving {settings.name} at http://{host}:{port}; Python code beside the weights {code}")
         Server(settings, say_aside).run()
-    # What has not ended may take long and is of no use: a compiler, and the end of an interpreter with torch (3 s).
+    # Exit at once: a running compiler and the shutdown of an interpreter with torch (3 s) would only delay the end.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Numbers and dtypes as they are typed on the command line."""
+"""Parse numbers and dtypes from the command line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def count(text: str, what: str, most: int, least: int = 1) -> int:
 
 
 def counts(text: str, what: str, most: int) -> tuple[int, ...]:
-    """Such numbers separated by commas, in order, each of them once. Raises :class:`InputError`."""
+    """Parse numbers separated by commas; return them sorted, without duplicates. Raises :class:`InputError`."""
     return tuple(sorted({count(part, what, most) for part in text.split(",")}))
 
 
 def dtype(text: str, what: str = "dtype", known: Collection[str] = BYTES.keys()) -> str:
-    """One of ``known``, also from a long name (``bfloat16``). Raises :class:`InputError`."""
+    """Return one of ``known``, also for a long name (``bfloat16``). Raises :class:`InputError`."""
     name = _LONG.get(text.lower(), text.lower())
     if name not in known:
         raise InputError(f"{what} is {text!r}, expected one of {', '.join(known)}{nearest(name, known)}")
