@@ -142,7 +142,7 @@ class StepGraphs:
         return int(self._decode.outputs[0].meta["val"].shape[-1])
 
     def bytes_to_read_token(self) -> int:
-        """What one token takes that a piece of a prompt follows: its rows of all layers, and K and V of the largest."""
+        """The bytes per earlier token while reading a prompt: its rows in all layers, and one layer's K and V."""
         sizes = [site.values_read_before for site in self.report.sites if site.values_read_before]
         rows = sum(rows.width * rows.dtype.itemsize for rows in self.rows)
         return rows + max(sizes, default=0) * self.lm.dtype.itemsize

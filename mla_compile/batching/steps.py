@@ -77,7 +77,7 @@ class Steps:
             self._graphs.warm_up_prompt(S, P, device)
 
     def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: Any) -> SimpleNamespace:
-        """``logits`` [1,n,vocab]: of the requests that get a token, in their order, then rows that nobody reads."""
+        """Return ``logits`` [1,n,vocab]: the rows of requests that get a token, in order, and then unused rows."""
         futures, done = self.batch(), dict[int, torch.Tensor]()
         decoding: list[tuple[int, _Part]] = []
         start = 0

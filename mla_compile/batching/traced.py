@@ -108,9 +108,9 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
 
 
 def _drop_asserts(program: Program) -> None:
-    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say.
+    """Remove assertions about values that only tracing needed: for example, that each unrolled expert has tokens.
 
-    What is asserted of the sizes of inputs has to hold for all sizes. Raises :class:`CaptureError` where it may not.
+    Assertions about input sizes must hold for all sizes. Raises :class:`CaptureError` if one may not.
     """
     for node in list(program.gm.graph.nodes):
         if node.target in _ASSERTS and not node.users:
@@ -123,7 +123,7 @@ def _drop_asserts(program: Program) -> None:
 
 
 def paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
-    """The caches of a decode step as nodes of ``program``; raises :class:`CaptureError` where they cannot be pages."""
+    """Return the caches of a decode step as nodes of ``program``; raise :class:`CaptureError` if pages do not fit."""
     names = [node.name for node in cache_inputs(program, len(lm.caches))]
     read_batch_from(program, TOKENS)
     found = find_pages(program, names)

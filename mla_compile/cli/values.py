@@ -13,7 +13,7 @@ _LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16
 
 
 def count(text: str, what: str, most: int, least: int = 1) -> int:
-    """A whole number from ``least``, with k for 1,024 and m for 1,048,576: ``128k``. Raises :class:`InputError`."""
+    """Parse a whole number from ``least``; k is 1,024 and m is 1,048,576: ``128k``. Raises :class:`InputError`."""
     found = re.fullmatch(r"\s*(\d{1,18})\s*([km]?)\s*", text.replace(",", "").replace("_", ""), re.IGNORECASE)
     number = int(found[1]) * _FACTORS[found[2].lower()] if found else 0
     if not found or not least <= number <= most:
