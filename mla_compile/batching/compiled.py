@@ -76,7 +76,7 @@ class Compiled:
         return call
 
     def _compile(self, inputs: Sequence[Any]) -> tuple[Callable[[Sizes], bool], Call]:
-        from torch._inductor.compile_fx import compile_fx  # on use: all of Inductor
+        from torch._inductor.compile_fx import compile_fx  # imported on use: loads all of Inductor
 
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)

@@ -230,7 +230,7 @@ class LatentManager(ContinuousBatchingManager):
         self.warmed_up = True
 
     def warm_up_for_all(self, told: Callable[[str], None]) -> None:
-        """Compiles what as many requests meet as a step takes; ``told`` what is being made."""
+        """Compile for all sizes that a step can have; ``told`` is called with what is being compiled."""
         config = self.continuous_batching_config
         tokens = min(_LONGEST_PIECE, config.max_batch_tokens or _LONGEST_PIECE)
         self.warm_up(told, min(_MOST_REQUESTS, config.max_requests_per_batch or _MOST_REQUESTS), tokens)
@@ -292,7 +292,7 @@ class LatentManager(ContinuousBatchingManager):
             self._ends = True
         super().stop(*args, **kwargs)
 
-    def _run_generation_loop(self, **how: Any) -> None:  # from 5.24 on: whether in inference mode
+    def _run_generation_loop(self, **how: Any) -> None:  # transformers 5.24 passes whether it runs in inference mode
         while True:
             self._died = None
             super()._run_generation_loop(**how)

@@ -1,4 +1,4 @@
-"""Writes a model directory: completely or not at all, equal bytes for equal models, weights once for both graphs."""
+"""Write a model directory: atomically, with equal bytes for equal models, and with shared weights stored once."""
 
 from __future__ import annotations
 

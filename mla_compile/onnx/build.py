@@ -42,7 +42,7 @@ _ELEMENTS = {"float32": "ORT_FLOAT", "float16": "ORT_FLOAT16", "bfloat16": "ORT_
 _ROLES = {"attend": "ATTEND", "scan_mask": "SCAN", "list_tiles": "LIST", "combine": "COMBINE"}
 _MASKS = dict(zip(MASKS, ("NO_MASK", "LISTED_MASK", "BOOL_MASK", "FLOAT_MASK"), strict=True))
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wl,--no-undefined")
-_ALIGNMENT = 64  # of a kernel's image
+_ALIGNMENT = 64  # in bytes, of each kernel's image
 _KERNEL_S = 6  # seconds to compile a kernel, the median of ten for sm_90 on one core of a 2.6 GHz EPYC
 Say = Callable[[str], None]
 

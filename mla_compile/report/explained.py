@@ -114,7 +114,7 @@ class Explained:
 
 
 def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
-    """The tables of one model, for a cache of ``element_bytes`` per value, and such weights or those stored."""
+    """Return the tables of one model. Cached values, and weights unless stored quantized, take ``element_bytes``."""
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
         tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),

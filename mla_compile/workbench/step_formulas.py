@@ -58,7 +58,7 @@ A_x = sympy.Symbol("A_x", positive=True)  # bytes of an activation sent to an ex
 W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights outside experts, of heads, of experts
 n, k = sympy.symbols("n k", positive=True)  # routed experts per layer, and experts per token
 E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
-F, Y = sympy.symbols("F Y", positive=True)  # to choose keys: FLOPs per token, and values read per token in all layers
+F, Y = sympy.symbols("F Y", positive=True)  # choosing keys: FLOPs per token, and values read per token
 M = sympy.Symbol("M", positive=True)  # 1 if an attention chooses its keys, else 0
 U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept; stored and then not read
 

@@ -77,7 +77,7 @@ class Operands(NamedTuple):
 
 
 class Whole(Sides):
-    """The whole attention as one operator."""
+    """Rewrites the whole attention to one operator."""
 
     def __init__(
         self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False
@@ -111,7 +111,7 @@ class Whole(Sides):
             if site.empty == "nan":  # a plain softmax gives NaN
                 nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
                 out = self.builder.call(aten.masked_fill.Scalar, out, nothing, float("nan"))
-            else:  # the fused attention gives zero, so the bias of the values must not be added
+            else:  # the fused attention gives zero, so the value bias must not be added
                 some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), wide(self.dtype))
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
@@ -264,7 +264,7 @@ class Whole(Sides):
         return arrange(self.builder, self.sizes, total, tuple((a,) for a in order), target)
 
     def _fill(self, keep: fx.Node, value: float) -> fx.Node:
-        """``value`` where ``keep`` is False, 0 elsewhere."""
+        """Return ``value`` where ``keep`` is False, and 0 elsewhere."""
         cut = self.builder.call(aten.logical_not.default, keep)
         zeros = self.builder.call(aten.zeros_like.default, cut, dtype=torch.float32)
         return self.builder.call(aten.masked_fill.Scalar, zeros, cut, value)

@@ -88,7 +88,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Content:
-    """The whole page."""
+    """The content of the whole page."""
 
     title: str
     facts: tuple[str, ...]
