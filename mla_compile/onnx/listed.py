@@ -46,7 +46,7 @@ class Listed:
 def listed_function(
     signature: Listed, overloads: tuple[str, str], opset: int, overload: str = ""
 ) -> onnx.FunctionProto:
-    """Return the function; ``overloads``: those of ``DecodeAttention`` over all keys, and over the rows of a list."""
+    """Return the function. ``overloads`` names the ``DecodeAttention`` over all keys, and the one over listed rows."""
     whole = signature.whole
     body, every, chosen = Writer(), Writer("all."), _Chosen(signature)
     every.nodes.append(_attention(whole, {}, [f"all.{name}" for name in whole.outputs], overloads[0]))
@@ -91,7 +91,7 @@ class _Chosen(Writer):
         self.whole, self.gathered = signature.whole, signature.gathered
 
     def attention(self, overload: str) -> None:
-        """``overload``: that of ``DecodeAttention`` over the rows of a list."""
+        """``overload`` names the ``DecodeAttention`` over the rows of a list."""
         whole, keys, count = self.whole, self.keys(masked=self.whole.mask is not None), self.size("indices", 2)
         at, named = self.named(keys)
         at = self.op("Where", named, at, self.scalar(0))

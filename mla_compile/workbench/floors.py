@@ -150,8 +150,7 @@ def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = Fals
     """Return the inputs of the formulas: sizes of an attention, and ``letters`` by name; missing letters are 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
-    # Choosing looks only at rows that are kept for good: in a prompt those of all tokens, in a step those beside the
-    # window.
+    # Choosing scores only rows that are kept for good: all tokens of a prompt, or in a step those outside the window.
     older = 0.0 if not site.every else 1 / site.every if prompt else letters["T"] / site.every / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

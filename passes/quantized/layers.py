@@ -42,7 +42,7 @@ def _given(layer: nn.Module) -> QuantizedLinear | None:
 
 
 def _module(function: object) -> str:
-    """Return the module that defines a function. ``functools.wraps`` copies the other attributes that could tell."""
+    """Return the module that a function is defined in; ``functools.wraps`` overwrites its other attributes."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 

@@ -161,7 +161,7 @@ def _judged(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], old: f
 
 
 def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:
-    """Return what is wrong with the errors of the rewritten rows, if anything, and the ratio of the median errors.
+    """Return the problem with the errors of the rewritten rows, if any, and the ratio of the median errors.
 
     Errors are heavy-tailed (a softmax near a tie is as good as a coin toss), so quantiles are compared, not means.
     """

@@ -34,7 +34,7 @@ class Box:
 
     @property
     def outline(self) -> str:
-        """The path of the border. Each role has its own shape, so that readers need no colour to tell roles apart."""
+        """The path of the border. Each role has its own shape, so that roles can be told apart without colour."""
         x, y, w, h = self.x, self.y, self.width, self.height
         if self.node.role == "weight":  # a parallelogram
             return f"M{x + 10:g},{y:g}h{w - 10:g}l-10,{h:g}h{10 - w:g}z"
