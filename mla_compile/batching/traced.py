@@ -123,7 +123,7 @@ def _drop_asserts(program: Program) -> None:
 
 
 def paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
-    """Return the caches of a decode step as nodes of ``program``; raise :class:`CaptureError` if pages do not fit."""
+    """Find the caches of a decode step in ``program``; raise :class:`CaptureError` if they cannot be paged."""
     names = [node.name for node in cache_inputs(program, len(lm.caches))]
     read_batch_from(program, TOKENS)
     found = find_pages(program, names)

@@ -5,8 +5,8 @@ a floor assumes, so real steps are slower, never faster. Several batches that ta
 links busy at once, which no single step does. Therefore the busiest of the three bounds tokens/s.
 
 A step may verify drafted tokens (speculative decoding): it computes all of them and reads everything once. Then each
-drafting layer passes over the accepted tokens and drafts one token of the next draft. For every further token, a
-drafting layer passes over one token more.
+drafting layer passes over the accepted tokens and drafts one token of the next draft. Each further token of the draft
+takes one more pass of a drafting layer, over a single token.
 """
 
 from __future__ import annotations
