@@ -71,7 +71,7 @@ class Compiled:
             self._made.append((holds, call))
         if call is None:
             count("fallbacks", reason="too many sizes")
-            logger.warning("%s: compiled %d times; sizes %s run without", self.name, self.count, sizes)
+            logger.warning("%s: compiled %d times, the limit; sizes %s run uncompiled", self.name, self.count, sizes)
             call = self._program.gm.forward
         return call
 

@@ -8,9 +8,9 @@ from typing import Any
 from mla_compile.core.counting import KINDS, counted, distributed
 
 GAUGES = {
-    "num_requests_running": "Requests of which the next step reads or makes tokens.",
+    "num_requests_running": "Requests that take part in the next step.",
     "num_requests_waiting": "Requests that wait for room in a step or in the pool.",
-    "kv_cache_usage_perc": "How much of the pools is held by requests, 1 is all of it.",
+    "kv_cache_usage_perc": "The share of the pools that requests hold, from 0 to 1.",
 }
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -210,8 +210,8 @@ class LatentManager(ContinuousBatchingManager):
         if len(together) == 1 and context.size() * mesh.size() == dist.get_world_size():
             return _Ranks(dist.distributed_c10d._get_default_group())
         raise OptionError(
-            f"context_parallel is {context}, and the weights are held by {mesh}: expected ranks of these, or the other "
-            "axis of a mesh of all ranks, so that it is known who runs the same steps"
+            f"context_parallel is {context}, and {mesh} holds the weights: expected ranks within that mesh, or the "
+            "other axis of a mesh of all ranks, because otherwise it is unknown which ranks run the same steps"
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:  # noqa: FBT001, FBT002  transformers calls it
@@ -361,5 +361,5 @@ class LatentManager(ContinuousBatchingManager):
         try:
             failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
         except RuntimeError as error:
-            raise RankError(f"the other ranks do not say how a step went: {brief(error)}") from error
+            raise RankError(f"the other ranks did not report how a step went: {brief(error)}") from error
         return not (failed and worked)

@@ -43,7 +43,7 @@ class Router(OutputRouter):
                 name = f"{wanted}__again#{next(self._numbers)}"
             self._live.update(_family(name, copies))
         if name != wanted:
-            logger.warning("a request %s is under way: the new one with this id is %s", wanted, name)
+            logger.warning("a request with the id %s is under way; the new request gets the id %s", wanted, name)
         return name
 
     def is_free(self, names: Iterable[str]) -> bool:

@@ -24,8 +24,8 @@ err = Console(stderr=True, highlight=False)
 
 OK, NEGATIVE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = (
-    "Every command exits with 0 when it did what it was asked, 1 when the answer is no (nothing is absorbed, results "
-    "differ, it does not fit, it cannot be exported), 2 for input that cannot be used, and 130 when it is interrupted."
+    "Every command exits with 0 on success, 1 if the answer is no (nothing is absorbed, results differ, the users do "
+    "not fit, the model cannot be exported), 2 for input that cannot be used, and 130 if it is interrupted."
 )
 # These errors answer a question about a model; all others are about the input.
 _ANSWERS = (ExportError, NothingToCompareError, VerificationError)

@@ -24,11 +24,12 @@ def run(
     prompt_ids: Annotated[
         list[str], typer.Option(metavar="ID,ID,...", help="Token ids, such as 1,2,3; repeated for a batch.")
     ],
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most so many new tokens for each prompt.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="The most new tokens per prompt.")] = 32,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the most probable token.")] = 0.0,
     top_k: Annotated[int, typer.Option(metavar="N", help="Draw from the k most probable tokens; 0 from all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(metavar="SHARE", help="Draw from the tokens that make up this probability.")
+        float,
+        typer.Option(metavar="SHARE", help="Draw from the most probable tokens that together have this probability."),
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same tokens.")] = None,
     provider: Annotated[
@@ -37,16 +38,16 @@ def run(
     ] = None,
     library: Annotated[str, typer.Option(metavar="FILE", help="Native library: a file, auto or none.")] = "auto",
     verify_files: Annotated[
-        bool, typer.Option(" /--no-verify-files", help="Do not compare the hash of every file first.")
+        bool, typer.Option(" /--no-verify-files", help="Do not check the hashes of all files first.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Generate token ids with an exported model.
 
-    New ids go to stdout as they come: on one line for one prompt; for several, a line per step with a column per
-    prompt, and - in the column of one that has ended. Everything else goes to stderr.
+    New ids go to stdout as they come. One prompt gives one line. Several prompts give a line per step with a column per
+    prompt, and a - in the column of a prompt that has ended. Everything else goes to stderr.
 
-    Exits with 0 when it generated, 2 where the model or its options cannot be used.
+    Exits with 0 after generating, 2 if the model or its options cannot be used.
     """
     with ending():
         prompts = [_ids(text) for text in prompt_ids]

@@ -64,8 +64,8 @@ def cubin(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
     made, known = _cached(variant, cache)
     if variant.dims in TUNED and made.spilled > SPILLED[variant.mask]:
         raise ExportError(
-            f"build: {variant} keeps {made.spilled} bytes of registers in memory, at most {SPILLED[variant.mask]} are "
-            "put up with; use another Triton, from 3.6 to 3.7"
+            f"build: {variant} spills {made.spilled} bytes of registers per thread, expected at most "
+            f"{SPILLED[variant.mask]}; use another Triton, from 3.6 to 3.7"
         )
     return made, known
 
@@ -112,7 +112,7 @@ def _compiled(variant: Variant) -> Cubin:
     problem = wrong_launch(made.asm["ptx"], passed, made.metadata, options["num_warps"], PRESETS[variant.arch].smem)
     if problem:
         raise ExportError(
-            f"build: {variant} as Triton {triton.__version__} compiles it is not what the library would launch: "
+            f"build: Triton {triton.__version__} compiles {variant} to a kernel that the library would launch wrongly: "
             f"{problem}; use a Triton from 3.6 to 3.7"
         )
     return Cubin(

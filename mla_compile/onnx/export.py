@@ -91,7 +91,9 @@ def export_onnx(
             exported = lm_export.export(lm, stage, chosen, options, prefill=prefill, say=say)
         else:
             if kind is not None:
-                raise OptionError("dtype is for modules that are wired here; cast the model before tracing it")
+                raise OptionError(
+                    "dtype is only for language models passed without example_inputs; cast this model before tracing it"
+                )
             program = _traced(model, example_inputs, dynamic_shapes)
             exported = program_export.export(program, stage, chosen, options, prefill=prefill, say=say)
         (stage / artifact.REPORT).write_text(json.dumps(exported.to_dict(), indent=2, allow_nan=False) + "\n")

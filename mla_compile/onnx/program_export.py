@@ -47,8 +47,8 @@ def export(
     """
     if profile.runner:
         raise ExportError(
-            f"profile {profile.name!r} needs inputs whose meaning is known, which a traced program does not say; pass "
-            f"the module, or use {RUN_HERE}"
+            f"profile {profile.name!r} needs inputs whose meaning is known, and a traced program does not tell it; "
+            f"pass the module, or use {RUN_HERE}"
         )
     say("rewriting the decode graph")
     decode = convert(program, options, profile.opset)
@@ -71,7 +71,7 @@ def export(
         say("comparing with the original")
         why_not = ""
         if profile.layout == "in place":
-            why_not = "the example inputs are of caches that grow, not of buffers"
+            why_not = "the example inputs hold caches that grow, not buffers"
         elif dtype == "bfloat16":
             why_not = "ONNX Runtime has no bfloat16 operators for the CPU"
         made = [decode.program] if why_not else [stage / name for name in graphs]

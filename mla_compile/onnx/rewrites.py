@@ -99,7 +99,7 @@ def halves(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) ->
     if len(set(pairs)) * 2 != len(grouped) or len(grouped) != len(appends) or any(r is None for _, r in pairs):
         raise ExportError(
             f"profile 'genai' keeps one row of latent and rotary key per layer; this model has {len(appends)} caches, "
-            f"{len(grouped)} of them read so by its {len(found)} attentions; use the portable profile"
+            f"of which its {len(found)} attentions read {len(grouped)} that way; use the portable profile"
         )
     made: list[tuple[ir.Value, ir.Value]] = []
     for layer, (latent, rope) in enumerate(dict.fromkeys(pairs)):

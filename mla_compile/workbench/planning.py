@@ -61,7 +61,7 @@ def plan(model: Facts, machine: Machine, request: Request) -> Plan:
         layouts += [("experts", 1)] if model.weights.experts else []
     if uneven := next((site.H for site in sites if site.H % request.tp), 0):
         layouts = [one for one in layouts if by_user(one[0])]
-        notes.append(f"tp is {request.tp}, which does not divide the {uneven} heads of an attention: none is split")
+        notes.append(f"tp is {request.tp}, which does not divide the {uneven} heads of an attention: heads stay whole")
     if model.in_part:
         notes.append(f"attentions absorbed in part or by groups of heads ({model.in_part}) are counted as whole ones")
     elif model.family in ("refused", "kept"):
@@ -106,7 +106,7 @@ def _drafted(model: Facts) -> str:
         return "the config names no layers that draft (multi-token prediction): only verifying is counted"
     count, weights = model.drafting.count, model.drafting.layer.weights.total
     who = f"{count} more layers, each" if count > 1 else "one more layer"
-    return f"tokens are drafted by {who} with {amount(weights)} weights, taken to be like the last"
+    return f"tokens are drafted by {who} with {amount(weights)} weights, assumed to be like the last"
 
 
 def _check(machine: Machine, request: Request) -> None:

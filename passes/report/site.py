@@ -105,7 +105,7 @@ def _masks(plan: AbsorbPlan) -> list[str]:
     told = ["a diagonal"] * seen.causal + [f"a length{of}"] * bool(seen.lengths)
     told += [f"a window of {seen.window} keys"] * bool(seen.window)
     told += ["a list of keys"] * (seen.chosen is not None)
-    told += ["rows that see no key weigh all alike"] * seen.alike
+    told += ["queries that see no key weigh all keys alike"] * seen.alike
     rows = {*plan.heads, *plan.site.queries}
     of_keys = all(m.kind != "add" and not rows & set(flatten(m.operand.axes)) for m in seen.masks)
     left = [f"left as a mask{' of keys' * of_keys}: {why}" for why in seen.left]
