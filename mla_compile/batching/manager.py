@@ -105,9 +105,9 @@ class LatentProcessor(ContinuousBatchProcessor):
 
 
 class _OfOneKind:
-    """A model whose layers look to transformers like one kind of layer, because it refuses kinds without a cache class.
+    """Presents a model to transformers as if all its layers were of one kind, because transformers refuses other kinds.
 
-    The pools are ours, and tracing the step proved that no layer hides anything cached.
+    The pools are ours, and tracing the step proved that no layer hides any cached token.
     """
 
     def __init__(self, of: Any, mesh: Any = None) -> None:

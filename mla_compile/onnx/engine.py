@@ -147,7 +147,7 @@ def options_with(ort: Any, given: Any, decision: Decision) -> Any:
     options = given
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # its warnings concern our own graphs, and its errors are raised
+        options.log_severity_level = 4  # ONNX Runtime's warnings concern our own graphs
     if decision.library is not None:
         try:
             options.register_custom_ops_library(str(decision.library))

@@ -26,7 +26,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 """The inputs of a graph that are not caches, in order: [B,S], [B,T], [B,S]."""
 
-_LARGEST = 1 << 20  # in bytes; the manifest of a model of a thousand layers takes about a quarter
+_LARGEST = 1 << 20  # bytes; a manifest of a thousand layers takes about a quarter of this
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
 

@@ -50,12 +50,12 @@ def _weight_int8(*, mat2: Any, scales: Any, **_: Any) -> Any:
 
 
 def _quanto(*, B: Any, scales: Any, **_: Any) -> Any:
-    """int8 or float8 values [out, in], with one scale per output [out, 1] or one in all."""
+    """int8 or float8 values [out, in], with one scale per output [out, 1] or a single scale."""
     return B.float() * scales.float()
 
 
 def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
-    """float8 values [out, in] with a scale per block (DeepSeek-V3, section 3.3), per 32 columns of a row, or in all."""
+    """float8 values [out, in], with scales per block (DeepSeek-V3, section 3.3), per 32 columns of a row, or one."""
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
     if scales.numel() == 1:
         return B.float() * scales.reshape(())
@@ -73,8 +73,8 @@ def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
 PRODUCTS = Products(
     {
         "aten::_weight_int8pack_mm": QuantizedLinear("self", _weight_int8),
-        # These weights are packed for one kind of machine, and only the kernel can read them. For a unit vector each of
-        # its sums has one term.
+        # These weights are packed for one kind of machine, and only the kernel can read them. Applied to unit vectors,
+        # each of its sums has a single term.
         "aten::_weight_int4pack_mm": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_for_cpu": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_with_scales_and_zeros": QuantizedLinear("self", None),

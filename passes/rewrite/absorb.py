@@ -158,8 +158,8 @@ class Whole(Sides):
         The share is 1 where the sink is minus infinity, and 0 in a row without a visible key.
         """
         target = (self.plan.batch, self.site.queries, self.plan.heads)
-        # A bias on the keys adds the same number to all scores, so the scores omit it. It does change their ratio to
-        # the sink.
+        # A bias on the keys adds the same number to all scores, so the scores omit it. A sink has no such bias, so it
+        # is added here.
         biases = [
             self._bias_scores(self.site.products[t.product], t, self.outer)
             for t in self.plan.keys

@@ -37,8 +37,8 @@ def few_rows(
 
     ``weights``: the nodes computed from weights only. A weight that each call computes is left to the compiler, which
     may fuse that computation with the product. ``pays``: whether the operator is faster for a number of rows and a
-    dtype, up to ``most`` rows. A symbolic number of rows counts as few if its hint is: for more rows than pay off, the
-    operator calls torch.
+    dtype, up to ``most`` rows. A symbolic number of rows counts as few if its hint is small. For more rows than pay
+    off, the operator calls torch.
     """
     done = 0
     for node in list(graph.nodes):
