@@ -37,7 +37,7 @@ def site_comparison(
     ]
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: untouched[name] for name in nearest_known([*inputs, *beside], weights)}
-    # The tensor that the plan's rows are cut from may be shorter than a long context.
+    # The tensor that the plan's rows are cut from may have another length than the keys.
     longer = all(node in plan.sources for node in given)
     return compared(plan, untouched[old], new, boundary, longer=longer)
 
