@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
     """Compute each node of ``(node, source)`` from the rows of its source alone; return how many were replaced."""
     done = 0
-    # In reverse graph order: if a node reads a few tokens of another listed node, its rows replace them, as the verdict
+    # In reverse graph order, so that a few tokens of another listed node are read from its rows, as the verdict
     # assumed.
     for node, source in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
         # Since other sites were rewritten, nothing reads this node.
