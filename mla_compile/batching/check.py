@@ -1,7 +1,7 @@
-"""The two graphs of a server against the model itself, before anybody is served.
+"""Compare a server's graphs with the model before any request is served.
 
-Rewritten attentions were compared in float64 already. What is new here is everything around them: pages, lengths of
-one's own, a prompt in pieces, loops over experts that were traced as loops over all.
+Rewritten attentions have been compared in float64 already. This check covers what surrounds them: pages, a length per
+request, prompts read in pieces, and loops over experts that were traced as loops over all experts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mla_compile.errors import CaptureError
 _PAGE, _PIECES, _STEPS = 8, ((5, 6), (2,), (9, 3, 2)), 3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _PACKED = 0.5
-"""Rows in float8 are off by a fortieth, and what a model makes of that is its own; wrong rows are off by 1."""
+"""Rounding to float8 has a relative error of about 1/40, which the model may amplify. Wrong rows have an error of 1."""
 
 
 def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
-    """Reads three prompts in pieces, decodes them together, and compares all logits with the model's.
+    """Read three prompts in pieces, decode them together, and compare all logits with the model's.
 
-    ``decode``: over pools of :func:`pages_needed` pages of 8 tokens. Raises :class:`CaptureError` where the relative
-    error is beyond what rounding explains.
+    ``decode`` runs over pools of :func:`pages_needed` pages of 8 tokens. Raises :class:`CaptureError` if the relative
+    error exceeds what rounding explains.
     """
     model: Any = lm.model
     device = next(model.parameters()).device
@@ -57,13 +57,13 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
 
 
 def pages_needed() -> int:
-    """Pages of all requests of the check, each with as many."""
+    """The number of pages for all requests of the check, the same number for each."""
     longest = max(sum(pieces) for pieces in _PIECES) + _STEPS
     return len(_PIECES) * -(-longest // _PAGE)
 
 
 def page_size() -> int:
-    """Tokens of a page of the check."""
+    """The number of tokens per page in the check."""
     return _PAGE
 
 

@@ -1,8 +1,8 @@
-"""Code for a graph of open sizes, made by Inductor, with the conditions on sizes that it was made under.
+"""Compile a graph with symbolic sizes by Inductor, and check the guards of that compilation.
 
-The graphs come from ``torch.export`` and not from Dynamo, so there is nobody else who would notice that Inductor took a
-size for a number: complex rotations, say, are compiled for the number of tokens that was seen. What was assumed is
-asked of the sizes of each call, and where it does not hold the graph is compiled for these, a few times at most.
+The graphs come from ``torch.export``, so Dynamo does not check whether Inductor specialised a size. Complex rotations,
+for example, are compiled for the number of tokens in the example. Each call's sizes are checked against the guards of
+the compiled code. If no code fits, the graph is compiled again, up to a limit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Sizes = tuple[int, ...]
 
 
 class Compiled:
-    """A callable of the flat inputs of a program; ``count`` compilations so far, ``limit`` at most.
+    """A callable of a program's flat inputs that has compiled ``count`` times and compiles at most ``limit`` times.
 
-    Beyond the limit a call runs the graph as it is.
+    Beyond the limit a call runs the graph uncompiled.
     """
 
     def __init__(self, program: Program, patches: Mapping[str, Any], limit: int, name: str) -> None:
@@ -43,7 +43,7 @@ class Compiled:
         self._known: dict[Sizes, Call] = {}
 
     def __call__(self, *inputs: Any) -> Any:
-        """The graph's results."""
+        """Return the graph's results."""
         given = list(inputs)
         for index in {k for k, _ in self._open}:
             given[index] = _dense(given[index])
@@ -53,7 +53,7 @@ class Compiled:
 
     def _find(self, sizes: Sizes, inputs: Sequence[Any]) -> Call:
         call = self._fitting(sizes) or self._made_for(sizes, inputs)
-        if len(self._known) > 4096:  # lengths of prompts, of which there is no end
+        if len(self._known) > 4096:  # prompt lengths are unbounded
             self._known.clear()
         self._known[sizes] = call
         return call
@@ -63,7 +63,7 @@ class Compiled:
 
     @one_at_a_time()
     def _made_for(self, sizes: Sizes, inputs: Sequence[Any]) -> Call:
-        call = self._fitting(sizes)  # by another thread, meanwhile
+        call = self._fitting(sizes)  # another thread may have compiled it meanwhile
         if call is None and self.count < self.limit:
             self.count += 1
             count("compilations", graph=self.name)
@@ -71,12 +71,12 @@ class Compiled:
             self._made.append((holds, call))
         if call is None:
             count("fallbacks", reason="too many sizes")
-            logger.warning("%s: compiled %d times; sizes %s run without", self.name, self.count, sizes)
+            logger.warning("%s: compiled %d times, the limit; sizes %s run uncompiled", self.name, self.count, sizes)
             call = self._program.gm.forward
         return call
 
     def _compile(self, inputs: Sequence[Any]) -> tuple[Callable[[Sizes], bool], Call]:
-        from torch._inductor.compile_fx import compile_fx  # on use: all of Inductor
+        from torch._inductor.compile_fx import compile_fx  # imported on use: loads all of Inductor
 
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)
@@ -84,7 +84,7 @@ class Compiled:
         for index, (node, value) in enumerate(zip(self._program.placeholders, inputs, strict=True)):
             kinds = [DimDynamic.STATIC] * value.dim()
             for k, axis in self._open:
-                if k == index and value.shape[axis] > 1:  # torch takes 0 and 1 for constants in any case
+                if k == index and value.shape[axis] > 1:  # torch specialises 0 and 1 in any case
                     kinds[axis] = DimDynamic.DYNAMIC
             context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
             examples.append(mode.from_tensor(value, symbolic_context=context, source=ConstantSource(node.name)))
@@ -105,7 +105,7 @@ class Compiled:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the strides of a dense one also along axes of length 1, which compiled code compares."""
+    """Give the tensor the strides of a dense one along axes of length 1 too, because compiled code compares them."""
     strides = make_contiguous_strides_for(tensor.shape)
     if tensor.stride() == strides:
         return tensor

@@ -1,4 +1,4 @@
-"""``continuous_batching``: a model of transformers that serves many users over pages of latent rows."""
+"""``continuous_batching``: serve many users of a transformers model over pages of latent rows."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ logger = logging.getLogger(__name__)
 def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> Any:
     """A model whose ``generate_batch`` and ``init_continuous_batching`` run on pages of latent rows.
 
-    What comes back is :func:`mla_compile.optimize` of the model, sharing its weights, that the scheduler of
-    transformers can drive as any other (also below ``transformers serve --continuous-batching``): the tokens of each
-    request are those of ``generate()`` of that request alone. Decoding reads the pages through
-    ``mla_compile::paged_decode_attention``; prompts are read in the pieces that the scheduler makes. Page size, number
-    of blocks, memory budget, sharing of prefixes and eviction are those of its ``ContinuousBatchingConfig``, counted in
-    latent rows. ``mla_batching`` of the result (a :class:`Batching`) has the report, the bytes of a token, and the
-    list of compiled graphs.
+    The result is :func:`mla_compile.optimize` of the model, shares its weights, and can be driven by the scheduler of
+    transformers like any other model, also behind ``transformers serve --continuous-batching``. Each request gets the
+    tokens that ``generate()`` gives for it alone. Decoding reads the pages through
+    ``mla_compile::paged_decode_attention``; prompts are read in the scheduler's pieces. Its
+    ``ContinuousBatchingConfig`` sets page size, number of blocks, memory budget, prefix sharing and eviction, counted
+    in latent rows. The attribute ``mla_batching`` of the result (a :class:`Batching`) has the report, the bytes per
+    token, and the compiled graphs.
 
-    A model without latent attention is returned as it is, with a warning: it runs as before.
+    A model without latent attention is returned unchanged, with a warning.
 
     Args:
         model: a causal language model of transformers (5.23 or 5.24), on the device where it is to run.
-        warm_up: a ``ContinuousBatchingConfig``, or True for its defaults. Code is made before this returns, for all
-            that a pool of that config meets: up to ``max_requests_per_batch`` requests, 256 at most, with as many pages
-            as there are, and pieces of prompts of up to 512 tokens. Where it leaves ``num_blocks`` to what memory
-            allows, later pools may differ in size, and the decode step is compiled again for them.
-        **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with a scale
-            each: tokens may then differ. ``context_parallel`` has the ranks of a mesh share the pages.
+        warm_up: a ``ContinuousBatchingConfig``, or True for its defaults. The graphs are then compiled before this
+            returns, for all sizes that a pool of that config can meet: up to ``max_requests_per_batch`` requests (at
+            most 256) with all pages, and prompt pieces of up to 512 tokens. If the config leaves ``num_blocks`` to the
+            memory budget, a later pool may differ in size, and the decode step is compiled again for it.
+        **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with one scale
+            per row, so tokens may differ. ``context_parallel`` makes the ranks of a mesh share the pages.
 
     Raises:
-        InputError: ``model`` is no causal language model, its ranks are none that the scheduler knows, or transformers
-            is missing or too old.
-        OptionError: an option does not exist, or cannot have that value; ``context_parallel`` is a mesh of ranks that
-            do not run the same steps.
-        CaptureError: the model has latent attention and cannot be decoded over pages; the message says why. Of ranks
-            that hold the weights together, all raise.
-        RankError: these ranks would serve different things, or one of them does not come.
+        InputError: ``model`` is no causal language model, the scheduler does not know its mesh of ranks, or
+            transformers is missing or too old.
+        OptionError: an option does not exist or has an invalid value, or the ranks of ``context_parallel`` do not run
+            the same steps.
+        CaptureError: the model has latent attention but cannot be decoded over pages; the message says why. All ranks
+            that hold the weights together raise it.
+        RankError: the ranks would serve different models, or one of them does not take part.
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "init_continuous_batching"):
         raise InputError(
             f"continuous_batching() takes a causal language model of transformers, got {type(model).__name__}"
         )
     parsed = _options(options)
-    # So that a release of transformers without what is needed is told at once, as are ranks that it would not run.
+    # Called first, so that an unsuitable release of transformers or mesh of ranks is reported at once.
     _manager().mesh_of(model, parsed.context_parallel)
     fast = optimize(model, **options)
     try:
@@ -74,7 +74,7 @@ def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> A
     except (CaptureError, ExportError, InputError, NotMlaError) as error:
         if not isinstance(error, NotMlaError) and _has_latent_attention(model):
             raise error if isinstance(error, CaptureError) else CaptureError(str(error)) from error
-        # What a model without a latent cannot be traced for is of no interest to whoever serves it.
+        # If the model has no latent attention, the reason why it cannot be traced does not matter to the user.
         logger.debug("%s is served by transformers alone: %s", type(model).__name__, error)
         warn(f"{type(model).__name__} has no latent attention to absorb: it runs as in transformers")
         return model
@@ -91,9 +91,9 @@ def _warm_up(fast: Any, config: Any) -> None:
 
 
 class Batching:
-    """What an optimized model knows about serving: ``model.mla_batching``. A copy of the model gets one of its own.
+    """The serving side of an optimized model: ``model.mla_batching``. A copy of the model gets its own.
 
-    Called, it is the model's ``init_continuous_batching``.
+    Calling it is the model's ``init_continuous_batching``.
     """
 
     def __init__(self, model: Any, options: Options, steps: StepGraphs | None = None) -> None:
@@ -102,7 +102,7 @@ class Batching:
 
     @property
     def steps(self) -> StepGraphs:
-        """The graphs, traced when they are first asked for."""
+        """The graphs, traced on first access."""
         with one_at_a_time():
             if self._steps is None:
                 self._steps = _graphs(plain_copy(self.model), self.options)
@@ -110,21 +110,21 @@ class Batching:
 
     @property
     def report(self) -> Report:
-        """What became of every attention, in a decode step and in a piece of a prompt."""
+        """The report on every attention in a decode step and in a piece of a prompt."""
         return self.steps.report
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """All graphs that are compiled, however many users come, with the sizes that they have run with."""
+        """All compiled graphs, with the sizes that they have run with."""
         return tuple(self.steps.graphs)
 
     @property
     def bytes_of_token(self) -> int:
-        """What one token takes in the pools, all layers together; on the average, where ranks share a context."""
+        """The bytes per token in the pools of all layers; an average if ranks share a context."""
         return -(-self.steps.bytes_of_row() // self.steps.tokens_of_page(1))
 
     def install(self) -> None:
-        """Make this the way into continuous batching of its model."""
+        """Make this object the model's way into continuous batching."""
         vars(self.model)["init_continuous_batching"] = vars(self.model)["mla_batching"] = self
         vars(self.model)["mla_report"] = self.report
 
@@ -132,8 +132,8 @@ class Batching:
     def __call__(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """As ``init_continuous_batching`` of transformers, with a manager over latent pages."""
-        from transformers import ContinuousBatchingConfig  # on use, as everywhere in this file
+        """Like ``init_continuous_batching`` of transformers, but return a manager over latent pages."""
+        from transformers import ContinuousBatchingConfig  # imported on use, as everywhere in this file
 
         cached = getattr(self.model, "_cached_continuous_batching_manager", None)
         if cached is not None:
@@ -141,7 +141,7 @@ class Batching:
         config = generation_config if generation_config is not None else self.model.generation_config
         if config.eos_token_id is None:
             config = copy.deepcopy(config)
-            config.eos_token_id = -1  # what transformers writes for "none"
+            config.eos_token_id = -1  # transformers writes -1 for "none"
         return _manager()(
             self.model,
             self.steps,
@@ -152,7 +152,7 @@ class Batching:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batching:
         made = Batching(None, self.options)
-        memo[id(self)] = made  # the model holds it, too
+        memo[id(self)] = made  # the model refers back to this object
         made.model = copy.deepcopy(self.model, memo)
         return made
 
@@ -167,7 +167,7 @@ def _options(options: dict[str, Any]) -> Options:
 
 @one_at_a_time()
 def _graphs(model: Any, options: Options) -> StepGraphs:
-    """The graphs, on all ranks that hold the weights together or on none of them."""
+    """Build the graphs on all ranks that hold the weights together, or on none of them."""
     ranks = meeting_of(model, options)
     try:
         graphs = _verified(model, options, ranks)
@@ -188,7 +188,7 @@ def _verified(model: Any, options: Options, ranks: Meeting | None) -> StepGraphs
     lm = wire(model)
     graphs = StepGraphs(lm, options, ranks=ranks)
     if options.verify:
-        # Without compiling: what is checked are the graphs, not Inductor.
+        # The check covers the graphs, not Inductor, so they run uncompiled.
         plain = StepGraphs(lm, options, like=graphs)
         pools = plain.make_pools(pages_needed(), page_size(), next(model.parameters()).device)
         check(lm, plain, plain.decode(pools))
@@ -211,5 +211,5 @@ def _has_latent_attention(model: Any) -> bool:
     try:
         report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")
     except MlaCompileError:
-        return shared_weight(model) is not None  # which may be impossible to copy, and then nobody can say
+        return shared_weight(model) is not None  # a sharded model may be impossible to copy, so this cannot be told
     return any(site.latent for site in report.sites)

@@ -1,4 +1,4 @@
-"""What runs at this moment in all managers of this process, and :func:`metrics` of everything that is counted."""
+"""The current load of all managers of this process, and :func:`metrics` of everything that is counted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from mla_compile.core.counting import KINDS, counted, distributed
 
 GAUGES = {
-    "num_requests_running": "Requests of which the next step reads or makes tokens.",
+    "num_requests_running": "Requests that take part in the next step.",
     "num_requests_waiting": "Requests that wait for room in a step or in the pool.",
-    "kv_cache_usage_perc": "How much of the pools is held by requests, 1 is all of it.",
+    "kv_cache_usage_perc": "The share of the pools that requests hold, from 0 to 1.",
 }
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(manager: Any) -> None:
-    """Counts this manager's requests and pages in."""
+    """Include this manager's requests and pages in the figures."""
     _managers.add(manager)
 
 
 def gauges() -> dict[str, float]:
-    """Figures of this moment, by name."""
+    """Return the current figures by name."""
     running = waiting = pages = held = 0
     for manager in list(_managers):
         processor = manager.batch_processor
@@ -39,11 +39,11 @@ def gauges() -> dict[str, float]:
 
 
 def metrics() -> dict[str, Any]:
-    """What this process has counted so far: the figures that ``mla-compile serve`` shows at ``/metrics``.
+    """Return what this process has counted so far: the figures that ``mla-compile serve`` shows at ``/metrics``.
 
     Returns:
-        By name: a number; a dict of numbers by label ("stop", "length"); or of a distribution its "count", its "sum"
-        (s) and how many values are up to each bound (s), "buckets".
+        By name: a number; a dict of numbers by label ("stop", "length"); or for a distribution a dict of its "count",
+            its "sum" (s), and its "buckets", the number of values up to each bound (s).
     """
     found: dict[str, Any] = dict(gauges())
     counts, distributions = counted(), distributed()

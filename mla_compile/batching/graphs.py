@@ -1,9 +1,9 @@
-"""What a server runs of a model: a decode step of many requests over pages, and a piece of one prompt.
+"""The graphs that a server runs: a decode step of many requests over pages, and a piece of one prompt.
 
-Both are traced once for all sizes: the numbers of requests, of pages and of tokens are symbols. They are compiled when
-they are first called, once where Inductor leaves the sizes open too. A prompt has a second graph where the cheaper form
-depends on its length. Numbers of requests and of pages are rounded up (:func:`bucket`), so that code for one number
-serves others, and there are few of them where it does not.
+Both are traced once for all sizes: the numbers of requests, pages and tokens are symbols. A graph is compiled on its
+first call, and only once if Inductor leaves the sizes symbolic. Prompts have a second graph if the cheaper form depends
+on the length. Numbers of requests and pages are rounded up (:func:`bucket`), so that code for one number serves others,
+and so that few numbers occur if Inductor specialises.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _POOLS = 4
 LEAST = 2
-"""The smallest bucket: code for any number of requests is code for two and more, as torch takes 1 for a constant."""
+"""The smallest bucket. torch specialises a size of 1, so code for any number of requests needs two or more."""
 
 
 def bucket(count: int) -> int:
@@ -49,11 +49,11 @@ def bucket(count: int) -> int:
 
 @dataclass
 class Graph:
-    """One compiled graph: what it computes, the sizes it is padded to, and those that it has run with.
+    """One compiled graph: what it computes, its padded sizes, and the sizes that it has run with.
 
-    ``buckets``: the sizes seen so far, rounded up to powers of two, a tuple of numbers for each. ``limit``: how many
-    compilations at most, whatever comes. ``replayed``: the recordings for these sizes, where there are any.
-    ``received``: the bytes that a decode step receives from other ranks for each request, by collective.
+    ``buckets``: the sizes seen so far, rounded up to powers of two, each a tuple of numbers. ``limit``: the most
+    compilations. ``replayed``: the recordings for these sizes, if there are any. ``received``: the bytes that a decode
+    step receives from other ranks per request, by collective.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Graph:
 
     @property
     def compilations(self) -> int:
-        """How many times it was compiled: once, or a few times where the code for one size does not do for another."""
+        """The number of compilations: one, or a few if the code for one size does not fit another."""
         return 0 if self.compiled is None else self.compiled.count
 
     def __str__(self) -> str:
@@ -82,8 +82,8 @@ class Graph:
 class Decode:
     """The decode step over one set of pools.
 
-    ``call(ids [B,1], positions [B,1], block_table [B,M] int32, seq_lens [B] int32, pools)`` returns logits [B,1,vocab];
-    it writes each request's new rows at ``seq_lens[b] - 1``.
+    ``call(ids [B,1], positions [B,1], block_table [B,M] int32, seq_lens [B] int32, pools)`` returns logits [B,1,vocab]
+    and writes each request's new rows at ``seq_lens[b] - 1``.
     """
 
     call: Callable[..., torch.Tensor]
@@ -91,16 +91,16 @@ class Decode:
 
 
 class StepGraphs:
-    """A model that is served: traced and rewritten when this is made, compiled when it is first called.
+    """The graphs of a served model, traced and rewritten on creation and compiled on the first call.
 
-    Weights are read anew in every call, so that changes in place are followed. Raises :class:`CaptureError` for a model
-    whose steps cannot run over pages; ``report`` says what became of its attentions.
+    Weights are read in every call, so changes in place take effect. Raises :class:`CaptureError` for a model whose
+    steps cannot run over pages. ``report`` covers the attentions of all graphs.
     """
 
     def __init__(
         self, lm: CausalLM, options: Options, like: StepGraphs | None = None, ranks: Meeting | None = None
     ) -> None:
-        """``like``: take what was traced for these, and run it without compiling. ``ranks``: who has to agree."""
+        """``like``: reuse the traces of these graphs and run them uncompiled. ``ranks``: the ranks that must agree."""
         self.lm = lm
         self.options = options if like is None else replace(options, codegen="eager")
         self._traced: Traced = trace(lm, options, ranks) if like is None else like._traced
@@ -128,12 +128,12 @@ class StepGraphs:
         return self.options.cache_dtype == "fp8"
 
     def bytes_of_row(self) -> int:
-        """What one row takes in the pools of all layers: that of a token, or one of several that ranks share."""
+        """The bytes of one row in the pools of all layers: the row of one token, or one row that ranks share."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return sum(width * dtype.itemsize for width, dtype in kinds)
 
     def tokens_of_page(self, page: int) -> int:
-        """How many tokens have their rows in a page of so many rows on each rank."""
+        """How many tokens have their rows in a page of ``page`` rows per rank."""
         return page if self.sharing is None else page * self.sharing.size
 
     @property
@@ -142,21 +142,21 @@ class StepGraphs:
         return int(self._decode.outputs[0].meta["val"].shape[-1])
 
     def bytes_to_read_token(self) -> int:
-        """What one token takes that a piece of a prompt follows: its rows of all layers, and K and V of the largest."""
+        """The bytes per earlier token while reading a prompt: its rows in all layers, and one layer's K and V."""
         sizes = [site.values_read_before for site in self.report.sites if site.values_read_before]
         rows = sum(rows.width * rows.dtype.itemsize for rows in self.rows)
         return rows + max(sizes, default=0) * self.lm.dtype.itemsize
 
     def make_pools(self, pages: int, page: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Pools of zeros [pages,page,width], one for each cache; where ranks share, of this one's rows."""
+        """Make pools of zeros [pages,page,width], one per cache; ranks that share a context each make their own."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
 
     @one_at_a_time()
     def decode(self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None = None) -> Decode:
-        """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well.
+        """Return the decode step over these pools, compiled on the first call and, with ``replays``, also recorded.
 
-        Code is kept for the last pools that differed in their sizes, and made anew where it is recorded.
+        The code for the last few pools of different sizes is kept. A recorded step is always built anew.
         """
         key = tuple((tuple(pool.shape), pool.dtype, pool.device) for pool in pools)
         made = self._decodes.pop(key) if key in self._decodes else self._decode_over(pools, replays)
@@ -172,7 +172,7 @@ class StepGraphs:
         self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None
     ) -> tuple[Graph, Callable[..., torch.Tensor]]:
         program = self._decode.copy()
-        # Nodes of the copy: what was found is told in terms of the graph it was found in.
+        # The nodes must be those of the copy, so the caches are found again in it.
         found = paged(program, self.lm)
         names = step_over_pages(program, found, pools, TOKENS, packed=self.packed, sharing=self.sharing)
         graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)", 12)
@@ -196,9 +196,10 @@ class StepGraphs:
         return graph, run
 
     def read(self, ids: torch.Tensor, start: int, table: torch.Tensor, pools: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits [vocab] of the last of S tokens ``ids`` [S], S from two on, of one request, written to its pages.
+        """Read S >= 2 tokens ``ids`` [S] of one request, write their rows to its pages, return the last logits [vocab].
 
-        ``start``: the position of the first. ``table`` [M]: the pages. Where ranks share, all of them have to call it.
+        ``start``: the position of the first token. ``table`` [M]: the request's pages. Ranks that share a context must
+        all call it.
         """
         kinds = list(zip(self.rows, pools, strict=True))
         past = [rows_of_pages(pool, table, start, rows, self.sharing) for rows, pool in kinds]
@@ -211,13 +212,13 @@ class StepGraphs:
     def prompt(
         self, ids: torch.Tensor, positions: torch.Tensor, past: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits [1,vocab] of the last of S tokens [1,S], S from two on, and the new rows [S,width] of each cache.
+        """Return the last logits [1,vocab] of S >= 2 tokens [1,S], and the new rows [S,width] of each cache.
 
-        ``past``: the rows before them, [tokens,width].
+        ``past``: the rows before these tokens, [tokens,width].
         """
         inputs = self._prompt_inputs(ids, positions, past)
         pays, number = self._pays, 0
-        if pays is not None:  # the expanded form is the first, the absorbed one the second
+        if pays is not None:  # the first graph is the expanded form, the second the absorbed form
             number = int(pays(inputs))
         logits, *presents = self._prompts[number](inputs)
         count = ids.shape[1]
@@ -225,7 +226,7 @@ class StepGraphs:
         return logits[:, -1], new
 
     def warm_up_prompt(self, tokens: int, held: int, device: torch.device) -> None:
-        """Compiles the graphs of a piece of a prompt of so many tokens, from two on, behind ``held`` others."""
+        """Compile the graphs of a prompt piece of ``tokens`` (at least two) tokens after ``held`` others."""
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
         past = [rows[0] for rows in self.lm.empty(1, held)]
         inputs = self._prompt_inputs(ids, torch.arange(held, held + tokens, device=device)[None], past)
@@ -261,9 +262,9 @@ class StepGraphs:
         replays: type[Replayed] | None = None,
         changing: Sequence[str] = (),
     ) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
-        """A callable of the inputs by name; weights and folds are added to them.
+        """Return a callable of the inputs by name, which adds weights and folds.
 
-        With ``replays`` a call is recorded for its sizes, of inputs that are others each time in ``changing``.
+        With ``replays``, a call is recorded for its sizes; the inputs named in ``changing`` differ from call to call.
         """
         program.gm.recompile()
         folds = FoldedWeights(program) if program.folds else None
@@ -295,16 +296,16 @@ class StepGraphs:
         return run
 
     def _generate(self, program: Program, graph: Graph) -> Call:
-        """Code for one graph, with its sizes left open."""
+        """Compile one graph with symbolic sizes."""
         if any(n.meta["val"].is_cpu for n in program.placeholders):
             native.load()
         if self.options.codegen == "eager":
-            return program.gm.forward  # past what a tracer in another thread makes of calls of modules
+            return program.gm.forward  # not `gm(...)`, which a tracer in another thread may intercept
         patches = {name.replace("-", "_"): value for name, value in self.options.inductor.items()}
         graph.compiled = Compiled(program, patches, graph.limit, graph.name)
         return graph.compiled
 
 
 def _like(shape: Sequence[int | None], tokens: int) -> list[int]:
-    """Of one sequence: [1,...] with ``tokens`` along the axis that grows."""
+    """The shape for one sequence: [1,...] with ``tokens`` along the axis that grows."""
     return [1, *(tokens if n is None else n for n in shape[1:])]

@@ -1,11 +1,12 @@
-"""Plugs latent pages into transformers: its manager, processor and scheduler with what differs here.
+"""Plug latent pages into transformers by subclasses of its manager, processor and scheduler.
 
-* The pool, and what runs a step, are ours; queues, schedules, sharing, eviction, sampling and threads are theirs.
-* Where ranks hold the weights together, they run the same steps, as transformers has it: the first of them hands out
-  the requests. What fails on one rank alone ends them all.
-* A request that could never run is refused when it comes, one whose id another has gets an id of its own, and one that
-  fails, or that the pool becomes too small for, fails alone. Where the loop itself dies all the same, everybody is
-  answered and it starts again with an empty pool.
+* The pool and the execution of a step are ours. Queues, schedules, sharing, eviction, sampling and threads belong to
+  transformers.
+* Ranks that hold the weights together run the same steps, and the first of them distributes the requests, as in
+  transformers. A failure on one rank alone ends all ranks.
+* A request that could never run is refused when it arrives, and a request whose id is taken gets a new id. If a request
+  fails or outgrows the pool, it fails alone. If the loop itself dies, all requests are answered and the loop restarts
+  with an empty pool.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from mla_compile.errors import InputError, OptionError, RankError, brief
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
 _LONGEST_PIECE = 512
-"""Tokens of a prompt up to which sizes are warmed up; code for them serves longer pieces."""
+"""The piece length in tokens up to which sizes are warmed up; the code for it also serves longer pieces."""
 _MOST_REQUESTS = 256
 
 
 class LatentProcessor(ContinuousBatchProcessor):
-    """Prepares steps and takes their tokens; a request that the pool is too small for does not end the others."""
+    """Prepares steps and takes their tokens; a request that outgrows the pool does not end the others."""
 
     steps: Steps
 
@@ -63,7 +64,10 @@ class LatentProcessor(ContinuousBatchProcessor):
         )
 
     def prepare_next_batch(self) -> bool:
-        """As in transformers, which gives up on everybody where the pool is full and nobody can wait."""
+        """Prepare a batch as transformers does, but fail one request alone where transformers would fail all of them.
+
+        transformers raises if the pool is full and no request can be put back.
+        """
         while True:
             try:
                 return bool(super().prepare_next_batch())
@@ -77,12 +81,12 @@ class LatentProcessor(ContinuousBatchProcessor):
                 self.fail(told, state)
 
     def fail(self, error: Exception, state: RequestState) -> None:
-        """Ends one request, with the tokens that it has so far, and frees its pages."""
+        """End one request with the tokens that it has so far, and free its pages."""
         self._handle_request_error(error, state)
         self.scheduler.finish_request(state.request_id)
 
     def update_batch(self) -> None:
-        """As in transformers, and counts what each request got."""
+        """Update as transformers does, and record each request's tokens and latencies."""
         with_token = [f.state for f in self.inputs_and_outputs.requests_in_batch if f.has_new_token]
         super().update_batch()
         now = time.perf_counter()
@@ -101,15 +105,15 @@ class LatentProcessor(ContinuousBatchProcessor):
 
 
 class _OfOneKind:
-    """A model whose layers are all of one kind to transformers, which takes no kind that it has no cache for.
+    """Presents a model to transformers as if all its layers were of one kind, because transformers refuses other kinds.
 
-    The pools are ours, and that nothing cached is hidden in any layer was proved when the step was made.
+    The pools are ours, and tracing the step proved that no layer hides any cached token.
     """
 
     def __init__(self, of: Any, mesh: Any = None) -> None:
         self._of = of
         if mesh is not None:
-            self._device_mesh = mesh  # transformers notes those of its own plans only
+            self._device_mesh = mesh  # transformers sets this attribute only for its own sharding plans
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
@@ -129,7 +133,7 @@ class _OfOneKind:
 
 
 class _Ranks:
-    """The ranks of a group as a mesh of one axis without a name, of which transformers takes all."""
+    """The ranks of a group as a mesh with one unnamed axis, of which transformers uses all ranks."""
 
     mesh_dim_names = None
 
@@ -154,7 +158,7 @@ class LatentManager(ContinuousBatchingManager):
         self.batch_processor: Any = None
         self._steps: Steps | None = None
         self._died: Exception | None = None
-        self._in_vain = 0  # loops in a row that died before their first step
+        self._in_vain = 0  # consecutive loops that died before their first step
         self._ends = False
         self._ending = threading.Lock()
         asked = arguments["continuous_batching_config"]
@@ -163,12 +167,13 @@ class LatentManager(ContinuousBatchingManager):
         self.output_router: Router = Router()
         watch(self)
         self.logit_processor.supported_keys["mla_sampling"] = Sampling
-        # As asked, and by default where the device can: no mask, which is what transformers goes by, is needed here.
+        # Steps are recorded if asked for, and by default if the device can: transformers decides by the mask, which is
+        # not needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
         alone = self.distributed_helper.tp_size == 1
         self._replays = Replayed if wanted and alone and can_record(model.device) else None
         config = self.continuous_batching_config
-        # What transformers would capture or compile is its own path; steps are compiled and recorded here.
+        # Capture and compilation in transformers apply to its own path; steps are compiled and recorded here.
         config.use_cuda_graph, config.use_async_batching = (False, False), False
         config.varlen_compile_config = config.decode_compile_config = None
         if config.page_size & (config.page_size - 1) or config.page_size > 256:
@@ -176,12 +181,14 @@ class LatentManager(ContinuousBatchingManager):
 
     @staticmethod
     def mesh_of(model: Any, context: Any) -> Any:
-        """The mesh of the ranks that run the same steps; None where this one runs its own.
+        """Return the mesh of the ranks that run the same steps; None if this rank runs its own.
 
-        Those that hold the weights of ``model`` together do, and those of the mesh ``context``, which share pages.
+        These are the ranks that hold the weights of ``model`` together and the ranks of the mesh ``context``, which
+        share pages.
 
-        Raises :class:`InputError` where transformers would have other ranks run the same steps, and
-        :class:`OptionError` where ``context`` has neither ranks of the other mesh only nor is the other axis of all.
+        Raises :class:`InputError` if transformers would make other ranks run the same steps. Raises
+        :class:`OptionError` if ``context`` neither lies within the other mesh nor forms the second axis of a mesh of
+        all ranks.
         """
         meshes = weight_meshes(model)
         mesh = meshes[0] if meshes else None
@@ -203,19 +210,19 @@ class LatentManager(ContinuousBatchingManager):
         if len(together) == 1 and context.size() * mesh.size() == dist.get_world_size():
             return _Ranks(dist.distributed_c10d._get_default_group())
         raise OptionError(
-            f"context_parallel is {context}, and the weights are held by {mesh}: expected ranks of these, or the other "
-            "axis of a mesh of all ranks, so that it is known who runs the same steps"
+            f"context_parallel is {context}, and {mesh} holds the weights: expected ranks within that mesh, or the "
+            "other axis of a mesh of all ranks, because otherwise it is unknown which ranks run the same steps"
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:  # noqa: FBT001, FBT002  transformers calls it
-        """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""
+        """Do nothing: the graphs are already traced and do not use the model's own attention."""
 
     def warmup(self) -> None:
-        """Compiles the graphs, which serve all sizes where code does."""
+        """Compile the graphs once, for symbolic sizes."""
         self.warm_up()
 
     def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = 2) -> None:
-        """Compiles the graphs, also where code depends on a number: see :meth:`Steps.warm_up`."""
+        """Compile for up to the number of requests that a step takes; ``told`` is called before each compilation."""
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
         assert self._steps is not None
@@ -223,27 +230,27 @@ class LatentManager(ContinuousBatchingManager):
         self.warmed_up = True
 
     def warm_up_for_all(self, told: Callable[[str], None]) -> None:
-        """Compiles what as many requests meet as a step takes; ``told`` what is being made."""
+        """Compile for all sizes that a step can have; ``told`` is called with what is being compiled."""
         config = self.continuous_batching_config
         tokens = min(_LONGEST_PIECE, config.max_batch_tokens or _LONGEST_PIECE)
         self.warm_up(told, min(_MOST_REQUESTS, config.max_requests_per_batch or _MOST_REQUESTS), tokens)
 
     def room(self) -> int:
-        """The most tokens that one request can have, once the graphs are compiled or the thread runs."""
+        """The most tokens that one request can have; needs compiled graphs or a running thread."""
         assert self._steps is not None
         return self._steps.room()
 
     def start(self) -> None:
-        """Starts the thread that generates."""
+        """Start the thread that generates."""
         self._ends, self._in_vain, self.current_batch = False, 0, 0
         super().start()
 
     def add_request(self, input_ids: Any, request_id: str | None = None, *args: Any, **how: Any) -> str | None:
-        """As in transformers, with one more argument, ``mla_sampling``: how tokens of this request are drawn.
+        """Add a request as transformers does; ``mla_sampling`` tells how its tokens are drawn.
 
-        A request whose id another one has that is under way gets one made of it, which is returned.
+        If another unanswered request has the same id, the request gets an id derived from it. Returns the id.
 
-        Raises :class:`InputError` for an id that is no string.
+        Raises :class:`InputError` if the id is not a string.
         """
         if not self.is_tp_driver:
             return None
@@ -261,7 +268,7 @@ class LatentManager(ContinuousBatchingManager):
         return added
 
     def add_requests(self, inputs: list[list[int]], *args: Any, **how: Any) -> list[str]:
-        """As in transformers, by ids that no request under way has."""
+        """Add requests as transformers does, under ids that no unanswered request has."""
         with self._request_lock:
             while not self.output_router.is_free(f"req_{self._request_counter + k}" for k in range(len(inputs))):
                 self._request_counter += 1
@@ -269,23 +276,23 @@ class LatentManager(ContinuousBatchingManager):
         return added
 
     def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
-        """As in transformers; raises :class:`InputError` if somebody waits for a request of that id already."""
+        """Register as transformers does; raise :class:`InputError` if a handler for this id exists already."""
         self.output_router.register(request_id)
         super().register_result_handler(request_id, callback)
 
     def cancel_request(self, request_id: str) -> None:
-        """As in transformers; raises :class:`InputError` for what cannot be an id."""
+        """Cancel as transformers does; raise :class:`InputError` if the id is not a string."""
         if not isinstance(request_id, str):
             raise InputError(f"the id of a request is {request_id!r}, expected a string")
         super().cancel_request(request_id)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Ends it, as in transformers."""
-        with self._ending:  # a thread that is about to start its loop again sees it, or is told after
+        """Stop the loop as transformers does."""
+        with self._ending:  # a thread about to restart its loop either sees the flag or is stopped afterwards
             self._ends = True
         super().stop(*args, **kwargs)
 
-    def _run_generation_loop(self, **how: Any) -> None:  # from 5.24 on: whether in inference mode
+    def _run_generation_loop(self, **how: Any) -> None:  # transformers 5.24 passes whether it runs in inference mode
         while True:
             self._died = None
             super()._run_generation_loop(**how)
@@ -298,8 +305,8 @@ class LatentManager(ContinuousBatchingManager):
                 self.background_thread_status.clear()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        # Without a pool, or where it has died a few times before its first step, to start again would fail again. Other
-        # ranks may not have died: transformers has them all stop.
+        # Without a pool, or after several deaths before a first step, a restart would fail again. With several ranks,
+        # the others may still run, and transformers makes all of them stop.
         several = self.distributed_helper.tp_size > 1
         if several or batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
             super()._handle_critical_error(error, batch_processor)
@@ -328,7 +335,7 @@ class LatentManager(ContinuousBatchingManager):
         scheduler.gone = lambda state: self.output_router.give_up(state.request_id, state.num_children + 1)
         processor = LatentProcessor(
             cache=pages,
-            # All that is read of it: without one of the attentions that it names, no mask is made.
+            # The processor reads only these attributes. An attention that it does not know gets no mask.
             config=SimpleNamespace(sliding_window=None, _attn_implementation="mla_compile"),
             generation_config=self.generation_config,
             continuous_batching_config=config,
@@ -350,9 +357,9 @@ class LatentManager(ContinuousBatchingManager):
         return processor
 
     def _on_all_ranks(self, works: bool, /) -> bool:  # noqa: FBT001
-        # The largest of each number over the ranks, in the group that the scheduler has on the CPU.
+        # The maximum of each number over the ranks, in the scheduler's group on the CPU.
         try:
             failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
         except RuntimeError as error:
-            raise RankError(f"the other ranks do not say how a step went: {brief(error)}") from error
+            raise RankError(f"the other ranks did not report how a step went: {brief(error)}") from error
         return not (failed and worked)

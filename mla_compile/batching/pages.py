@@ -1,7 +1,7 @@
-"""The pool of latent rows, under the bookkeeping of transformers: blocks, sharing, eviction, copies to the host.
+"""The pool of latent rows, with the bookkeeping of transformers: blocks, sharing, eviction, copies to the host.
 
-A *page* holds the rows of ``page_size`` tokens in one layer, a *block* the pages of all layers, at the same number in
-every pool. transformers counts blocks in sectors of bytes; there is one kind of block here, so a sector is one block.
+A *page* holds the rows of ``page_size`` tokens in one layer. A *block* consists of the pages of all layers at the same
+index in every pool. transformers counts blocks in sectors of bytes; with one kind of block, a sector is one block.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from mla_compile.batching.graphs import StepGraphs
 from mla_compile.errors import InputError
 
 TRASH = 1
-"""The block that padding writes to. transformers never gives away the first two."""
+"""The block that padding writes to. transformers never allocates the first two blocks."""
 _RESERVED = 2
 
 
 class LatentBlocks(FullAttentionCacheAllocator):
-    """Gives the blocks of one pool to requests; the rows themselves are read and written by the compiled graphs."""
+    """Allocates the blocks of one pool to requests; the compiled graphs read and write the rows."""
 
     def __init__(self, layers: int, bytes_of_block: int, tokens: int, *, share: bool) -> None:
         self._before_cache_tensor_init(
             index=0,
             layer_indices=list(range(layers)),
             tokens_per_page=tokens,
-            bytes_per_page=bytes_of_block // layers,  # on the average: layers may differ
+            bytes_per_page=bytes_of_block // layers,  # an average, because layers may differ
             allow_block_sharing=share,
         )
         self.bytes_per_block = bytes_of_block
 
     def register_pools(self, pools: Sequence[torch.Tensor], pool: CachePool) -> None:
-        """Takes over pools [blocks,page,width], of which transformers may use all but the reserved ones."""
+        """Adopt pools [blocks,page,width]; transformers may use all blocks except the reserved ones."""
         self.pool = pool
         self.num_blocks = len(pools[0]) - _RESERVED
         self.num_pages = self.num_blocks * self.pages_per_block
@@ -54,7 +54,7 @@ class LatentBlocks(FullAttentionCacheAllocator):
         self._copy_view = _Blocks(pools)
 
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
-        """Copies the rows of whole blocks, as a request that forks needs."""
+        """Copy the rows of whole blocks when a request forks."""
         device = self._pools[0].device
         source = torch.tensor(source_block_ids, device=device, dtype=torch.long)
         dest = torch.tensor(dest_block_ids, device=device, dtype=torch.long)
@@ -65,7 +65,7 @@ class LatentBlocks(FullAttentionCacheAllocator):
 class _Blocks:
     """The pools as one matrix of bytes [blocks, bytes_per_block], which transformers moves to and from the host.
 
-    It has the three members of a tensor that the offloading of transformers uses.
+    The class has the three members of a tensor that the offloading of transformers uses.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
@@ -89,9 +89,9 @@ class _Blocks:
 class LatentPages(PagedAttentionCache):
     """The cache that the scheduler of transformers sees, counted in latent rows.
 
-    All ranks have the same blocks: a row has no heads to divide. Where they share a context, each has some of the rows
-    of a block, which is of ``page_size`` tokens for each of them. Raises :class:`InputError` where the memory budget of
-    one of them holds no block.
+    All ranks have the same blocks, because a row has no heads to divide. Ranks that share a context each hold some rows
+    of a block, which then has ``page_size`` tokens per rank. Raises :class:`InputError` if the memory budget of a rank
+    holds no block.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LatentPages(PagedAttentionCache):
         ranks: DistributedHelper,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self.max_blocks_per_request = 0  # no table of transformers' own
+        self.max_blocks_per_request = 0  # transformers allocates no block table
         page, row = cb_config.page_size, graphs.bytes_of_row()
         tokens = graphs.tokens_of_page(page)
         blocks = LatentBlocks(len(graphs.rows), row * page, tokens, share=cb_config.allow_block_sharing)
@@ -118,7 +118,7 @@ class LatentPages(PagedAttentionCache):
             sizes = memory.infer_max_batch_tokens_and_num_sectors()
         except (ValueError, MemoryError) as error:
             sizes, problem = (0, 0), error
-        least = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device))  # also of a rank that has no room
+        least = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device))  # a rank without room takes part too
         self.max_batch_tokens, self.num_sectors = (int(size) for size in least)
         if not self.num_sectors:
             raise InputError(
@@ -134,22 +134,23 @@ class LatentPages(PagedAttentionCache):
         self.num_blocks = self.num_sectors
         self.read_cache_limit = None
         self.max_decode_fast_path_length = 0
-        # Sizes the indices of what is read in a step, which nobody needs here. `read_all` lifts it as a budget.
+        # The size of the read indices, which are not needed here. `read_all` later lifts it, because it also limits a
+        # step.
         self.max_tokens_read = 0
 
     def read_all(self) -> None:
-        """Lets a step read any number of rows: attention finds them by block tables, and no index of them is made."""
+        """Let a step read any number of rows: attention finds them by block tables and needs no read indices."""
         self.max_tokens_read = 1 << 62
 
     def extend_read_and_write_indices(self, *_: Any) -> None:
-        """Nothing: see :meth:`read_all`."""
+        """Do nothing: see :meth:`read_all`."""
 
     def update(self, *_: Any) -> Any:
-        """Never called: the graphs write rows themselves."""
+        """Never called, because the graphs write the rows."""
         raise NotImplementedError("latent pages are written by the compiled decode step")
 
     def table(self, request_id: str) -> list[int]:
-        """The blocks of a request, in the order of its tokens."""
+        """Return the blocks of a request in the order of its tokens."""
         blocks: list[int] = self.blocks.block_table[request_id]
         return blocks
 
@@ -158,11 +159,11 @@ class LatentPages(PagedAttentionCache):
         return int(self.num_blocks * self.blocks.tokens_per_page)
 
     def unheld(self) -> int:
-        """Blocks that no request holds: free ones, and those kept for their content."""
+        """The number of blocks that no request holds: free blocks and blocks kept for their content."""
         return int(self.pool.num_free_sectors + self.pool.count_free_blocks(0) + len(self.blocks.ledger.cached_blocks))
 
     def never_fits(self, state: RequestState) -> str | None:
-        """Why a request could not even run alone, or None."""
+        """Return why a request could not run even alone, or None."""
         tokens = len(state.initial_tokens) + (state.max_new_tokens or 1) - 1  # the last token is never read
         if tokens <= self.room():
             return None
@@ -170,7 +171,7 @@ class LatentPages(PagedAttentionCache):
 
 
 class _Memory(PagedAttentionMemoryHandler):
-    """How many blocks fit, as transformers counts, with the tensors that there are here."""
+    """Counts the blocks that fit as transformers does, but with the tensors that exist here."""
 
     def __init__(
         self,
@@ -196,5 +197,5 @@ class _Memory(PagedAttentionMemoryHandler):
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """A prompt that is continued has its rows taken out of the pages, and K and V made of one layer at a time."""
+        """A prompt's next piece reads its earlier rows from the pages and expands K and V one layer at a time."""
         return self._to_read

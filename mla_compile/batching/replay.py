@@ -1,8 +1,8 @@
-"""Steps recorded once for their sizes and replayed from then on: CUDA graphs, and XPU's.
+"""Record a step once per set of sizes and replay it from then on, as a CUDA graph or XPU graph.
 
-A decode step of a few users is hundreds of short launches, which the host takes longer to issue than the device to run.
-A recording holds addresses. What comes anew with each step is copied to where it was recorded from; weights, folds and
-pools are read where they lie, and a step is recorded anew when one of them has moved.
+A decode step of a few users consists of hundreds of short launches, and the host takes longer to issue them than the
+device takes to run them. A recording contains addresses. Inputs that change with each step are copied into the recorded
+tensors. Weights, folds and pools are read in place, and a step is recorded again if one of them has moved.
 """
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ class _Recording:
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether launches on ``device`` can be recorded with the torch that is installed."""
+    """Whether the installed torch can record launches on ``device``."""
     found = torch.accelerator.current_accelerator() if get_accelerator_graph_name() is not None else None
     return found is not None and found.type == device.type
 
 
 class Replayed:
-    """A callable of flat inputs with tensors as results, recorded when it is first called with inputs of a size.
+    """A callable of flat inputs that returns tensors and is recorded on its first call with each set of sizes.
 
-    ``changing``: the places of the inputs that are others in each call. One whose recording fails, because something in
-    it waits for the device, runs as it is from then on, with a warning.
+    ``changing``: the positions of the inputs that change from call to call. If recording fails, because some operator
+    waits for the device, the callable runs unrecorded for these sizes from then on, with a warning.
     """
 
     def __init__(self, call: Call, changing: Sequence[int]) -> None:
         self._call, self._changing = call, tuple(changing)
         self._known: dict[Sizes, _Recording | None] = {}
-        # One pool for all sizes, as they run one after the other; so results are copied before the next one runs.
+        # All sizes share one memory pool, because they run one after the other. So results are copied before the next
+        # run.
         self._pool = get_memory_pools()
 
     @property
     def count(self) -> int:
-        """How many sizes are recorded."""
+        """The number of sets of sizes that are recorded."""
         return sum(recording is not None for recording in self._known.values())
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
-        """The results, which nobody else writes to."""
+        """Return the results as tensors that no later call overwrites."""
         given = [inputs[at] for at in self._changing]
         sizes = tuple(n for tensor in given for n in tensor.shape)
         stays = tuple(addresses(value) for at, value in enumerate(inputs) if at not in self._changing)
@@ -77,7 +78,7 @@ class Replayed:
         return [result.clone() for result in recording.results]
 
     def _record(self, sizes: Sizes, inputs: Sequence[Any], stays: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-        """Runs a step and records it: what is compiled or tuned when it first runs cannot be recorded."""
+        """Run a step and then record it, because compilation and tuning in a first run cannot be recorded."""
         self._known.pop(sizes, None)
         values = list(inputs)
         for at in self._changing:
@@ -87,7 +88,7 @@ class Replayed:
         try:
             with accelerator_graph_capture_context(graph, stream=None, pool=self._pool[1]):
                 results = tuple(self._call(*values))
-        except RuntimeError as error:  # of the driver, or of what was about to wait
+        except RuntimeError as error:  # raised by the driver, or by an operator that waits for the device
             logger.warning("decode steps of sizes %s cannot be recorded: %s", sizes, error)
             self._known[sizes] = None
             return answer

@@ -1,4 +1,4 @@
-"""Which requests are not answered yet, and where their answers go."""
+"""Track which requests are unanswered and where their answers go."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger("mla_compile")
 
 
 class Router(OutputRouter):
-    """Answers each request once, under an id that no other has meanwhile.
+    """Answers each request once, under an id that no other unanswered request has.
 
-    The scheduler of transformers keeps requests by their ids: of two with the same one, the second would write to the
-    pages of the first.
+    The scheduler of transformers identifies requests by their ids. If two had the same id, the second would write to
+    the pages of the first.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Router(OutputRouter):
         return len(self._live)
 
     def take(self, wanted: str, copies: int) -> str:
-        """An id for a request that is to be answered ``copies`` times: ``wanted``, or one made of it if it is taken.
+        """Reserve an id for a request with ``copies`` answers: ``wanted``, or an id derived from it if it is taken.
 
-        Raises :class:`InputError` for an id that is no string.
+        Raises :class:`InputError` if the id is not a string.
         """
         if not isinstance(wanted, str):
             raise InputError(f"the id of a request is {wanted!r}, expected a string")
@@ -43,33 +43,33 @@ class Router(OutputRouter):
                 name = f"{wanted}__again#{next(self._numbers)}"
             self._live.update(_family(name, copies))
         if name != wanted:
-            logger.warning("a request %s is under way: the new one with this id is %s", wanted, name)
+            logger.warning("a request with the id %s is under way; the new request gets the id %s", wanted, name)
         return name
 
     def is_free(self, names: Iterable[str]) -> bool:
-        """Whether no request under way has any of these ids."""
+        """Whether no unanswered request has any of these ids."""
         with self._lock:
             return self._live.isdisjoint(names)
 
     def give_up(self, name: str, copies: int = 1) -> None:
-        """Forgets a request that will not be answered, and who waits for it."""
+        """Forget a request that will not be answered, and its result handler."""
         with self._lock:
             self._live.difference_update(_family(name, copies))
             self.result_handlers.pop(name, None)
 
     def register(self, name: str) -> None:
-        """Raises :class:`InputError` if somebody waits for the answers of a request of that id already."""
+        """Raise :class:`InputError` if a result handler for this id exists already."""
         with self._lock:
             if name in self.result_handlers:
                 raise InputError(f"a request with the id {name!r} is under way; expected one that is not in use")
 
     def deliver(self, output: GenerationOutput) -> None:
-        """As in transformers; a request that is finished is under way no more."""
+        """Deliver as transformers does, and release the id of a finished request."""
         self._note((output,))
         super().deliver(output)
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        """The same of several."""
+        """Like :meth:`deliver`, for several outputs."""
         self._note(outputs)
         super().deliver_batch(outputs)
 

@@ -1,6 +1,6 @@
-"""How the next token of one request is drawn, whatever the others of its step want.
+"""Draw the next token of a request by that request's own settings.
 
-transformers samples all requests of a step alike, by the settings that its scheduler was made with.
+transformers samples all requests of a step alike, by the settings that its scheduler was created with.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 @dataclass(frozen=True)
 class Sampling:
-    """Random tokens for one request: ``add_request(..., mla_sampling=Sampling(temperature=0.7))``.
+    """How the tokens of one request are drawn: ``add_request(..., mla_sampling=Sampling(temperature=0.7))``.
 
     Attributes:
         temperature: above 0.
-        top_k: of how many tokens; 0: all.
-        top_p: of the most probable tokens that together have this probability.
-        seed: gives the same tokens again, as long as rounding does not differ; None: others each time.
+        top_k: the number of most probable tokens to draw from; 0 means all.
+        top_p: draws from the most probable tokens that together have this probability.
+        seed: the same seed gives the same tokens, as long as rounding does not differ; None draws new ones each time.
     """
 
     temperature: float = 1.0
@@ -32,7 +32,7 @@ class Sampling:
 
     @classmethod
     def of(cls, config: Any, seed: int | None = None) -> Sampling | None:
-        """What a ``GenerationConfig`` asks for; None: the most probable token."""
+        """Return the sampling that a ``GenerationConfig`` asks for; None means the most probable token."""
         if not config.do_sample or config.temperature == 0:
             return None
         temperature = 1.0 if config.temperature is None else config.temperature
@@ -40,7 +40,7 @@ class Sampling:
         return cls(temperature, config.top_k or 0, top_p, seed)
 
     def draw(self, scores: torch.Tensor) -> torch.Tensor:
-        """A token [1] by ``scores`` [1,vocab]."""
+        """Draw a token [1] from ``scores`` [1,vocab]."""
         warpers = LogitsProcessorList()
         if self.temperature != 1.0:
             warpers.append(TemperatureLogitsWarper(float(self.temperature)))
@@ -49,7 +49,7 @@ class Sampling:
         if self.top_p < 1.0:
             warpers.append(TopPLogitsWarper(self.top_p))
         probabilities = warpers(None, scores).softmax(-1)
-        if not probabilities.sum() > 0:  # a model that computes no numbers; to draw from none would end the loop
+        if not probabilities.sum() > 0:  # the model computed NaN, and an error in multinomial would end the loop
             return scores[0].argmax(-1, keepdim=True)
         return torch.multinomial(probabilities, 1, generator=self._generator(scores.device))[0]
 
@@ -59,11 +59,11 @@ class Sampling:
         return self._generators.get(device)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Sampling:
-        return self  # a request that is put back goes on where it was
+        return self  # a request that is put back into the queue continues its random sequence
 
 
 class LatentRunner(ModelRunner):
-    """Draws for each request by its own settings, where it has some."""
+    """Draws for each request by the request's own settings, if it has any."""
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         super()._sample(scores, output_ids)
@@ -73,6 +73,6 @@ class LatentRunner(ModelRunner):
             if sampling is not None:
                 token = sampling.draw(scores[0, row : row + 1])
                 output_ids[0, row : row + 1].copy_(token)
-                if self.return_logprobs:  # as float32, in the same tensor
+                if self.return_logprobs:  # stored as float32 bits in the same integer tensor
                     log = scores[0, row].log_softmax(-1)[token]
                     output_ids[1, row : row + 1].copy_(log.view(torch.int32))

@@ -1,4 +1,4 @@
-"""A scheduler of transformers that takes only what can run, so that nothing of one request ends the others."""
+"""A scheduler of transformers that accepts only valid requests, so that no request can end the others."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mla_compile.errors import InputError
 
 
 def latent_scheduler(kind: type[Any]) -> type[Any]:
-    """``kind`` that refuses what could never run: whoever sent it gets the error as its result."""
+    """Return a subclass of ``kind`` that refuses invalid requests; the sender gets the error as the result."""
 
     class Latent(kind):
         vocabulary = 0
         gone: Callable[[RequestState], None] = staticmethod(lambda _: None)
-        """Told of each request that was cancelled."""
+        """Called with each request that was cancelled."""
 
         def add_waiting_request(self, state: RequestState) -> None:
-            if state._true_initial_tokens or state.is_cpu_offloaded:  # it was put back
+            if state._true_initial_tokens or state.is_cpu_offloaded:  # the request was put back into the queue
                 count("num_preemptions")
             else:
                 self._check(state)
@@ -53,7 +53,7 @@ def latent_scheduler(kind: type[Any]) -> type[Any]:
 
 
 def _check_sampling(given: Mapping[str, Any]) -> None:
-    """A temperature of 0, say, makes scores that cannot be drawn from, and one drawing is for all requests."""
+    """Refuse a temperature of 0, for example: its scores cannot be sampled, and one call samples all requests."""
     temperature, top_p = given.get("temperature", 1.0), given.get("top_p", 1.0)
     if not (0 < temperature < math.inf):
         raise InputError(f"temperature is {temperature}, expected a number above 0")

@@ -1,7 +1,7 @@
-"""One step of the scheduler: a batch of requests, some decoding and some reading a piece of their prompt.
+"""Run one step of the scheduler: a batch of requests, some decoding and some reading a piece of their prompt.
 
-Requests with one new token run together, each over its own pages; every piece of a prompt runs by itself, because its
-work is its own and packing several would attend across them. A request that makes the model fail fails alone.
+Requests with one new token run together, each over its own pages. Every piece of a prompt runs separately, because
+packed pieces would attend across requests. If a request makes the model fail, that request fails alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fails = Callable[[Exception, Any], None]
 
 @dataclass(frozen=True)
 class _Part:
-    """What one request reads in a step: its tokens, the first of them at position ``past``, and the blocks it has."""
+    """One request's part of a step: its tokens, the position ``past`` of the first token, and its blocks."""
 
     future: Any
     ids: torch.Tensor  # [S]
@@ -36,21 +36,21 @@ class _Part:
 
 
 class Steps:
-    """What transformers calls in place of the model: takes the packed tokens of a step, returns logits."""
+    """Stands in for the model in transformers: takes the packed tokens of a step and returns logits."""
 
     def __init__(
         self, graphs: StepGraphs, pages: LatentPages, vocabulary: int, replays: type[Replayed] | None = None
     ) -> None:
-        """``replays``: how decode steps are recorded and replayed, where the device can."""
+        """``replays`` records and replays decode steps if the device can."""
         self._graphs, self._pages, self._vocabulary = graphs, pages, vocabulary
         self._decode: Decode = graphs.decode(pages.pools, replays)
         self.batch: Callable[[], list[Any]] = list
         self.fails: Fails = lambda error, _: _raise(error)
         self.alike: Callable[[bool], bool] = lambda _: True
-        """Whether all ranks that run these steps say the same as this one."""
+        """Whether this step succeeded, or failed, on all ranks alike."""
 
     def _supports_logits_to_keep(self) -> bool:
-        """Asked by transformers: the logits are those of each request's last token, and no others."""
+        """Tell transformers that only the logits of each request's last token are returned."""
         return True
 
     def room(self) -> int:
@@ -58,10 +58,11 @@ class Steps:
         return self._pages.room()
 
     def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = LEAST) -> None:
-        """Compiles the graphs, by requests that belong to nobody.
+        """Compile the graphs by running them on dummy requests.
 
-        Code serves all sizes, but for models where it depends on a number; it is made for up to so many ``requests`` in
-        a step, with all pages that one can have, and ``tokens`` in a piece of a prompt. ``told`` what is being made.
+        The code serves all sizes, except in models where it specialises. It is compiled for up to ``requests`` requests
+        per step with all pages that a request can have, and for up to ``tokens`` tokens in a piece of a prompt.
+        ``told`` is called with what is being compiled.
         """
         device = self._pages.device
         ids = torch.zeros(1, dtype=torch.long, device=device)
@@ -69,14 +70,14 @@ class Steps:
         for B, M in [*((B, LEAST) for B in _buckets(requests)), *((LEAST, M) for M in _buckets(most)[1:])]:
             told(f"a decode step of {B} requests, {M} pages each")
             self._decoded([_Part(None, ids, 0, [TRASH] * M)] * B)
-        # torch takes 0 and 1 for constants, and complex rotations are compiled for an even or an odd number.
+        # torch specialises 0 and 1, and complex rotations are compiled for an even or an odd number.
         pieces, behind = ([LEAST, 3, *_buckets(tokens)[1:]], (0, 1, LEAST)) if requests > 1 else ([LEAST], (0,))
         for S, P in [(S, P) for S in pieces for P in behind]:
             told(f"{S} tokens of a prompt behind {P} others")
             self._graphs.warm_up_prompt(S, P, device)
 
     def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: Any) -> SimpleNamespace:
-        """``logits`` [1,n,vocab]: of the requests that get a token, in their order, then rows that nobody reads."""
+        """Return ``logits`` [1,n,vocab]: the rows of requests that get a token, in order, and then unused rows."""
         futures, done = self.batch(), dict[int, torch.Tensor]()
         decoding: list[tuple[int, _Part]] = []
         start = 0
@@ -108,8 +109,8 @@ class Steps:
             logits = self._on_all_ranks(lambda: self._decoded([part for _, part in decoding]))
         except RankError:
             raise
-        except Exception:  # whatever one request makes the model raise must not end the others
-            # What a step writes is the same each time, so the requests may be tried again one by one.
+        except Exception:  # an error that one request causes must not end the others
+            # A repeated step writes the same rows, so the requests can be retried one by one.
             count("fallbacks", reason="a decode step failed")
             logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
             alone: dict[int, torch.Tensor] = {}
@@ -125,14 +126,14 @@ class Steps:
             done[number] = self._on_all_ranks(lambda: run(part))
         except RankError:
             raise
-        except Exception as error:  # answered to whoever sent this request
+        except Exception as error:  # reported to the sender of this request
             logger.warning("request %s failed", part.future.state.request_id, exc_info=True)
             self.fails(error, part.future.state)
 
     def _on_all_ranks(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What ``run`` returns or raises, where it does the same on all ranks.
+        """Return or raise what ``run`` does, if all ranks agree on whether it failed.
 
-        Raises :class:`RankError` on all of them where one fails that others do not: they would no longer meet.
+        Raises :class:`RankError` on all ranks if only some fail, because their collectives would no longer match.
         """
         told = "a step failed on some ranks and not on others"
         try:
@@ -146,7 +147,7 @@ class Steps:
         return result
 
     def _decoded(self, parts: Sequence[_Part]) -> torch.Tensor:
-        """Logits [B',vocab] of one more token each, B' the bucket."""
+        """Decode one more token of each request; return logits [B',vocab], where B' is the bucket."""
         device = self._pages.device
         B, M = bucket(len(parts)), bucket(max(len(part.table) for part in parts))
         spare = B - len(parts)
@@ -160,7 +161,7 @@ class Steps:
         return logits[:, -1].float()
 
     def _prompt(self, part: _Part) -> torch.Tensor:
-        """Logits [vocab] of the last token of a piece of a prompt, whose rows are written to its pages."""
+        """Write the rows of a piece of a prompt to its pages; return the logits [vocab] of its last token."""
         blocks = torch.tensor(part.table, dtype=torch.long).to(self._pages.device, non_blocking=True)
         return self._graphs.read(part.ids, part.past, blocks, self._pages.pools).float()
 

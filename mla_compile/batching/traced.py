@@ -1,4 +1,4 @@
-"""What of a model is served: a decode step and a piece of a prompt, traced for all sizes and rewritten."""
+"""Trace a decode step and a piece of a prompt for all sizes, and rewrite both."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _ASSERTS = (
 
 
 class NotMlaError(MlaCompileError, TypeError):
-    """The model has no latent attention to absorb, so there is nothing here for it."""
+    """The model has no latent attention to absorb."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A decode step, a piece of a prompt, the caches, and how ranks share their rows."""
+    """A decode step, a piece of a prompt, the caches, and how ranks share the rows of the caches."""
 
     decode: Outcome
     prompt: Outcome
@@ -52,7 +52,7 @@ class Traced:
 
 
 def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
-    """Both graphs of ``lm``, as all ``ranks`` agree on them.
+    """Trace and rewrite both graphs of ``lm``, the same on all ``ranks``.
 
     Raises :class:`NotMlaError`, or :class:`CaptureError` for a model whose steps cannot run over pages.
     """
@@ -72,7 +72,7 @@ def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
 def _shared(
     lm: CausalLM, options: Options, ranks: Meeting | None, program: Program, rows: Sequence[PagedRows]
 ) -> Sharing | None:
-    """How the ranks of ``options.context_parallel`` share pages; None, with a warning, where they cannot."""
+    """How the ranks of ``options.context_parallel`` share pages; None, with a warning, if they cannot."""
     sharing = sharing_of_model(lm.model, options)
     if sharing is None:
         return None
@@ -92,7 +92,7 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
         program = trace_step(lm, one_token=one_token)
     own = replace(options, cache_dtype="model")
     if one_token:
-        # It is there to read its rows as they lie, whatever that would cost at the traced sizes, and runs here.
+        # The decode step must read rows in place whatever the cost at the traced sizes, and it runs on this machine.
         products = "native" if options.products == "auto" else options.products
         own = replace(own, forms="absorbed", products=products)
     name, left = "a decode step" if one_token else "a piece of a prompt", dict[str, str]()
@@ -108,9 +108,9 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
 
 
 def _drop_asserts(program: Program) -> None:
-    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say.
+    """Remove assertions about values that only tracing needed: for example, that each unrolled expert has tokens.
 
-    What is asserted of the sizes of inputs has to hold for all sizes. Raises :class:`CaptureError` where it may not.
+    Assertions about input sizes must hold for all sizes. Raises :class:`CaptureError` if one may not.
     """
     for node in list(program.gm.graph.nodes):
         if node.target in _ASSERTS and not node.users:
@@ -123,7 +123,7 @@ def _drop_asserts(program: Program) -> None:
 
 
 def paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
-    """The caches of a decode step as nodes of ``program``; raises :class:`CaptureError` where they cannot be pages."""
+    """Find the caches of a decode step in ``program``; raise :class:`CaptureError` if they cannot be paged."""
     names = [node.name for node in cache_inputs(program, len(lm.caches))]
     read_batch_from(program, TOKENS)
     found = find_pages(program, names)
@@ -133,7 +133,7 @@ def paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
 
 
 def cache_inputs(program: Program, count: int) -> list[fx.Node]:
-    """The placeholders of ``count`` caches."""
+    """Return the placeholders of ``count`` caches."""
     given = [n for n in program.placeholders if n.name not in program.weights]
     folds = {fold.placeholder for fold in program.folds}
     return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]

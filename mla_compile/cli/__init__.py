@@ -1,1 +1,1 @@
-"""The commands of ``mla-compile``. They parse and print; the work is done elsewhere."""
+"""The commands of ``mla-compile``. They only parse arguments and print."""

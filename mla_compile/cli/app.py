@@ -1,4 +1,4 @@
-"""The command line: its commands, and the demo's among them."""
+"""The command line and its commands, including the demo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=EXIT_CODES,
     pretty_exceptions_enable=False,  # bug reports need plain tracebacks
-    rich_markup_mode="markdown",  # paragraphs of a docstring are filled to the terminal's width
+    rich_markup_mode="markdown",  # fills the paragraphs of a docstring to the terminal's width
 )
 _MOST_CONTEXT = 2**27
 
@@ -65,7 +65,7 @@ def demo(
 
     The model is built from its config with seeded weights: no download.
 
-    Exits with 0 when the tokens are the same, 1 when they differ, 2 where the demo cannot run.
+    Exits with 0 if the tokens are the same, 1 if they differ, 2 if the demo cannot run.
     """
     with ending():
         lengths = values.counts(contexts, "contexts", _MOST_CONTEXT)
@@ -91,12 +91,12 @@ def _show(outcome: demo_.Outcome) -> None:
         out.print(f"precision: error against float64 at most {outcome.precision_ratio:.3g} times the original's")
     if outcome.held is not None:
         before, after = outcome.held
-        say(f"the cache holds {after:,.0f} bytes per token, all layers; that of the original {before:,.0f}, measured")
+        say(f"measured bytes per token in the cache, all layers: {after:,.0f}; with the original {before:,.0f}")
     read, reads = outcome.read_bytes
     if reads:
         say(
-            f"attention reads {reads:,} bytes of rows per cached token in a step, all layers; that of the original "
-            f"{read:,} bytes of K and V, which it makes of those rows in every step ({read / reads:.1f} times more)"
+            f"attention reads {reads:,} bytes of rows per cached token in a step, all layers; the original reads "
+            f"{read:,} bytes of K and V, which every step expands from those rows ({read / reads:.1f} times more)"
         )
     out.print()
     show_table(_timing_table(outcome))

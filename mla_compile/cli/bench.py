@@ -1,4 +1,4 @@
-"""``mla-compile bench``: decode steps of a model in eager, Inductor and mla, measured side by side on this machine."""
+"""``mla-compile bench``: time decode steps of a model in eager, Inductor and mla side by side on this machine."""
 
 from __future__ import annotations
 
@@ -30,33 +30,31 @@ def bench(
         str | None,
         typer.Option(
             metavar="SIZES",
-            help='Sizes instead of a config: "H=16 L=512 R=64 N=128 V=128 D=2048", Q where queries have one.',
+            help='Sizes instead of a config: "H=16 L=512 R=64 N=128 V=128 D=2048"; add Q if queries have a latent.',
         ),
     ] = None,
     contexts: Annotated[
         str, typer.Option(metavar="N,N,...", help="Cached tokens, separated by commas; k is 1,024.")
     ] = "512,4k",
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help=f"Of weights and cache: {', '.join(DTYPES)}.")] = "bf16",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help=f"Dtype to run in: {', '.join(DTYPES)}.")] = "bf16",
     batch: Annotated[str, typer.Option(metavar="N", help="Sequences decoded together.")] = "1",
-    layers: Annotated[str, typer.Option(metavar="N", help="Layers of the model that are kept.")] = "1",
-    rounds: Annotated[str, typer.Option(metavar="N", help="At most so many rounds at each length.")] = "15",
+    layers: Annotated[str, typer.Option(metavar="N", help="The number of layers to keep.")] = "1",
+    rounds: Annotated[str, typer.Option(metavar="N", help="The most rounds at each length.")] = "15",
     seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="About so long at each length, and at least three rounds.")
+        float, typer.Option(metavar="SECONDS", help="Approximate time at each length; at least three rounds are run.")
     ] = 20.0,
-    threads: Annotated[
-        str | None, typer.Option(metavar="N", help="CPU threads; as torch chooses where left out.")
-    ] = None,
+    threads: Annotated[str | None, typer.Option(metavar="N", help="CPU threads. Default: torch's choice.")] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a .svg or .png file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw a .svg or .png file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure decode steps on this machine: eager PyTorch, Inductor and mla, in turns in one process.
 
     The model has random weights, few layers and a small vocabulary; caches are filled with random rows, so no prompt is
-    run. All variants have to give the same logits before anything is timed. Ctrl-C shows what was measured so far.
+    run. All variants must give the same logits before anything is timed. Ctrl-C shows the results so far.
 
-    Exits with 0 when it measured, 1 where there is nothing to compare (no Multi-head Latent Attention, nothing
-    absorbed, results that differ), 2 for input that cannot be used, 130 when it was interrupted.
+    Exits with 0 after measuring, 1 if there is nothing to compare (no Multi-head Latent Attention, nothing absorbed,
+    results that differ), 2 for input that cannot be used, 130 if interrupted.
     """
     with ending():
         settings = Settings(
@@ -67,7 +65,7 @@ def bench(
         )  # fmt: skip
         sizes = _dims(dims) if dims is not None else None
         if (source is None) == (sizes is None):
-            raise InputError("give one of the two: a MODEL (config.json or a directory), or its sizes as --dims")
+            raise InputError("give either a MODEL (config.json or a directory) or its sizes as --dims")
         if plot is not None:
             check(plot)
         if threads is not None:
@@ -90,7 +88,7 @@ def bench(
 
 
 def _run(run: Bench) -> bool:
-    """Measures; returns whether it was interrupted."""
+    """Measure; return whether it was interrupted."""
     try:
         with progress(run.stages()) as stage:
             for name in run.run():

@@ -1,6 +1,6 @@
-"""What all commands share: where they print, how they end, and the bar that shows their progress.
+"""What all commands share: consoles, exit codes, and the progress bar.
 
-Results go to stdout, everything else to stderr. Exit codes are in :data:`EXIT_CODES`.
+Results go to stdout, everything else to stderr. :data:`EXIT_CODES` explains the exit codes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ err = Console(stderr=True, highlight=False)
 
 OK, NEGATIVE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = (
-    "Every command exits with 0 when it did what it was asked, 1 when the answer is no (nothing is absorbed, results "
-    "differ, it does not fit, it cannot be exported), 2 for input that cannot be used, and 130 when it is interrupted."
+    "Every command exits with 0 on success, 1 if the answer is no (nothing is absorbed, results differ, the users do "
+    "not fit, the model cannot be exported), 2 for input that cannot be used, and 130 if it is interrupted."
 )
-# These are answers about a model; other errors are about what was typed.
+# These errors answer a question about a model; all others are about the input.
 _ANSWERS = (ExportError, NothingToCompareError, VerificationError)
 _EXTRAS = {
     "fastapi": "[server]",
@@ -46,9 +46,9 @@ _EXTRAS = {
 }
 
 _QUIET = {
-    # torch logs a whole traceback of what fails on tensors without values; the one line says what it was.
+    # torch logs a whole traceback for a failure on tensors without values; our one line already says what failed.
     "torch._subclasses.fake_tensor": logging.CRITICAL,
-    # What libraries find missing on a machine without a GPU, or deprecated in each other, in the midst of our output.
+    # Libraries warn about missing GPUs and about each other's deprecations in the middle of our output.
     "torch.utils.cpp_extension": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
     "torchao": logging.ERROR,
@@ -59,12 +59,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Turns an error that is no bug of ours into one line on stderr and an exit code."""
+    """Turn an error that is not our bug into one line on stderr and an exit code."""
     for name, level in _QUIET.items():
         logging.getLogger(name).setLevel(level)
     try:
         yield
-    except BrokenPipeError:  # whoever reads the output has seen enough; click ends quietly then
+    except BrokenPipeError:  # the reader of the pipe has closed it; click then ends quietly
         raise
     except TargetError as error:
         raise failed(error, BAD_INPUT) from None
@@ -72,7 +72,7 @@ def ending() -> Iterator[None]:
         raise failed(error, NEGATIVE) from None
     except MlaCompileError as error:
         raise failed(error, BAD_INPUT) from None
-    except OSError as error:  # a file that vanished, a disk that is full
+    except OSError as error:  # for example, a file has vanished or the disk is full
         where = f"{error.filename}: " if error.filename else ""
         raise failed(f"{where}{error.strerror or error}", BAD_INPUT) from None
     except ImportError as error:
@@ -87,24 +87,24 @@ def ending() -> Iterator[None]:
 
 
 def failed(error: object, code: int) -> typer.Exit:
-    """Says what went wrong in one line, even if the message has several; returns the exit to raise."""
+    """Print an error in one line, even if its message has several; return the exit to raise."""
     err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(code)
 
 
 def print_json(record: dict[str, Any]) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object to stdout."""
     typer.echo(json.dumps(record, indent=2, allow_nan=False))
 
 
 def say(*lines: str) -> None:
-    """Lines on stdout as they are."""
+    """Print lines to stdout without markup."""
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)
 
 
 def show_table(table: Table) -> None:
-    """A table on stdout with every digit: as wide as it is in a file or a pipe, row by row on a narrow terminal."""
+    """Print a table to stdout with every digit: at full width to a file or a pipe, row by row on a narrow terminal."""
     needed = Measurement.get(out, out.options.update(max_width=10_000), table).maximum
     if needed <= out.width:
         out.print(table)
@@ -121,14 +121,14 @@ def show_table(table: Table) -> None:
 
 
 def say_aside(*lines: str) -> None:
-    """Lines on stderr as they are."""
+    """Print lines to stderr without markup."""
     for line in lines:
         err.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Stages]:
-    """A bar on stderr for ``total`` stages, each named as it begins."""
+    """Show a bar on stderr for ``total`` stages, each named as it begins."""
     columns = (
         SpinnerColumn(),
         BarColumn(bar_width=24),
@@ -141,12 +141,12 @@ def progress(total: int) -> Iterator[Stages]:
 
 
 class Stages:
-    """Called with the name of each stage as it begins."""
+    """Advances a progress bar; called with the name of each stage as it begins."""
 
     def __init__(self, bar: Progress, total: int) -> None:
         self._bar, self._task, self._begun = bar, bar.add_task("", total=total), False
 
     def __call__(self, stage: str) -> None:
-        """The stage before it has ended."""
+        """Advance past the stage before, which has ended."""
         self._bar.update(self._task, description=stage, advance=int(self._begun))
         self._begun = True

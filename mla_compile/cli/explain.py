@@ -1,4 +1,4 @@
-"""``mla-compile explain``: what would be absorbed in a model, and what that is worth, without its weights."""
+"""``mla-compile explain``: tell what would be absorbed in a model and what that saves, without its weights."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def explain(
         str | None,
         typer.Option(
             metavar="DTYPE",
-            help=f"Of weights and cache: {', '.join(BYTES)}. Left out: as the config stores them, else bf16.",
+            help=f"Dtype of weights and cache: {', '.join(BYTES)}. Default: as the config stores them, else bf16.",
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write it to this file, as one page.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a model: what would be absorbed, why not where it would not, and what its cache and its tokens cost.
+    """Explain what would be absorbed in a model, why not more, and what its cache and its tokens cost.
 
-    It is built from its config on the meta device and a decode step of it is traced: no weights, no download, a few
+    The model is built from its config on the meta device, and one decode step is traced: no weights, no download, a few
     seconds for any size. python:MODULE:FUNCTION names a function that returns a causal language model of transformers,
     or a module with the inputs of one decode step: (model, args) or (model, args, kwargs).
 
-    Exits with 0 where something is absorbed, 1 where nothing is (also: no Multi-head Latent Attention), 2 for input
-    that cannot be read.
+    Exits with 0 if something is absorbed, 1 if nothing is (for example, without Multi-head Latent Attention), 2 for
+    input that cannot be read.
     """
     with ending():
         asked = None if dtype is None else values.dtype(dtype)
@@ -73,7 +73,7 @@ def explain(
 
 
 def _title(source: str) -> str:
-    """What the argument calls the model: the name of the config, of its directory, or of the function."""
+    """Return the model's name: that of the config file, of its directory, or of the function."""
     path = Path(source)
     if source.startswith("python:"):
         return source.removeprefix("python:")
@@ -109,8 +109,8 @@ def _show(result: Explained, report: Report) -> None:
         say(f"{model.name} is absorbed by hand: nothing is left to absorb, and mla-compile leaves it as it is")
     elif model.family == "shared rows":
         say(
-            f"heads of {model.name} share one row per token, key and value at once: there is nothing to absorb; decode "
-            "steps attend to these rows by one operator where a kernel runs it"
+            f"heads of {model.name} share one row per token that is both key and value, so there is nothing to absorb; "
+            "decode steps attend to these rows by one operator if a kernel supports it"
         )
     elif model.family == "no attention":
         say(f"there is no attention in {model.name}, and mla-compile leaves it as it is")
@@ -159,7 +159,7 @@ def _choice_lines(choice: SiteChoice) -> list[str]:
             f"({side.folded / side.chained:.3g} x): {verdict} in bytes"
         )
     if not choice.folds:
-        return [*lines, "  fold verdict: not known here, nor are the widths of the query and the output projection"]
+        return [*lines, "  fold verdict: unknown, because the widths of the query and the output projection are"]
     said = f"fold {' and '.join(choice.fold)}" if choice.fold else "do not fold"
     times = f"{seconds(choice.chained_s)} chained"
     if choice.folded_s is not None:

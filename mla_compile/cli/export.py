@@ -1,4 +1,4 @@
-"""``mla-compile export``: writes a model directory of ONNX graphs."""
+"""``mla-compile export``: write a model directory of ONNX graphs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def export(
     ],
     directory: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The directory to write.")],
     profile: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(PROFILES)}.")] = "portable",
-    prefill: Annotated[bool, typer.Option(help="Also a graph for prompts.")] = True,
+    prefill: Annotated[bool, typer.Option(help="Also write a graph for prompts.")] = True,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="float32, float16 or bfloat16; the model's where left out.")
+        str | None, typer.Option(metavar="DTYPE", help="float32, float16 or bfloat16. Default: the model's.")
     ] = None,
     fold: Annotated[str, typer.Option(metavar="WHEN", help="auto, never or always.")] = "auto",
     sparse: Annotated[
-        str, typer.Option(metavar="WHEN", help="auto, or never: all rows and a mask where an indexer chose keys.")
+        str, typer.Option(metavar="WHEN", help="auto, or never: read all rows even if an indexer chose keys.")
     ] = "auto",
     verify: Annotated[bool, typer.Option(help="Compare with the original before anything is written.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory that an export wrote.")] = False,
@@ -43,10 +43,10 @@ def export(
 ) -> None:
     """Export a model to ONNX, decoding in absorbed form.
 
-    Exits with 0 when it is written, 1 where the model cannot be exported, 2 for input that cannot be used. In the
-    last two cases nothing is written.
+    Exits with 0 after writing, 1 if the model cannot be exported, 2 for input that cannot be used. In the last two
+    cases nothing is written.
     """
-    # From torch, on copying the input tree of an exported program.
+    # torch raises this warning when it copies the input tree of an exported program.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     with ending():
         try:
@@ -55,7 +55,7 @@ def export(
             raise InputError(str(error)) from None
         if directory.exists() and not overwrite:
             raise InputError(f"{directory} exists; pass --overwrite to replace it, or choose another path")
-        with err.status("reading the model") as status, redirect_stdout(sys.stderr):  # the model's own prints
+        with err.status("reading the model") as status, redirect_stdout(sys.stderr):  # redirect what the model prints
             model = load(source, random_weights=random_weights)
             exported = export_onnx(
                 model, directory, profile=profile, prefill=prefill, dtype=dtype, fold=fold, sparse=sparse,

@@ -1,4 +1,4 @@
-"""``mla-compile plan``: what of a model fits on a machine, and how fast it can decode and read prompts at best."""
+"""``mla-compile plan``: tell what fits on a machine, and how fast it can decode and read prompts at best."""
 
 from __future__ import annotations
 
@@ -40,56 +40,54 @@ def plan(
         str | None,
         typer.Option(
             metavar="DTYPE",
-            help=f"Of the weights: {', '.join(WEIGHT_BYTES)}. Left out: as the config stores them, else bf16.",
+            help=f"Dtype of the weights: {', '.join(WEIGHT_BYTES)}. Default: as the config stores them, else bf16.",
         ),
     ] = None,
     cache_dtype: Annotated[
         str | None,
         typer.Option(
             metavar="DTYPE",
-            help="Of the cache. Left out: that of the weights; of quantized ones, that in which they are used.",
+            help="Dtype of the cache. Default: the weights' dtype; for quantized weights, the dtype they are used in.",
         ),
     ] = None,
     tp: Annotated[str, typer.Option(metavar="N", help="GPUs that share the model (tensor parallel).")] = "1",
-    dcp: Annotated[str, typer.Option(metavar="N", help="GPUs of them that share a context; all where left out.")] = "1",
+    dcp: Annotated[str, typer.Option(metavar="N", help="GPUs of these that share a context; 1 means all.")] = "1",
     draft_tokens: Annotated[
-        str, typer.Option(metavar="N", help="Tokens drafted for a step, which verifies them (MTP).")
+        str, typer.Option(metavar="N", help="Draft tokens per step, which the step verifies (MTP).")
     ] = "0",
     acceptance: Annotated[
         float,
-        typer.Option(metavar="SHARE", help="How likely a drafted token is accepted if those before it are, 0 to 1."),
+        typer.Option(metavar="SHARE", help="Probability, 0 to 1, that a draft is accepted if those before it are."),
     ] = Request.acceptance,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Tokens of a prompt. Left out: all of the context.")
+        str | None, typer.Option(metavar="TOKENS", help="Tokens per prompt. Default: the whole context.")
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option(
-            metavar="TOKENS", help="Tokens that answer a prompt: also count what both take, prompts and steps."
-        ),
+        typer.Option(metavar="TOKENS", help="Tokens generated per prompt; also counts prompts and steps together."),
     ] = None,
     reserve: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of memory kept free for everything else.")
     ] = 0.1,
     show_formulas: Annotated[bool, typer.Option("--formulas", help="Also print the formulas.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it over context and users: a .svg or .png file.")
+        Path | None, typer.Option(metavar="FILE", help="Also draw a .svg or .png file over context and users.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan serving: weights, cache per user, users that fit, floors of a step and of prompts, and what bounds them.
 
-    Weights are counted as the config says they are stored, with the dequantized W_kc and W_v that absorbing keeps;
-    --dtype counts all of them in one dtype, and nothing beside them.
+    Weights are counted as the config stores them, plus the dequantized W_kc and W_v that absorbing keeps. With --dtype
+    all weights count in one dtype, and nothing is kept beside them.
 
-    A floor is what memory, arithmetic and links allow, at the shares of their data sheets that good kernels reach; real
-    steps take longer. Latent attention is counted in its absorbed form, plain attention as it is; prompts in the form
-    with fewer FLOPs, each read in one pass.
+    A floor is the least time that memory, arithmetic and links allow, at the shares of their data sheets that good
+    kernels reach; real steps take longer. Latent attention counts in its absorbed form, plain attention as it is.
+    Prompts count in the form with fewer FLOPs, each read in one pass.
 
-    With --draft-tokens a step verifies what was drafted, and tokens/s are those that are accepted. Layers that draft
-    are counted like the last one, where the config says that there are any (num_nextn_predict_layers).
+    With --draft-tokens a step verifies the drafts, and tokens/s count the accepted ones. If the config names layers
+    that draft (num_nextn_predict_layers), each counts like the last layer.
 
-    Exits with 0 where the users fit in at least one layout, 1 where they fit in none, 2 for input that cannot be read.
+    Exits with 0 if the users fit in at least one layout, 1 if they fit in none, 2 for input that cannot be read.
     """
     with ending():
         weight_dtype = "bf16" if dtype is None else values.dtype(dtype, known=WEIGHT_BYTES)
@@ -134,7 +132,7 @@ def plan(
 
 
 def _advice(model: Facts, result: Plan) -> str:
-    """What to ask for where the users do not fit."""
+    """Suggest options under which the users fit."""
     request, most = result.request, max(row.most_users for row in result.layouts)
     asked = f"{request.users:,} users of {request.context:,} tokens"
     fewer = f"; at most {most:,} fit, so give --users {most}, or a shorter --context" if most else ""
@@ -146,7 +144,7 @@ def _advice(model: Facts, result: Plan) -> str:
 
 
 def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
-    """Every formula that was evaluated, one per line, and what its letters mean."""
+    """Return every formula that was evaluated, one per line, and the meaning of its letters."""
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:
@@ -184,7 +182,7 @@ def _show(result: Plan) -> None:
         table.add_column(name, justify="right")
     rows = result.layouts
     _fits(table, request, rows)
-    if result.fits:  # no step and no prompt of what does not fit has a floor
+    if result.fits:  # what does not fit has no floors
         _step(table, request, rows)
         _prompts(table, request, rows)
     show_table(table)

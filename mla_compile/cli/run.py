@@ -1,4 +1,4 @@
-"""``mla-compile run``: generates token ids with an exported model and shows them as they come."""
+"""``mla-compile run``: generate token ids with an exported model and print them as they come."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def run(
     prompt_ids: Annotated[
         list[str], typer.Option(metavar="ID,ID,...", help="Token ids, such as 1,2,3; repeated for a batch.")
     ],
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most so many new tokens for each prompt.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="The most new tokens per prompt.")] = 32,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the most probable token.")] = 0.0,
     top_k: Annotated[int, typer.Option(metavar="N", help="Draw from the k most probable tokens; 0 from all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(metavar="SHARE", help="Draw from the tokens that make up this probability.")
+        float,
+        typer.Option(metavar="SHARE", help="Draw from the most probable tokens that together have this probability."),
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same tokens.")] = None,
     provider: Annotated[
@@ -37,22 +38,22 @@ def run(
     ] = None,
     library: Annotated[str, typer.Option(metavar="FILE", help="Native library: a file, auto or none.")] = "auto",
     verify_files: Annotated[
-        bool, typer.Option(" /--no-verify-files", help="Do not compare the hash of every file first.")
+        bool, typer.Option(" /--no-verify-files", help="Do not check the hashes of all files first.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Generate token ids with an exported model.
 
-    New ids go to stdout as they come: on one line for one prompt; for several, a line per step with a column per
-    prompt, and - in the column of one that has ended. Everything else goes to stderr.
+    New ids go to stdout as they come. One prompt gives one line. Several prompts give a line per step with a column per
+    prompt, and a - in the column of a prompt that has ended. Everything else goes to stderr.
 
-    Exits with 0 when it generated, 2 where the model or its options cannot be used.
+    Exits with 0 after generating, 2 if the model or its options cannot be used.
     """
     with ending():
         prompts = [_ids(text) for text in prompt_ids]
         if max_new_tokens > _MOST_TOKENS:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected a whole number from 1 to {_MOST_TOKENS:,}")
-        # On use: they need the extra onnx, which the other commands can do without.
+        # Imported on use: they need the extra onnx, which the other commands do not.
         from mla_compile.onnx.generation import Generation
         from mla_compile.onnx.sampling import Sampling
         from mla_compile.onnx.session import Session
@@ -96,7 +97,7 @@ def _stream(session: Session, prompts: list[list[int]], steps: Generation, *, qu
     if len(rows) == 1 and not quiet:
         typer.echo()
     first, rest = times[1] - times[0], times[-1] - times[1]
-    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row belongs to the prompt
+    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row counts as part of the prompt
     rate = decoded / rest if decoded else None
     said = f"prompt: {sum(map(len, prompts))} tokens in {first * 1000:.1f} ms"
     if rate is not None:

@@ -15,60 +15,58 @@ _CACHES = {"auto": "model", "fp8": "fp8"}
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name that `from_pretrained` takes.")],
-    host: Annotated[str, typer.Option(help="Where to listen; `0.0.0.0` is reached by other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen at.")] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on; `0.0.0.0` admits other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8000,
     served_model_name: Annotated[
-        str, typer.Option(metavar="NAME", help="What clients call the model; MODEL if left out.")
+        str, typer.Option(metavar="NAME", help="The model's name for clients. Default: MODEL.")
     ] = "",
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MLA_COMPILE_API_KEY", show_envvar=True, metavar="KEY", help="What clients have to send."),
+        typer.Option(envvar="MLA_COMPILE_API_KEY", show_envvar=True, metavar="KEY", help="The key that clients send."),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto: that of the weights.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto: the weights' dtype.")] = "auto",
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda:0 and the like.")] = "auto",
     quantization: Annotated[str | None, typer.Option(metavar="NAME", help="bnb-4bit or bnb-8bit.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights. Off by default.")
     ] = False,
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Tokens of one request, prompt and answer.")
+        int | None, typer.Option(min=2, metavar="N", help="The most tokens of a request, with its answer.")
     ] = None,
     block_size: Annotated[
         int,
-        typer.Option("--block-size", "--cb-block-size", metavar="N", help="Tokens of a page, up to 256."),
+        typer.Option("--block-size", "--cb-block-size", metavar="N", help="Tokens per page, up to 256."),
     ] = 256,
     num_blocks: Annotated[
         int | None,
         typer.Option(
-            "--num-blocks", "--cb-num-blocks", min=1, metavar="N", help="Pages of the pool; else what memory allows."
+            "--num-blocks", "--cb-num-blocks", min=1, metavar="N", help="Pages in the pool. Default: what fits."
         ),
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-num-batched-tokens", "--cb-max-batch-tokens", min=1, metavar="N", help="Prompt tokens of a step."
+            "--max-num-batched-tokens", "--cb-max-batch-tokens", min=1, metavar="N", help="Prompt tokens per step."
         ),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Requests in one step.")] = 64,
-    max_waiting: Annotated[int, typer.Option(min=1, metavar="N", help="Requests that may wait besides.")] = 256,
-    max_body_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Bytes of one request.")] = 4 << 20,
-    request_timeout: Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds for one request.")] = 600.0,
-    grace: Annotated[float, typer.Option(min=0, metavar="S", help="Seconds that requests have after SIGTERM.")] = 30.0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="The most requests in a step.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, metavar="N", help="The most requests that wait.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="The most bytes of a request.")] = 4 << 20,
+    request_timeout: Annotated[float, typer.Option(min=0.001, metavar="S", help="Time limit of a request.")] = 600.0,
+    grace: Annotated[float, typer.Option(min=0, metavar="S", help="Seconds that requests get after SIGTERM.")] = 30.0,
     kv_cache_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, or fp8 for rows in float8.")] = "auto",
     codegen: Annotated[str, typer.Option(metavar="HOW", help="inductor, or eager: compile nothing.")] = "inductor",
-    warm_up: Annotated[
-        bool, typer.Option(" /--no-warm-up", help="Be ready before the sizes that will be met are compiled.")
-    ] = True,
+    warm_up: Annotated[bool, typer.Option(" /--no-warm-up", help="Report ready before all sizes are compiled.")] = True,
 ) -> None:
     """Serve a model to clients of OpenAI's interface.
 
-    Many requests run together, over pages of latent rows. `/health` answers 503 with what is being done until all is
-    compiled, and then 200; `/metrics` is read by Prometheus. SIGTERM lets requests end before the server does.
+    Many requests run together, over pages of latent rows. `/health` answers 503 with the current stage until everything
+    is compiled, and then 200. Prometheus reads `/metrics`. After SIGTERM, running requests end before the server does.
 
-    Exits with 0 after SIGTERM, 2 where the model or the options cannot be used.
+    Exits with 0 after SIGTERM, 2 if the model or the options cannot be used.
     """
     with ending():
-        # On use: they need the extra server, which the other commands can do without.
+        # Imported on use: they need the extra server, which the other commands do not.
         from mla_compile.errors import OptionError
         from mla_compile.serving.server import Server
         from mla_compile.serving.settings import Settings
@@ -101,7 +99,7 @@ def serve(
         code = "may run (--trust-remote-code)" if trust_remote_code else "is not run"
         say_aside(f"serving {settings.name} at http://{host}:{port}; Python code beside the weights {code}")
         Server(settings, say_aside).run()
-    # What has not ended may take long and is of no use: a compiler, and the end of an interpreter with torch (3 s).
+    # Exit at once: a running compiler and the shutdown of an interpreter with torch (3 s) would only delay the end.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""ONNX: export of the absorbed decode graph, and what runs it.
+"""ONNX: export absorbed decode graphs, and run them.
 
-``export_onnx`` writes a model directory; :class:`Session` loads it and ``generate`` decodes with it; ``python -m
+``export_onnx`` writes a model directory; :class:`Session` loads it and ``generate`` decodes with it. ``python -m
 mla_compile.onnx.build`` builds the native library for CUDA sessions. Names are imported on first use: importing this
 package imports neither onnx nor onnxruntime.
 """

@@ -1,4 +1,4 @@
-"""Writes a model directory: completely or not at all, equal bytes for equal models, weights once for both graphs."""
+"""Write a model directory: atomically, with equal bytes for equal models, and with shared weights stored once."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ALIGNMENT = 4096  # a page, so that a runtime can map a tensor directly from th
 
 @contextlib.contextmanager
 def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A new directory beside ``target`` that takes its place when the block ends without an error.
+    """Create a directory beside ``target`` that takes its place if the block ends without an error.
 
-    Whatever fails, what was at ``target`` before stays. Raises :class:`TargetError` for a target that exists or cannot
-    be written. With ``overwrite``, an empty directory or one that an export wrote is replaced, but no other one, such
-    as that of the model itself.
+    If anything fails, the previous contents of ``target`` stay. Raises :class:`TargetError` for a target that exists or
+    cannot be written. With ``overwrite``, only an empty directory or an earlier export is replaced, never another
+    directory such as the model's own.
     """
     if target.exists() and not overwrite:
         raise TargetError(f"{target} exists; pass overwrite=True to replace it, or choose another path")
@@ -73,13 +73,13 @@ def _take_place(stage: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """The files of a directory: size in bytes and SHA-256, by name."""
+    """The files of a directory by name: size in bytes and SHA-256."""
 
     files: Mapping[str, tuple[int, str]]
 
 
 def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> Written:
-    """Saves graphs under their file names, with all large weights in one file and equal ones only once."""
+    """Save graphs under their file names, with all large weights in one file and equal weights stored once."""
     weights = _Weights(directory / WEIGHTS)
     with weights:
         for model in graphs.values():
@@ -96,7 +96,7 @@ def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> Written:
 
 
 class _Weights:
-    """A file of tensors, each on a page of its own; a tensor that it already holds is not written again."""
+    """A file of tensors, each aligned to a page. A tensor that the file already holds is not written again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

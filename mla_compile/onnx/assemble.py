@@ -1,4 +1,4 @@
-"""Turns a converted graph into a finished ONNX model: names, profile, function and metadata."""
+"""Turn a converted graph into a finished ONNX model: names, profile, functions and metadata."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mla_compile.version import __version__
 
 @dataclass(frozen=True)
 class CacheIO:
-    """One cache in the finished graph; ``grows``: along axis 1 (genai: 2)."""
+    """One cache in the finished graph; if it ``grows``, it does so along axis 1 (genai: axis 2)."""
 
     past: str
     present: str
@@ -47,7 +47,7 @@ class CacheIO:
 class Wires:
     """The inputs of a converted graph: three about tokens, then caches in the order of the outputs after the logits.
 
-    ``grows``: which caches grow; ``fallback``: names for caches that no attention reads.
+    ``grows``: whether each cache grows. ``fallback``: names for caches that no attention reads.
     """
 
     fallback: tuple[str, ...]
@@ -55,7 +55,7 @@ class Wires:
 
 
 def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
-    """Finishes the graph in place. ``names``: of the caches; the prefill graph gets those of the decode graph."""
+    """Finish the graph in place. ``names``: the caches' names; the prefill graph gets those of the decode graph."""
     model, graph = converted.model, converted.model.graph
     dims = _dims(graph, wires)
     inputs, outputs = list(graph.inputs), len(graph.outputs)
@@ -104,7 +104,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
 
 
 def _rename_nodes(graph: ir.Graph, prefixes: Mapping[str, str]) -> None:
-    """Gives nodes that were added for a cache the name of that cache."""
+    """Rename nodes that were added for a cache after that cache."""
     for node in graph:
         prefix = next((p for p in prefixes if str(node.name).startswith(p)), None)
         if prefix is not None:
@@ -129,7 +129,7 @@ def _as_halves(
 
 
 def _dims(graph: ir.Graph, wires: Wires) -> dict[str, str]:
-    """Torch's symbols -> names for people."""
+    """Map torch's symbols to readable names."""
     ids, mask = graph.inputs[0], graph.inputs[1]
     assert ids.shape is not None
     assert mask.shape is not None
@@ -150,7 +150,7 @@ def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
 
 
 def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
-    """With caches in place, the output is the buffer that went in."""
+    """The output is the input buffer if caches are written in place."""
     return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.layout == "in place" else {}
 
 
@@ -160,9 +160,9 @@ def _shape(value: ir.Value, axis: int | None) -> tuple[int | None, ...]:
 
 
 def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
-    """What every exported graph gets: its function, readable names of weights, metadata, and no trace of this machine.
+    """Give a graph its functions, readable weight names and metadata, and remove all traces of this machine.
 
-    ``strip``: a prefix of the weights' names that is not part of the model's own.
+    ``strip``: a prefix of the weights' names that is not part of the model's own names.
     """
     model, report = converted.model, converted.report
     graph = model.graph
@@ -189,7 +189,7 @@ def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
 
 
 def _name_weights(graph: ir.Graph, baked: Mapping[str, str], state: Mapping[str, torch.Tensor], strip: str) -> None:
-    """Gives weights their names in the model, transposed ones too, without the prefix of the module around it."""
+    """Give weights, also transposed ones, their names in the model, without the prefix of the surrounding module."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in state.items():
         if tensor.dim() == 2 and not tensor.is_meta:
@@ -218,7 +218,7 @@ def _is_transposed(array: np.ndarray[Any, Any], weight: torch.Tensor) -> bool:
 
 
 def _clean(model: ir.Model) -> None:
-    """Removes source lines and paths of this machine, and shapes inside the graph, which the runtime infers itself."""
+    """Remove source lines, paths of this machine, and inner shapes, which the runtime infers itself."""
     graph = model.graph
     kept = {*graph.inputs, *graph.outputs, *(v for n in attention_nodes(graph) for v in (*n.inputs, *n.outputs))}
     for node in graph:

@@ -1,4 +1,4 @@
-"""Gives every node of this library in a graph its function, as overloads where nodes of one kind differ."""
+"""Give every node of this library in a graph its function; nodes that differ in their signature get overloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mla_compile.onnx.op import ALIKE, DOMAIN, INDEX, LISTED, NAME, VERSION
 
 
 def attach_functions(model: ir.Model) -> None:
-    """Adds one function for each signature of the model's nodes, as overloads if there are several."""
+    """Add one function per signature of the model's nodes, as overloads if there are several."""
     functions = _Functions(model)
     found = [node for node in model.graph if node.domain == DOMAIN]
     for node in found:
@@ -25,7 +25,7 @@ def attach_functions(model: ir.Model) -> None:
 
 
 class _Functions:
-    """The functions of a model so far."""
+    """The functions that a model has so far."""
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
@@ -33,7 +33,7 @@ class _Functions:
         self.overloads: dict[str, dict[Hashable, str]] = {}
 
     def of(self, node: ir.Node) -> str:
-        """The overload that a node calls."""
+        """Return the overload that a node calls."""
         if node.op_type == INDEX:
             return self._overload(INDEX, _scores(node), index_function)
         if node.op_type == ALIKE:
@@ -55,7 +55,7 @@ class _Functions:
 
 
 def _is_ranked(indices: ir.Value | None) -> bool:
-    """Whether a list [B,S,k] is what ``TopK`` found along its last axis: places, none of them twice."""
+    """Whether a list [B,S,k] is what ``TopK`` found along its last axis, so that all positions are distinct."""
     node = None if indices is None else indices.producer()
     while node is not None and node.op_type in ("Cast", "Identity"):
         indices = node.inputs[0]
@@ -86,7 +86,7 @@ def _alike(node: ir.Node) -> Alike:
 
 
 def signature(node: ir.Node) -> Signature:
-    """What determines the body of the function for a node."""
+    """Return the properties of a node that determine its function's body."""
     given = [*node.inputs, *[None] * 7][:7]
     query, latent, rope, mask, seq_lens, sinks, values = given
     assert query is not None

@@ -1,9 +1,9 @@
-"""Stores weights in the shape in which the exported graph multiplies by them.
+"""Store weights in the layout in which the exported graph multiplies by them.
 
 Before: ``einsum("bshn,hnl->bshl", q, slice(reshape(kv_b_proj.weight)))``, which slices the weight in every call.
 
-After: ``matmul(reshape(permute(q), [H, -1, N]), w)`` with ``w`` [H,N,L] a constant of its own, contiguous and in the
-dtype of the product. Most runtimes run Einsum as a chain of transposes; MatMul is what they are good at.
+After: ``matmul(reshape(permute(q), [H, -1, N]), w)`` where ``w`` [H,N,L] is a separate constant, contiguous and in the
+dtype of the product. Most runtimes run Einsum as a chain of transposes, but have a fast MatMul.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ aten = torch.ops.aten
 
 
 def bake_projections(program: Program) -> dict[str, tuple[str, ...]]:
-    """Rewrites every product of an activation and a weight that the absorption wrote.
+    """Rewrite every product of an activation and a weight that the absorption emitted.
 
-    The baked weights become folds of the program and replace those that they are made from. Returns, by the name of
-    each new input, the node names of the weights it is made from.
+    The baked weights become folds of the program and replace the folds that they are computed from. Returns, by the
+    name of each new input, the node names of the weights that it is computed from.
     """
     graph = program.gm.graph
     products = {fold.placeholder: fold for fold in program.folds}
     weights = weight_nodes(graph, {*program.weights, *products})
-    # Equal expressions share one constant: layers that share a weight, several blocks of queries against one key.
+    # Equal expressions share one constant: for example, layers that share a weight, or several blocks of queries
+    # against one key.
     baked: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     made: dict[str, tuple[str, ...]] = {}
     for node in list(graph.nodes):
@@ -86,14 +87,14 @@ def _as_matmul(
 def _product(sizes: Mapping[str, Any], letters: list[str]) -> int:
     total = 1
     for letter in letters:
-        total *= int(sizes[letter])  # shared and summed axes are axes of a weight: never symbolic
+        total *= int(sizes[letter])  # shared and summed axes are axes of a weight, so they are never symbolic
     return total
 
 
 def _constant(
     program: Program, weight: fx.Node, order: tuple[int, ...], counts: list[int]
 ) -> tuple[fx.Node, tuple[str, ...]]:
-    """A new input with ``weight`` permuted to ``order`` and flattened to one axis for each count that is not 0."""
+    """Add an input: ``weight`` permuted to ``order`` and flattened to one axis for each count that is not 0."""
     module, names = _closed(weight)
     products = {fold.placeholder: fold for fold in program.folds if fold.placeholder in names}
     leaves = dict.fromkeys(n for name in names for n in (products[name].weights if name in products else (name,)))
@@ -102,7 +103,7 @@ def _constant(
     for position, count in enumerate(counts):
         part = shape[start : start + count]
         start += count
-        if part or position > 0:  # without shared axes there is no batch
+        if part or position > 0:  # without shared axes there is no batch axis
             flat.append(int(torch.Size(part).numel()))
 
     def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -119,7 +120,7 @@ def _constant(
 
 
 def _closed(weight: fx.Node) -> tuple[fx.GraphModule, list[str]]:
-    """The computation of ``weight`` as a module of its own, and the names of the inputs that it starts from."""
+    """Extract the computation of ``weight`` as a module, with the names of the inputs that it starts from."""
     copied: dict[fx.Node, fx.Node] = {}
     own = fx.Graph()
     names: list[str] = []

@@ -1,8 +1,8 @@
 """Builds the native library of the ONNX operator: ``python -m mla_compile.onnx.build``.
 
-One shared library with a CPU kernel and, for CUDA, our Triton kernels as machine code, which is compiled here without a
-GPU, embedded, and launched by a host part in C. Building needs Triton and a C compiler, but no CUDA toolkit and no
-headers of ONNX Runtime; using it needs neither Triton nor torch. ``native.py`` decides whether a session gets it.
+The library holds a CPU kernel and, for CUDA, our Triton kernels as machine code. They are compiled here without a GPU,
+embedded, and launched by host code in C. Building needs Triton and a C compiler, but no CUDA toolkit and no headers of
+ONNX Runtime; using the library needs neither Triton nor torch. ``native.py`` decides whether a session uses it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _ELEMENTS = {"float32": "ORT_FLOAT", "float16": "ORT_FLOAT16", "bfloat16": "ORT_
 _ROLES = {"attend": "ATTEND", "scan_mask": "SCAN", "list_tiles": "LIST", "combine": "COMBINE"}
 _MASKS = dict(zip(MASKS, ("NO_MASK", "LISTED_MASK", "BOOL_MASK", "FLOAT_MASK"), strict=True))
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wl,--no-undefined")
-_ALIGNMENT = 64  # of a kernel's image
-_KERNEL_S = 6  # to compile one, the median of ten for sm_90 on one core of a 2.6 GHz EPYC
+_ALIGNMENT = 64  # in bytes, of each kernel's image
+_KERNEL_S = 6  # seconds to compile a kernel, the median of ten for sm_90 on one core of a 2.6 GHz EPYC
 Say = Callable[[str], None]
 
 
@@ -57,11 +57,11 @@ def build_library(
     cache: str | Path | None = None,
     say: Say | None = None,
 ) -> Path:
-    """Compiles the kernels for every architecture, dtype and dims, and links the library; returns its path.
+    """Compile the kernels for every architecture, dtype and dims, and link the library; return its path.
 
-    ``output`` is a folder (default: the one in which ``native.find`` looks). ``jobs`` processes compile in parallel;
-    with more than one, a script that calls this needs ``if __name__ == "__main__"``. ``cache`` keeps compiled kernels
-    (default: inside that folder). ``say`` is called with a line on what is to be done, and one for each kernel. The
+    ``output`` is a folder (default: the folder where ``native.find`` looks). ``jobs`` processes compile in parallel;
+    with more than one, a calling script needs ``if __name__ == "__main__"``. ``cache`` keeps compiled kernels (default:
+    inside the folder of ``native.find``). ``say`` is called with one line about the work ahead, and one per kernel. The
     library appears whole or not at all, and a build that ends early leaves no process behind.
 
     Raises :class:`OptionError` for an impossible architecture, dtype or dims, and :class:`ExportError` if Triton or a C
@@ -116,15 +116,15 @@ def _announced(wanted: list[Variant], cache: Path, jobs: int) -> str:
 
 
 def architectures() -> tuple[str, ...]:
-    """What the GPUs of this machine run, or everything that is known where there is none."""
-    import torch  # on use: whoever names an architecture does not need it
+    """Return the architectures of this machine's GPUs, or all known ones if there is no GPU."""
+    import torch  # imported on use, because callers that name an architecture do not need it
 
     majors = {torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count())}
     return tuple(a for a in ARCHITECTURES if int(a.removeprefix("sm_")) // 10 in majors) or ARCHITECTURES
 
 
 def _end_with_parent() -> None:
-    """Ends this process with the one that started it, however that one ends."""
+    """End this process with its parent, however the parent ends."""
     parent = parent_process()
     assert parent is not None
 
@@ -161,7 +161,7 @@ def _told(wanted: list[Variant], done: Iterable[tuple[Cubin, bool, float]], say:
 def _manifest(
     archs: Sequence[str], dims: Sequence[Dims], dtypes: Sequence[str], wanted: list[Variant], made: list[Cubin]
 ) -> dict[str, Any]:
-    import triton  # on use: it is there where a library is built
+    import triton  # imported on use; a machine that builds a library has it
 
     sources = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
@@ -189,7 +189,7 @@ def _manifest(
 
 
 def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
-    """One entry of the host's table: what a variant is for, the numbers of its plan, and where its machine code is."""
+    """Return one entry of the host's table: what a variant is for, the numbers of its plan, and its machine code."""
     dims, fields = variant.dims, {"role": _ROLES[variant.step], "arch": variant.arch.removeprefix("sm_")}
     fields |= dict.fromkeys(
         ("dtype", "query", "La", "Lb", "Lv", "values", "mask", "softcap", "window", "causal", "direct", "sinks"), "ANY"
@@ -219,7 +219,7 @@ def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
 
 
 def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any]) -> tuple[str, bytes]:
-    """``table.c``, and the file of machine code that it embeds."""
+    """Return ``table.c``, and the file of machine code that it embeds."""
     images, places = bytearray(), {}
     for cubin in made:
         if cubin.image not in places:
@@ -240,7 +240,7 @@ def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any]) -
 
 
 def _quoted(text: str) -> str:
-    """A C string, in pieces short enough for every compiler."""
+    """Quote a C string, in pieces short enough for every compiler."""
     pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]
     return "\n  ".join(json.dumps(piece) for piece in pieces)
 
@@ -261,7 +261,7 @@ def _link(compiler: list[str], wanted: list[Variant], made: list[Cubin], manifes
 
 
 def dims_of_model(directory: str | Path) -> tuple[tuple[Dims, ...], str]:
-    """The dims and the dtype that a model directory needs. Raises :class:`ModelFileError` if it cannot be read."""
+    """Return the dims and the dtype of a model directory. Raises :class:`ModelFileError` if it cannot be read."""
     path = Path(directory) / "mla_compile.json"
     try:
         manifest = json.loads(path.read_text())
@@ -298,7 +298,7 @@ def _dims(text: str) -> Dims:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1, after one line on stderr, if the library cannot be built."""
+    """Return the exit status: 1, after one line on stderr, if the library cannot be built."""
     parser = argparse.ArgumentParser(
         prog="python -m mla_compile.onnx.build", description=(__doc__ or "").split("\n")[0]
     )

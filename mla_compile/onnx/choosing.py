@@ -1,9 +1,9 @@
-"""What stands around a list of keys, as functions of standard operators: ``IndexScores`` and ``WeighAlike``.
+"""``IndexScores`` and ``WeighAlike``, the operators around a list of keys, as functions of standard operators.
 
-``IndexScores`` is a product with the heads folded into rows, [B,S*J,D] x [B,D,T], as ``DecodeAttention`` has it, and a
-product with the weights: 1.6 times as fast as with a product per head (docs/decisions.md, 76).
+``IndexScores`` is a product with the heads folded into rows, [B,S*J,D] x [B,D,T], as in ``DecodeAttention``, and a
+product with the weights. This is 1.6 times as fast as one product per head (docs/decisions.md, 76).
 
-``WeighAlike`` reads rows of the cache in the branch of an ``If`` that few calls take.
+``WeighAlike`` reads rows of the cache only in a branch of an ``If``, which few calls take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FLOAT, _DOUBLE, _INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT
 
 @dataclass(frozen=True)
 class Scores:
-    """What determines the body of ``IndexScores``: ``wide`` is float64, of keys in float64, or float32."""
+    """The properties that determine the body of ``IndexScores``: ``wide`` is float64 for float64 keys, else float32."""
 
     width: int
     wide: int
@@ -29,7 +29,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Alike:
-    """What determines the body of ``WeighAlike``. ``mask``: its dtype; ``used``: whether rows may be unused."""
+    """The properties that determine the body of ``WeighAlike``. ``mask``: its dtype; ``used``: rows may be unused."""
 
     dtype: int
     mask: int | None
@@ -37,7 +37,7 @@ class Alike:
 
 
 def index_function(signature: Scores, opset: int, overload: str = "") -> onnx.FunctionProto:
-    """``sum_j weights_j relu(scale * q_j . k_t)``."""
+    """Compute ``sum_j weights_j relu(scale * q_j . k_t)``."""
     body = Writer()
     query, keys, weights = (body.op("Cast", name, to=signature.wide) for name in INDEX_INPUTS)
     scale = body.op("CastLike", body.attribute("scale", AttributeProto.FLOAT), query)
@@ -50,7 +50,7 @@ def index_function(signature: Scores, opset: int, overload: str = "") -> onnx.Fu
 
 
 def alike_function(signature: Alike, opset: int, overload: str = "") -> onnx.FunctionProto:
-    """The formulas of :mod:`mla_compile.kernels.alike`."""
+    """Compute the formulas of :mod:`mla_compile.kernels.alike`."""
     body = Writer()
     hidden = body.op("LessOrEqual", "lse", body.attribute("lowest", AttributeProto.FLOAT))
     found = body.op("ReduceMax", body.op("Cast", hidden, to=_INT32), keepdims=0)
@@ -77,7 +77,7 @@ class _Mean(Writer):
         self.s = signature
 
     def weighed(self, hidden: str) -> None:
-        """``hidden`` [B,S,H] is a value around the branch."""
+        """``hidden`` [B,S,H] is a value of the surrounding function."""
         rows = "values"
         if self.s.used:
             rows = self.op("Slice", rows, self.ints(0), "used", self.ints(1))
@@ -90,15 +90,15 @@ class _Mean(Writer):
         self.result(self.op("Where", last, self.op("CastLike", mean, "out"), "out"), "mean.out")
 
     def _greatest(self, rows: str) -> str:
-        """[B,S,H|1,Lv]: the mean of the rows whose number is the greatest."""
+        """Return [B,S,H|1,Lv], the mean of the rows where the mask has its maximum."""
         wide = _DOUBLE if self.s.mask == _DOUBLE else _FLOAT
         heads, keys = self.size("mask", 1), self.size("mask", 3)
         batch, count = self.size("indices", 0), self.size("indices", 1)
         fill = self.op("Cast", self.attribute("fill", AttributeProto.FLOAT), to=wide)
         each = self.joined(batch, heads, count)
         given = self.op("Expand", self.op("Cast", "mask", to=wide), self.joined(each, keys))
-        before = self.op("Expand", fill, self.joined(each, 1))  # of no key
-        # Entries that name no key.
+        before = self.op("Expand", fill, self.joined(each, 1))  # a column for entries that name no key
+        # Entries that name no key read that column.
         at, named = self.named(keys)
         at = self.op("Where", named, self.op("Add", at, self.scalar(1)), self.scalar(0))
         at = self.op("Expand", self.op("Unsqueeze", at, self.ints(1)), self.joined(each, self.size("indices", 2)))

@@ -1,4 +1,4 @@
-"""Complex numbers as pairs of real ones: ONNX has operators for real numbers only.
+"""Turn complex numbers into pairs of real ones, because ONNX has operators for real numbers only.
 
 Before: ``view_as_real(view_as_complex(q) * polar(ones, angles))``, a rotary embedding written with complex numbers.
 
@@ -23,7 +23,7 @@ _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.c
 
 
 def split_complex(program: Program) -> int:
-    """Replaces every complex value of a program; returns how many there were.
+    """Replace every complex value of a program; return how many there were.
 
     Raises :class:`ExportError` for an operator on complex numbers that has no rule here.
     """
@@ -61,7 +61,7 @@ def _is_complex(node: Any) -> bool:
 
 
 class _Step:
-    """One node to be replaced: its arguments as pairs, and the few operations that the rules need."""
+    """A node that is being replaced: its arguments as pairs, and the few operations that the rules need."""
 
     def __init__(self, node: fx.Node, builder: Builder, pairs: Mapping[fx.Node, fx.Node]) -> None:
         self.node = node
@@ -104,7 +104,7 @@ def _conjugate(step: _Step) -> fx.Node:
 
 
 def _both(step: _Step) -> fx.Node:
-    """A sum or difference, part by part. A real operand would have no second part."""
+    """Add or subtract each part separately. A real operand would have no second part."""
     a, b = args_of(step.node)[:2]
     if not (_is_complex(a) and _is_complex(b)):
         raise ExportError(f"{step.node.target} of a complex and a real number has no counterpart in ONNX")
@@ -112,7 +112,7 @@ def _both(step: _Step) -> fx.Node:
 
 
 def _along(step: _Step) -> fx.Node:
-    """Operators that move elements: axes counted from the end shift by one, and shapes end with the pair."""
+    """Move elements: axes counted from the end shift by one, and shapes end with the pair."""
     node = step.node
     kind: Any = packet(node)
     target: Any = node.target
@@ -129,7 +129,7 @@ def _along(step: _Step) -> fx.Node:
         args[0] = [*(shifted(a) for a in args[0]), rank]
     elif kind is aten.transpose:
         args = [shifted(a) for a in args]
-    elif kind is aten.squeeze:  # without a list of axes it could also remove that of the pair
+    elif kind is aten.squeeze:  # without axes, squeeze could remove the axis of the pair
         given = range(rank) if not args else [args[0]] if isinstance(args[0], int) else args[0]
         args = [[shifted(a) for a in given if val(source).shape[a] == 1]]
         target = aten.squeeze.dims
@@ -166,7 +166,7 @@ _RULES: Mapping[Any, Callable[[_Step], fx.Node]] = {
 
 
 def _constant(program: Program, node: fx.Node) -> fx.Node:
-    """A new input for a complex weight, as pairs."""
+    """Add an input that holds a complex weight as pairs."""
     if node.name not in program.weights:
         raise ExportError(f"input {node.name!r} is complex; pass its real view (torch.view_as_real)")
     name = node.name

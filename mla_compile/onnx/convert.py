@@ -1,7 +1,8 @@
-"""Converts an ExportedProgram to an ONNX graph in the form that was asked for, with the same passes as everywhere.
+"""Convert an ExportedProgram to an ONNX graph in the requested form, with the same passes as elsewhere.
 
-First capture and the pipeline; then what only an export needs: weights in the shape in which they are multiplied, and
-complex numbers as pairs; then torch's own exporter, which translates the attention operator to one node.
+Capture and the pipeline come first. Then follow steps that only an export needs: weights get the layout in which they
+are multiplied, and complex numbers become pairs. Then torch's own exporter translates the attention operator to one
+node.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, a
 
 @dataclass(frozen=True)
 class Converted:
-    """An ONNX graph, the program that it was translated from, and what was done to the attentions in it.
+    """An ONNX graph, the program that it was translated from, and the report on its attentions.
 
-    ``weights``: names for the baked weights; ``state``: the others.
+    ``weights``: names for the baked weights. ``state``: all other weights.
     """
 
     model: ir.Model
@@ -52,16 +53,17 @@ class Converted:
 
 
 def convert(exported: torch.export.ExportedProgram, options: Options, opset: int) -> Converted:
-    """The graph in the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
+    """Convert to the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     program = capture.from_exported(exported)
     tidy(program)
-    # Weights are baked into the file further on, dequantized or not; what orders groups of heads is none of ONNX.
+    # Baking later writes weights into the file, so they need no dequantized inputs; ONNX has nothing to order groups of
+    # heads.
     plain = replace(options, dequantize="step", expanded_bytes=None)
-    # What is absorbed by hand stays in the operators that it is written in: every runtime has those.
+    # Attention that was absorbed by hand keeps its own operators, which every runtime has.
     outcome = pipeline.run(program, plain, frozen=True, fuses=False)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
-    unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the operator in ONNX reads no float8
+    unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the ONNX operator reads no float8
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one
         origins = bake_projections(rewritten)
         split_complex(rewritten)
@@ -71,7 +73,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
 
 
 def without_schedules(graph: fx.Graph) -> None:
-    """Takes the schedules out that a model on a GPU was given: in ONNX every attention prepares itself."""
+    """Remove the schedules of a model on a GPU: in ONNX every attention prepares itself."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default):
         for user in list(node.users):
             user.update_kwarg("schedule", None)
@@ -79,14 +81,14 @@ def without_schedules(graph: fx.Graph) -> None:
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Names for baked weights, derived from those of the weights in the model."""
+    """Return names for baked weights, derived from the names of the weights in the model."""
     assert isinstance(program.original, torch.export.ExportedProgram)
     targets = {s.arg.name: s.target for s in program.original.graph_signature.input_specs if s.target is not None}
     return {new: _baked_name(new, [targets.get(n, n) for n in nodes], program) for new, nodes in origins.items()}
 
 
 def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
-    """The first weight of a product and the product's side: W_kc meets the queries, W_v what attention returns."""
+    """Name the first weight of a product and the product's side: W_kc meets queries, W_v the attention's output."""
     given: set[fx.Node] = set()
     (product,) = program.node(new).users
     after = any(packet(n) in _ATTENTION for n in _nearest(product, given))
@@ -96,7 +98,7 @@ def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
 
 
 def _nearest(node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
-    """What a node is computed from, looking through operators that only move elements."""
+    """Yield the sources of a node, looking through operators that only move elements."""
     for source in node.all_input_nodes:
         if source not in seen and isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
             seen.add(source)
@@ -112,7 +114,7 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
             )
-    except torch.onnx.errors.OnnxExporterError as error:  # it holds pages of advice; its first cause says what failed
+    except torch.onnx.errors.OnnxExporterError as error:  # pages of advice; the root cause tells what failed
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -123,7 +125,7 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what the exporter logs about operator libraries that it does not find."""
+    """Silence the exporter's messages about operator libraries that it does not find."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Compiles one kernel of a native library for an architecture, and checks that the host will launch it as it is."""
+"""Compile one kernel of a native library for an architecture, and check that the host will launch it correctly."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from mla_compile.kernels import devices
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx.variants import TUNED, Variant
 
-_HIDDEN = 2  # addresses that Triton appends to a kernel's parameters: its global and its profile scratch
+_HIDDEN = 2  # the addresses that Triton appends to a kernel's parameters: global scratch and profile scratch
 _BITS = {"i32": 32, "i64": 64, "fp32": 32}
-# Bytes of registers that a thread of a kernel of tuned dims may keep in memory, by what it reads of a mask. Without one
-# sm_90 keeps 16 at most; one that differs between rows lies beside the sums, and few query tokens at a time have one.
+# The bytes of registers that a thread may spill in a kernel of tuned dims, by kind of mask. Without a mask, sm_90
+# spills at most 16 bytes. A mask that differs between rows occupies registers beside the sums, and only calls with few
+# query tokens have one.
 SPILLED = {"none": 128, "listed": 128, "bool": 768, "float": 768}
 _KERNELS = ("decode_triton.py", "combine_triton.py", "tiles_triton.py")  # in kernels/triton
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel. ``shared`` and ``threads`` are of a launch; ``spilled`` bytes of each thread, -1: unknown."""
+    """A compiled kernel. ``shared`` bytes and ``threads`` are per launch, ``spilled`` per thread (-1: unknown)."""
 
     name: str
     shared: int
@@ -39,7 +40,7 @@ class Cubin:
 
 @lru_cache(maxsize=1)
 def kernels_sha256() -> str:
-    """Of the sources of the kernels."""
+    """Hash the sources of the kernels."""
     digest = hashlib.sha256()
     for name in _KERNELS:
         digest.update((Path(devices.__file__).parent / "triton" / name).read_bytes())
@@ -47,7 +48,7 @@ def kernels_sha256() -> str:
 
 
 def key(variant: Variant) -> str:
-    """Names a compiled kernel: everything that it depends on."""
+    """Return a name for a compiled kernel from everything that it depends on."""
     import triton
 
     fn, *rest = variant.source()
@@ -56,15 +57,15 @@ def key(variant: Variant) -> str:
 
 
 def cubin(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
-    """The compiled kernel, and whether it came from ``cache`` (None: neither read nor written).
+    """Return the compiled kernel, and whether it came from ``cache`` (None: neither read nor written).
 
-    Raises :class:`ExportError` where Triton cannot compile it, or what it made is not what the host launches.
+    Raises :class:`ExportError` if Triton cannot compile the kernel, or if the host would launch it wrongly.
     """
     made, known = _cached(variant, cache)
     if variant.dims in TUNED and made.spilled > SPILLED[variant.mask]:
         raise ExportError(
-            f"build: {variant} keeps {made.spilled} bytes of registers in memory, at most {SPILLED[variant.mask]} are "
-            "put up with; use another Triton, from 3.6 to 3.7"
+            f"build: {variant} spills {made.spilled} bytes of registers per thread, expected at most "
+            f"{SPILLED[variant.mask]}; use another Triton, from 3.6 to 3.7"
         )
     return made, known
 
@@ -102,16 +103,16 @@ def _compiled(variant: Variant) -> Cubin:
         raise ExportError("build: Triton interprets kernels in this process; unset TRITON_INTERPRET")
     target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
     with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True  # two thirds of the bytes, and the paths of this machine
+        knobs.compilation.disable_line_info = True  # saves two thirds of the bytes, and hides the paths of this machine
         try:
             made = triton.compile(ASTSource(fn, signature, constants, attributes), target=target, options=options)
-        except Exception as error:  # compilers fail in many ways; each means that this kernel cannot be had here
+        except Exception as error:  # compilers fail in many ways, and each means that this kernel cannot be built here
             raise ExportError(f"build: Triton {triton.__version__} does not compile {variant}: {error}") from error
     passed = [signature[name] for name in fn.arg_names if signature[name] != "constexpr"]
     problem = wrong_launch(made.asm["ptx"], passed, made.metadata, options["num_warps"], PRESETS[variant.arch].smem)
     if problem:
         raise ExportError(
-            f"build: {variant} as Triton {triton.__version__} compiles it is not what the library would launch: "
+            f"build: Triton {triton.__version__} compiles {variant} to a kernel that the library would launch wrongly: "
             f"{problem}; use a Triton from 3.6 to 3.7"
         )
     return Cubin(
@@ -124,10 +125,10 @@ def _compiled(variant: Variant) -> Cubin:
 
 
 def wrong_launch(ptx: str, passed: list[str], metadata: Any, num_warps: int, smem: int) -> str | None:
-    """What of a compiled kernel the host would get wrong; None where it is as expected.
+    """Return what the host would launch wrongly in a compiled kernel; None if it is as expected.
 
-    ``passed`` are the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). Two addresses that
-    Triton appends have to follow, for scratch of no bytes; nothing else would be there to be passed.
+    ``passed`` are the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). After them there must be
+    the two addresses that Triton appends, for scratch of zero bytes, because the host passes nothing else.
     """
     entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.DOTALL)
     if entry is None or entry[1] != metadata.name:
@@ -151,7 +152,7 @@ def wrong_launch(ptx: str, passed: list[str], metadata: Any, num_warps: int, sme
 
 
 def _spilled(image: bytes) -> int:
-    """Bytes of registers that each thread keeps in memory; -1 where Triton came without its cuobjdump."""
+    """Return the bytes of registers that each thread spills; -1 if Triton came without cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

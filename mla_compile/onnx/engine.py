@@ -1,4 +1,4 @@
-"""ONNX Runtime: importing it, choosing where a model runs, and creating its sessions."""
+"""ONNX Runtime: import it, choose where a model runs, and create its sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFERRED = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a native library was registered, which one, and why or why not."""
+    """Whether a native library was registered, which one, and the reason."""
 
     library: Path | None
     reason: str
@@ -29,14 +29,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Device:
-    """Where caches live, in the terms of OrtValue."""
+    """The device that holds the caches, in the terms of OrtValue."""
 
     type: str = "cpu"
     id: int = 0
 
 
 def onnxruntime() -> Any:
-    """The module, imported on use. Raises :class:`ModelFileError`, which says what to install."""
+    """Import and return the module. Raises :class:`ModelFileError`, which tells what to install."""
     try:
         import onnxruntime
     except ImportError:
@@ -48,15 +48,15 @@ def onnxruntime() -> Any:
 
 
 def errors(ort: Any) -> tuple[type[Exception], ...]:
-    """The exceptions of ONNX Runtime, which have no base class; calls with io binding raise RuntimeError."""
+    """Return ONNX Runtime's exceptions, which have no common base class; io binding raises RuntimeError."""
     state = vars(ort.capi.onnxruntime_pybind11_state)
     return RuntimeError, *(kind for kind in state.values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def choose(ort: Any, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, Any]]]:
-    """The execution providers to ask for, with their options: the wanted ones, else CUDA if there is any, and CPU.
+    """Return the execution providers to request, with options: the wanted ones, or CUDA if available and CPU.
 
-    ``cuda`` stands for ``CUDAExecutionProvider``, and so on.
+    ``cuda`` is short for ``CUDAExecutionProvider``, and so on.
     """
     available = list(ort.get_available_providers())
     if wanted is None:
@@ -79,10 +79,10 @@ def choose(ort: Any, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[
 def working(
     ort: Any, asked: Sequence[tuple[str, dict[str, Any]]], *, required: bool
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Those of ``asked`` that start on this machine.
+    """Return the providers of ``asked`` that start on this machine.
 
-    ONNX Runtime carries on without a provider whose libraries are missing. A native library may only be registered
-    where its device really exists, so a graph of one node finds out first. ``required``: the user named them.
+    ONNX Runtime silently skips a provider whose libraries are missing. A native library may be registered only if its
+    device really exists, so a graph of one node tests the providers first. ``required``: the user named them.
     """
     if all(name == "CPUExecutionProvider" for name, _ in asked):
         return list(asked)
@@ -105,7 +105,7 @@ def working(
 
 
 def device_of(providers: Sequence[tuple[str, Mapping[str, Any]]]) -> Device:
-    """Where the caches belong: on the CUDA device if that provider comes first, else in main memory."""
+    """Return where the caches belong: the CUDA device if that provider comes first, otherwise main memory."""
     name, options = providers[0]
     return Device("cuda", int(options.get("device_id", 0))) if name == "CUDAExecutionProvider" else Device()
 
@@ -113,10 +113,10 @@ def device_of(providers: Sequence[tuple[str, Mapping[str, Any]]]) -> Device:
 def decide(
     manifest: Manifest, providers: Sequence[str], device: Device, ort_version: str, library: str | Path | None
 ) -> Decision:
-    """Whether to register a native library: ``"auto"`` looks for one, ``None`` never does, a path is that file.
+    """Decide whether to register a native library: ``"auto"`` looks for one, ``None`` uses none, a path names one.
 
-    A registered library replaces the function in the file for good, so it is registered only where it covers every
-    node. Raises :class:`ModelFileError` if a library that was named cannot be used.
+    A registered library replaces the function in the file for good, so it is registered only if it covers every node.
+    Raises :class:`ModelFileError` if a library that the user named cannot be used.
     """
     if library is None:
         return Decision(None, "none was wanted")
@@ -143,11 +143,11 @@ def decide(
 
 
 def options_with(ort: Any, given: Any, decision: Decision) -> Any:
-    """Session options with the library registered in them."""
+    """Return session options with the library registered."""
     options = given
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # its warnings are about graphs of ours, and its errors are raised
+        options.log_severity_level = 4  # ONNX Runtime's warnings concern our own graphs
     if decision.library is not None:
         try:
             options.register_custom_ops_library(str(decision.library))
@@ -157,7 +157,7 @@ def options_with(ort: Any, given: Any, decision: Decision) -> Any:
 
 
 def cpu_session(ort: Any, model: str | bytes) -> Any:
-    """A session on the CPU for a check of our own: a file or a serialized model, without warnings."""
+    """Open a session on the CPU for a check of our own: a file or a serialized model, without warnings."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -166,7 +166,7 @@ def cpu_session(ort: Any, model: str | bytes) -> Any:
 def open_graph(
     ort: Any, path: Path, dtype: str, options: Any, providers: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Any:
-    """An InferenceSession. Raises :class:`ModelFileError` with ONNX Runtime's reason."""
+    """Open an InferenceSession. Raises :class:`ModelFileError` with ONNX Runtime's reason."""
     try:
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except errors(ort) as error:

@@ -1,4 +1,4 @@
-"""``export_onnx``: a model in, a directory out from which any ONNX Runtime decodes in absorbed form."""
+"""``export_onnx``: turn a model into a directory from which any ONNX Runtime decodes in absorbed form."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def export_onnx(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes a directory of ONNX graphs that decode in absorbed form; the model stays as it was.
+    """Write a directory of ONNX graphs that decode in absorbed form; the model is not changed.
 
     Args:
-        model: a causal language model of transformers, whose inputs and cache are wired here; any other module with
-            ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule`` with ``example_inputs``, also one that
-            ``optimize`` made.
+        model: a causal language model of transformers, whose inputs and cache are wired automatically; any other module
+            with ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule`` with ``example_inputs``, including one
+            that ``optimize`` returned.
         path: the directory to write. It appears once everything in it has been verified, or not at all.
         profile: ``portable`` (opset 21), ``inplace`` (opset 24: caches are buffers written in place), ``genai`` (runs
             under onnxruntime-genai), ``ort-paged`` (com.microsoft PagedAttention, CUDA).
         prefill: also write a graph of the expanded form, for prompts, with the same caches.
-        dtype: "float32", "float16" or "bfloat16"; ``None`` keeps the model's. The model is copied, not converted.
+        dtype: "float32", "float16" or "bfloat16"; ``None`` keeps the model's dtype. A copy of the model is converted.
         example_inputs: ``args`` (or, as a dict, ``kwargs``) of ``torch.export.export``, for a module that is not wired
-            here.
+            automatically.
         dynamic_shapes: as in ``torch.export.export``, together with ``example_inputs``.
-        fold: as in ``optimize``; "auto" multiplies weights ahead of time where the cost model gains.
+        fold: as in ``optimize``; "auto" multiplies weights ahead of time where the cost model predicts a gain.
         sparse: as in ``optimize``; "auto" gathers the rows of the keys that an indexer chose, "never" reads all rows
-            and the mask. ``ort-paged`` has no operator for lists and takes "never".
+            and the mask. ``ort-paged`` has no operator for lists and uses "never".
         verify: run prompts and steps through the graphs and the original before anything is written.
         overwrite: replace a directory that an earlier export wrote, once the new one is complete.
         progress: called with the name of each stage.
@@ -64,7 +64,7 @@ def export_onnx(
         The directory, the profile, the report, and how the graphs were verified.
 
     Raises:
-        OptionError: an option cannot have that value.
+        OptionError: an option has an invalid value.
         InputError: ``model`` is not a model.
         CaptureError: the model cannot be traced.
         ExportError: the model cannot be exported, is spread over ranks or has no attention to absorb, or the path
@@ -76,7 +76,7 @@ def export_onnx(
             f"{type(model).__name__} is spread over ranks: its weight {name} is a DTensor. A file holds a program of "
             "one process; export the model before it is parallelized, or one whose weights are whole (full_tensor())"
         )
-    # On use: these import the packages that were just asked for.
+    # Imported on use: these modules import the packages that were just checked.
     from mla_compile.onnx import artifact, lm_export, program_export
 
     chosen, kind = find_profile(profile), _dtype(dtype)
@@ -91,7 +91,9 @@ def export_onnx(
             exported = lm_export.export(lm, stage, chosen, options, prefill=prefill, say=say)
         else:
             if kind is not None:
-                raise OptionError("dtype is for modules that are wired here; cast the model before tracing it")
+                raise OptionError(
+                    "dtype is only for language models passed without example_inputs; cast this model before tracing it"
+                )
             program = _traced(model, example_inputs, dynamic_shapes)
             exported = program_export.export(program, stage, chosen, options, prefill=prefill, say=say)
         (stage / artifact.REPORT).write_text(json.dumps(exported.to_dict(), indent=2, allow_nan=False) + "\n")
@@ -101,7 +103,7 @@ def export_onnx(
 
 
 def require_packages() -> None:
-    """Raises :class:`ExportError` if a package that exporting needs is missing."""
+    """Raise :class:`ExportError` if a package that exporting needs is missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(f'exporting needs {", ".join(missing)}: pip install "mla-compile[onnx]"')

@@ -1,4 +1,4 @@
-"""What an export returns: where it is, what was done to the model, and how it was checked."""
+"""The result of an export: its directory, what was done to the model, and how it was checked."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and how much it differed.
+    """What was compared, and by how much it differed.
 
     Attributes:
         error: the largest difference of logits (for a traced program, of any output) over the largest value.
-        tolerance: what was allowed.
-        tokens, equal_tokens: the greedy tokens compared, and how many of them were the original's.
-        reason: why the ONNX graphs were not run, if they were not. If there is an ``error`` all the same, torch ran the
+        tolerance: the largest error that was allowed.
+        tokens, equal_tokens: the number of greedy tokens compared, and of those equal to the original's.
+        reason: why the ONNX graphs were not run, if they were not. If ``error`` is set nevertheless, torch ran the
             rewritten program instead, and only its translation to ONNX is unchecked.
     """
 
@@ -36,7 +36,7 @@ class Verification:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-able record."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: where it is, what became of every attention, and how it was verified."""
+    """The result of an export: its directory, the report on every attention, and the verification."""
 
     directory: Path
     profile: str
@@ -60,7 +60,7 @@ class Exported:
     verification: Verification
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: the ``report.json`` of the directory."""
+        """Return a JSON-able record, the ``report.json`` of the directory."""
         return {
             "created_by": f"mla_compile {__version__}",
             "profile": self.profile,
@@ -69,5 +69,5 @@ class Exported:
         }
 
     def text(self) -> str:
-        """For people: the ``report.txt`` of the directory."""
+        """Return the text for people, the ``report.txt`` of the directory."""
         return f"profile {self.profile}\n{self.verification}\n\n{self.report}\n"

@@ -1,7 +1,7 @@
-"""Whether the files of a model directory are those that were exported, and refer to nothing outside of it.
+"""Check that the files of a model directory are unchanged and refer to nothing outside of it.
 
 ONNX Runtime reads any path that a graph names as external data. Therefore every graph is searched before a session is
-created, and a link is followed before it is trusted.
+created, and links are resolved before a file is trusted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from mla_compile.errors import ModelFileError
 from mla_compile.onnx.manifest import WEIGHTS, FileEntry, Manifest
 
-_CHUNK = 1 << 22  # bytes hashed at a time: enough to be fast, too few to be noticed in memory
+_CHUNK = 1 << 22  # bytes hashed at a time: enough to be fast, too few to matter in memory
 
 
 def check_files(directory: str | Path, manifest: Manifest, *, quick: bool = False) -> None:
-    """Raises :class:`ModelFileError` unless every file of the manifest is there, unchanged, and refers to no other.
+    """Raise :class:`ModelFileError` unless all files of the manifest exist, are unchanged, and refer to no others.
 
     ``quick`` skips the hashes, which read every byte; sizes and external data are always checked.
     """
@@ -52,7 +52,7 @@ def _check_file(root: Path, name: str, entry: FileEntry, *, quick: bool) -> None
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file, in hexadecimal digits."""
+    """Return the hash of a file in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -61,7 +61,7 @@ def sha256(path: Path) -> str:
 
 
 def _check_external_data(path: Path, manifest: Manifest) -> None:
-    """Checks that every tensor that a graph stores outside of itself is in ``weights.bin`` and within its bounds."""
+    """Check that every tensor that a graph stores externally is in ``weights.bin`` and within its bounds."""
     onnx = _onnx()
     from google.protobuf.message import DecodeError  # comes with onnx
 
@@ -76,7 +76,7 @@ def _check_external_data(path: Path, manifest: Manifest) -> None:
             continue
         said = dict(entries)
         what = f"{path}: tensor {tensor.name!r}"
-        if len(said) != len(entries):  # another reader might use the other one
+        if len(said) != len(entries):  # another reader might use the other entry
             raise ModelFileError(f"{what} describes its external data twice: {entries}; export the model again")
         location = said.get("location", "")
         if location != WEIGHTS or held is None:
@@ -100,7 +100,7 @@ def _position(text: str, what: str, key: str) -> int:
 
 
 def _bits(onnx: Any, data_type: int, what: str) -> int:
-    """Bits of one element, rounded down to what a packed type needs."""
+    """Return the bits of one element; packed types have fewer than eight."""
     names = onnx.TensorProto.DataType
     if data_type not in names.values() or names.Name(data_type) in ("UNDEFINED", "STRING"):
         raise ModelFileError(f"{what} has element type {data_type}, expected numbers; export the model again")
@@ -111,7 +111,7 @@ def _bits(onnx: Any, data_type: int, what: str) -> int:
 
 
 def _messages(message: Any, kind: type) -> Iterator[Any]:
-    """Every message of ``kind`` anywhere in a protobuf: initializers, attributes, subgraphs, functions."""
+    """Yield every message of ``kind`` anywhere in a protobuf: initializers, attributes, subgraphs, functions."""
     if isinstance(message, kind):
         yield message
         return

@@ -1,4 +1,4 @@
-"""Float8 rows before an attention of ONNX: multiplied by their scales, because the operator there reads none."""
+"""Multiply float8 rows by their scales before an attention, because the ONNX operator reads no float8."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLOAT8 = torch.float8_e4m3fn
 
 
 def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> None:
-    """Multiplies the rows of attentions by their ``kv_scale``, in a node of the graph, and leaves it out."""
+    """Multiply the rows of attentions by their ``kv_scale`` in a separate node, and drop the argument."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
         given = named_arguments(node)
         scales, query = given.pop("kv_scale"), given["query"]
@@ -34,7 +34,7 @@ def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _product(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [B,T,L] in float32 times scales [], [B,T] or [B,T,G]."""
+    """Multiply rows [B,T,L] in float32 by scales [], [B,T] or [B,T,G]."""
     groups = scales.shape[2] if scales.dim() == 3 else 1
     by_group = rows.float().unflatten(-1, (groups, -1))
     factors = scales.reshape(*scales.shape[:2], -1, 1) if scales.dim() else scales

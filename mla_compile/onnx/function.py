@@ -1,8 +1,9 @@
 """``DecodeAttention`` as a function of standard operators, attached to every file so that any runtime can run it.
 
-Two products, a softmax in float32, and one more product, with the heads folded into rows: [B,S*H,W] x [B,W,T]. This
-reads the cache as it is, without a copy per head, and is the fastest that MatMul and Softmax allow on a CPU
-(docs/decisions.md, 75). A function cannot ask which of its inputs are given, so each combination in use gets a body.
+The body has two products, a softmax in float32, and one more product, with the heads folded into rows: [B,S*H,W] x
+[B,W,T]. This reads the cache in place, without a copy per head, and is the fastest that MatMul and Softmax allow on a
+CPU (docs/decisions.md, 75). A function cannot test which inputs are given, so each combination in use gets its own
+body.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LOWEST = -3.4028234663852886e38
 
 @dataclass(frozen=True)
 class Signature:
-    """What determines the body: the inputs that are given, their ONNX dtypes and widths, and the features in use.
+    """The properties that determine the body: the given inputs, their ONNX dtypes and widths, and the features in use.
 
     ``trimmed``: the cache may have more rows than the mask has columns.
     """
@@ -61,7 +62,7 @@ class Signature:
 
 
 def function(signature: Signature, opset: int, overload: str = "") -> onnx.FunctionProto:
-    """The function for one signature, in the standard operators of ``opset`` (13 or later)."""
+    """Return the function for one signature, in the standard operators of ``opset`` (13 or later)."""
     body = _Body(signature)
     body.attention()
     return defined(NAME, signature.inputs, signature, body, opset, overload)
@@ -70,7 +71,7 @@ def function(signature: Signature, opset: int, overload: str = "") -> onnx.Funct
 def defined(
     name: str, inputs: Sequence[str], signature: Signature, body: Writer, opset: int, overload: str
 ) -> onnx.FunctionProto:
-    """``body`` as a function with the operator's attributes; ``signature`` says which of them it reads."""
+    """Wrap ``body`` as a function with the operator's attributes; ``signature`` tells which of them it reads."""
     attributes = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
     inside = [] if name == NAME else [helper.make_opsetid(DOMAIN, VERSION)]
     result = helper.make_function(
@@ -83,7 +84,7 @@ def defined(
         attributes=attributes,
         doc_string="Decode attention over one shared row per token; see the model's metadata.",
     )
-    # Attributes for which the body is specialised are accepted but not read.
+    # Attributes that the body is specialised for are accepted but not read.
     result.attribute_proto.extend(
         helper.make_attribute(name, value)
         for name, value in (("causal", 0), ("value_width", 0), ("softcap", 0.0), ("window", 0))
@@ -95,7 +96,7 @@ def defined(
 
 
 class _Body(Writer):
-    """The attention of one signature."""
+    """The attention for one signature."""
 
     def __init__(self, signature: Signature) -> None:
         super().__init__()
@@ -126,12 +127,13 @@ class _Body(Writer):
         allowed = self.allowed(scores) if hidden else ""
         if s.mask is not None and s.mask != TensorProto.BOOL:
             added = self.op("Transpose", self.wide("mask", s.mask), perm=[0, 2, 1, 3])
-            # `allowed` hides minus infinity, which could give NaN when it is added to a score
+            # The mask's minus infinity is clamped, because its sum with a score could be NaN; `allowed` hides these
+            # keys.
             scores = self.op("Add", scores, self.op("Max", added, self.number(_LOWEST)))
         if allowed:
             scores = self.op("Where", allowed, scores, self.number(_LOWEST))
         probabilities = self.softmax(scores)
-        if allowed:  # a query that sees no key: zeros, whatever the rows hold
+        if allowed:  # a query that sees no key gets zeros, whatever the rows hold
             some = self.op(
                 "Cast", self.op("ReduceMax", self.op("Cast", allowed, to=_FLOAT), self.ints(-1)), to=TensorProto.BOOL
             )
@@ -147,14 +149,14 @@ class _Body(Writer):
         self.result(out, "out", s.query_dtype)
 
     def rows(self, name: str) -> str:
-        """The rows of a cache that are in use, in float32."""
+        """Return the rows of a cache that are in use, in float32."""
         if self.s.trimmed:
             used = self.op("Slice", name, self.ints(0), self.op("Shape", "mask", start=3, end=4), self.ints(1))
             return self.wide(used, self.s.dtype)
         return self.wide(name, self.s.dtype)
 
     def allowed(self, scores: str) -> str:
-        """True where a query sees a key, broadcast against scores [B,S,H,T]."""
+        """Return True where a query sees a key, broadcast against scores [B,S,H,T]."""
         s, conditions = self.s, []
         if s.mask == TensorProto.BOOL:
             conditions.append(self.op("Transpose", "mask", perm=[0, 2, 1, 3]))
@@ -175,7 +177,7 @@ class _Body(Writer):
         return self.both(conditions)
 
     def positions(self, scores: str) -> tuple[str, str]:
-        """Key indices [T], and the number of keys: [B,1,1,1] or [1]."""
+        """Return key indices [T], and the number of keys: [B,1,1,1] or [1]."""
         keys = self.op("Shape", scores, start=3, end=4)
         indices = self.counted(keys)
         if self.s.seq_lens:
@@ -183,7 +185,7 @@ class _Body(Writer):
         return indices, keys
 
     def newest(self, length: str) -> str:
-        """The last key that each query sees under ``causal``: length - S + s, as [B or 1,S,1,1]."""
+        """Return the last key that each query sees under ``causal``: length - S + s, as [B or 1,S,1,1]."""
         count = self.op("Shape", "query", start=1, end=2)
         own = self.counted(count)
         return self.op("Add", self.op("Sub", length, count), self.op("Reshape", own, self.ints(1, -1, 1, 1)))

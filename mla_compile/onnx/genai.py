@@ -1,4 +1,4 @@
-"""The configuration that onnxruntime-genai reads beside a model of profile ``genai``."""
+"""Write the configuration that onnxruntime-genai reads beside a model of profile ``genai``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MAX_LENGTH = 4096
 
 
 def write_config(model: Any, manifest: Manifest, directory: Path) -> None:
-    """Writes ``genai_config.json``.
+    """Write ``genai_config.json``.
 
-    onnxruntime-genai allocates keys and values of equal shape for each layer; the two halves of a row of latent and
-    rotary key are such a pair, with one head.
+    onnxruntime-genai allocates keys and values of equal shape for each layer. The two halves of a row of latent and
+    rotary key form such a pair, with one head.
     """
     config = model.config
     layers = len(manifest.caches) // 2

@@ -1,4 +1,4 @@
-"""Generation: a batch of prompts, one token per row and step, until every row has ended."""
+"""Generate from a batch of prompts, one token per row and step, until every row has ended."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ GREEDY = Sampling()
 class Generation(Iterator[list[int | None]]):
     """A batch being generated: each step yields every row's new token, or ``None`` for a row that has ended.
 
-    The token that ends a row is yielded too. Nothing runs before the first step. Arguments are those of
-    :func:`generate`.
+    The token that ends a row is yielded too. Nothing runs before the first step. :func:`generate` describes the
+    arguments.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Generation(Iterator[list[int | None]]):
         self._last = np.full(rows, session.manifest.pad_token_id, np.int64)
 
     def end(self, row: int) -> None:
-        """Stops a row."""
+        """Stop a row."""
         self._left[row] = 0
 
     def ended(self, row: int) -> bool:
@@ -50,7 +50,7 @@ class Generation(Iterator[list[int | None]]):
 
     def __next__(self) -> list[int | None]:
         if not any(self._left):
-            self._state = None  # frees the caches now, not when the iterator is dropped
+            self._state = None  # frees the caches now, instead of when the iterator is dropped
             raise StopIteration
         if self._state is None:
             longest = max(len(prompt) for prompt in self._prompts)
@@ -78,14 +78,14 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = GREEDY,
     stream: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, with the token that ended it.
+    """Return the new tokens of each prompt, including the token that ended it.
 
     Args:
         session: a loaded model directory.
         prompts: token ids; prompts of different lengths are padded on the left.
-        max_new_tokens: the limit for all rows, or one for each row.
+        max_new_tokens: the limit for all rows, or one per row.
         eos_token_ids: tokens that end a row; by default the model's. An empty list means none.
-        sampling: one setting for all rows, or one for each; greedy by default.
+        sampling: one setting for all rows, or one per row; greedy by default.
         stream: called with row and token as they come.
 
     Raises :class:`InputError` or :class:`OptionError` before anything runs, :class:`ModelFileError` if the model fails.

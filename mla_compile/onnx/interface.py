@@ -1,8 +1,8 @@
-"""Names for an exported graph's inputs, outputs and dimensions, and one shape for its caches.
+"""Name an exported graph's inputs, outputs and dimensions, and give its caches one shape.
 
 Before: ``Concat(Unsqueeze(past), new) -> Squeeze -> output``, in whatever rank the model keeps its cache.
 
-After: ``present = Concat(past, new)`` on [B,T,width], which is the node that the profiles rewrite.
+After: ``present = Concat(past, new)`` on [B,T,width], the node that the profiles rewrite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Site:
-    """An attention node, and the positions in the list of caches of what it reads (``None``: not a cache)."""
+    """An attention node, and the indices of the caches that it reads (``None`` if the input is not a cache)."""
 
     node: ir.Node
     latent: int | None
@@ -36,12 +36,12 @@ class Site:
 
 
 def attention_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """The DecodeAttention and ListedAttention nodes, in order."""
+    """Return the DecodeAttention and ListedAttention nodes in graph order."""
     return [node for node in graph if node.op_type in (NAME, LISTED)]
 
 
 def widen_masks(graph: ir.Graph) -> None:
-    """Gives masks that hide whole queries a column for every key: the operator counts keys by its mask."""
+    """Expand masks that hide whole queries to one column per key, because the operator counts keys by its mask."""
     for node in attention_nodes(graph):
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         latent = node.inputs[1]
@@ -56,7 +56,7 @@ def widen_masks(graph: ir.Graph) -> None:
 
 
 def find_append(graph: ir.Graph, past: ir.Value, output: int) -> Append | None:
-    """The append from ``past`` to the output at that position, rewritten to three axes; ``None`` if it is none."""
+    """Return the append from ``past`` to an output, rewritten to three axes; ``None`` if there is no append."""
     present = graph.outputs[output]
     squeeze = present.producer()
     if squeeze is None:
@@ -89,7 +89,7 @@ def find_append(graph: ir.Graph, past: ir.Value, output: int) -> Append | None:
 
 
 def _appended(concat: ir.Node, past: ir.Value, axis: int) -> ir.Value | None:
-    """What ``concat`` appends to ``past`` along ``axis``."""
+    """Return what ``concat`` appends to ``past`` along ``axis``."""
     if len(concat.inputs) != 2 or concat.inputs[0] is not past:
         return None
     rank = axis + 2
@@ -104,7 +104,7 @@ def _replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
-    """Which cache each attention node reads as its latent and its rotary key."""
+    """Find the caches that each attention node reads as its latent and its rotary key."""
     position = {value: index for index, value in enumerate(presents)}
 
     def cache(value: ir.Value | None) -> int | None:
@@ -116,7 +116,7 @@ def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
 
 
 def cache_names(found: Iterable[Site], count: int, fallback: Sequence[str]) -> list[str]:
-    """A name for each cache without "past" and "present": ``latent.0``, ``k_rope.0``, or else the fallback."""
+    """Return a name per cache without "past" and "present": ``latent.0``, ``k_rope.0``, or else the fallback."""
     names: dict[int, str] = {}
     number = 0
     for site in found:
@@ -129,7 +129,7 @@ def cache_names(found: Iterable[Site], count: int, fallback: Sequence[str]) -> l
 
 
 def rename(values: Sequence[ir.Value], names: Sequence[str], dims: Mapping[str, str]) -> None:
-    """Names inputs or outputs of a graph; ``dims``: torch's symbols in shapes -> readable names."""
+    """Rename inputs or outputs of a graph; ``dims`` maps torch's symbols in shapes to readable names."""
     for value, name in zip(values, names, strict=True):
         value.name = name
         if value.shape is not None:
@@ -137,7 +137,7 @@ def rename(values: Sequence[ir.Value], names: Sequence[str], dims: Mapping[str, 
 
 
 def renamed(dim: int | ir.SymbolicDim, dims: Mapping[str, str]) -> int | str | None:
-    """A dimension with its symbols renamed; a sum with a name of its own gets that."""
+    """Rename the symbols in a dimension; a sum that has a name of its own gets that name."""
     if isinstance(dim, int):
         return dim
     if dim.value is None:

@@ -1,4 +1,4 @@
-"""The few operations for editing an ONNX graph that the profiles share."""
+"""The few graph edits on ONNX graphs that the profiles share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 class Editor:
-    """Adds nodes before an anchor, with names that say what they are for."""
+    """Adds nodes before an anchor, with names that tell their purpose."""
 
     def __init__(self, graph: ir.Graph, anchor: ir.Node, prefix: str) -> None:
         self.graph = graph
@@ -19,7 +19,7 @@ class Editor:
         self.count = 0
 
     def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
-        """The first output of a new node."""
+        """Add a node and return its first output."""
         name = f"{self.prefix}/{kind}.{self.count}"
         self.count += 1
         node = ir.node(kind, list(inputs), attributes=attributes or None, domain=domain, name=name)
@@ -28,21 +28,21 @@ class Editor:
         return node.outputs[0]
 
     def ints(self, *values: int) -> ir.Value:
-        """A constant vector of int64."""
+        """Add a constant vector of int64."""
         return self.op("Constant", value=ir.tensor(np.array(values, dtype=np.int64)))
 
     def slice(self, value: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:
-        """Entries ``start`` to ``stop`` along one axis."""
+        """Slice entries ``start`` to ``stop`` along one axis."""
         return self.op("Slice", value, start, stop, self.ints(axis))
 
 
 def consumers(value: ir.Value) -> list[tuple[ir.Node, int]]:
-    """The nodes that read a value, each with the position of the input."""
+    """Return the nodes that read a value, each with the position of the input."""
     return [(use.node, use.idx) for use in value.uses()]
 
 
 def axes_of(node: ir.Node) -> tuple[int, ...] | None:
-    """The axes of a Squeeze or Unsqueeze; ``None`` if they are not constant."""
+    """Return the axes of a Squeeze or Unsqueeze; ``None`` if they are not constant."""
     if len(node.inputs) < 2 or node.inputs[1] is None:
         return None
     tensor = constant(node.inputs[1])
@@ -50,7 +50,7 @@ def axes_of(node: ir.Node) -> tuple[int, ...] | None:
 
 
 def constant(value: ir.Value) -> np.ndarray[Any, Any] | None:
-    """The array in an initializer or a Constant node."""
+    """Return the array in an initializer or a Constant node."""
     tensor = value.const_value
     producer = value.producer()
     if tensor is None and producer is not None and producer.op_type == "Constant":
@@ -65,14 +65,14 @@ def constant(value: ir.Value) -> np.ndarray[Any, Any] | None:
 
 
 def replace_input(value: ir.Value, new: ir.Value, where: Sequence[tuple[ir.Node, int]]) -> None:
-    """Makes the given readers of ``value`` read ``new``."""
+    """Redirect the given readers of ``value`` to ``new``."""
     for node, index in where:
         assert node.inputs[index] is value
         node.replace_input_with(index, new)
 
 
 def remove_unread(graph: ir.Graph) -> None:
-    """Drops nodes and initializers that nothing reads."""
+    """Remove nodes and initializers that nothing reads."""
     outputs = set(graph.outputs)
     for node in reversed(list(graph)):
         if not any(v in outputs or v.uses() for v in node.outputs):

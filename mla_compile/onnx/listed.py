@@ -1,12 +1,13 @@
-"""``ListedAttention`` as a function: the rows of the listed keys are gathered, then ``DecodeAttention`` over them.
+"""``ListedAttention`` as a function: gather the rows of the listed keys, then run ``DecodeAttention`` over them.
 
 Each query has rows of its own, so the queries become a part of the batch:
 
     query [B,S,H,W] -> [B*S,1,H,W];  latent [B,C,La] -> [B*S,k,La];  mask [B|1,H|1,S|1,T] -> [B*S,H|1,1,k]
 
-What hides keys by position is written into that mask, and so is an entry that names no key, which reads the first row.
-A list of the best k names all keys as long as there are no more than k. Then the attention reads them where they lie:
-``If`` picks in every call. (Outside of a branch ONNX Runtime 1.32 forgets which overload a function in a function is.)
+Conditions on positions are written into that mask. The mask also hides entries that name no key, which read the first
+row. A list of the best k names all keys as long as there are no more than k. Then the attention reads the rows in
+place; an ``If`` decides in every call. (Outside of a branch, ONNX Runtime 1.32 loses the overload of a function that a
+function calls.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _INT64 = TensorProto.INT64
 
 @dataclass(frozen=True)
 class Listed:
-    """What determines the body: ``whole`` is the signature of the same attention over all keys.
+    """The properties that determine the body: ``whole`` is the signature of the same attention over all keys.
 
     ``every``: each entry of the list is known to name a key.
     """
@@ -36,7 +37,7 @@ class Listed:
 
     @property
     def gathered(self) -> Signature:
-        """The attention over the rows of a list."""
+        """The signature of the attention over the rows of a list."""
         whole = self.whole
         mask = TensorProto.BOOL if whole.mask is None else whole.mask
         return replace(whole, mask=mask, trimmed=False, seq_lens=False, causal=False, window=False)
@@ -45,7 +46,7 @@ class Listed:
 def listed_function(
     signature: Listed, overloads: tuple[str, str], opset: int, overload: str = ""
 ) -> onnx.FunctionProto:
-    """The function; ``overloads``: those of ``DecodeAttention`` over all keys, and over the rows of a list."""
+    """Return the function. ``overloads`` names the ``DecodeAttention`` over all keys, and the one over listed rows."""
     whole = signature.whole
     body, every, chosen = Writer(), Writer("all."), _Chosen(signature)
     every.nodes.append(_attention(whole, {}, [f"all.{name}" for name in whole.outputs], overloads[0]))
@@ -55,7 +56,7 @@ def listed_function(
         name: writer.graph(name, {f"{prefix}.{output}": dtypes[output] for output in whole.outputs})
         for name, writer, prefix in (("then_branch", every, "all"), ("else_branch", chosen, "listed"))
     }
-    # Where sizes alone tell, no runtime has to wait for a device.
+    # If sizes alone decide, no runtime has to wait for a device.
     keys = body.keys(masked=whole.mask is not None)
     full = body.op("Squeeze", body.op("Equal", body.size("indices", 2), keys))
     if not signature.every:
@@ -69,7 +70,7 @@ def listed_function(
 def _attention(
     signature: Signature, values: Mapping[str, str], outputs: Sequence[str], overload: str
 ) -> onnx.NodeProto:
-    """The node over ``values``, and the function's own inputs where they name none."""
+    """Return the node over ``values``; it reads the function's own inputs where ``values`` has no entry."""
     inputs = [values.get(name, name) if name in signature.given else "" for name in signature.inputs]
     node = helper.make_node(NAME, inputs, outputs, name=f"{NAME}.{outputs[0]}", domain=DOMAIN)
     read = {"scale": AttributeProto.FLOAT, "softcap": AttributeProto.FLOAT, "window": AttributeProto.INT}
@@ -83,14 +84,14 @@ def _attention(
 
 
 class _Chosen(Writer):
-    """The branch that gathers."""
+    """The branch that gathers the listed rows."""
 
     def __init__(self, signature: Listed) -> None:
         super().__init__("listed.")
         self.whole, self.gathered = signature.whole, signature.gathered
 
     def attention(self, overload: str) -> None:
-        """``overload``: of ``DecodeAttention`` over the rows of a list."""
+        """``overload`` names the ``DecodeAttention`` over the rows of a list."""
         whole, keys, count = self.whole, self.keys(masked=self.whole.mask is not None), self.size("indices", 2)
         at, named = self.named(keys)
         at = self.op("Where", named, at, self.scalar(0))
@@ -114,7 +115,7 @@ class _Chosen(Writer):
             self.result(self.shaped("of_rows.lse", heads), "listed.lse")
 
     def _positions(self, at: str, keys: str) -> list[str]:
-        """Where lengths, the order of tokens and a window let a query see the key ``at`` [B,S,k]."""
+        """Return the conditions by which lengths, causality and a window let a query see the key ``at`` [B,S,k]."""
         whole, conditions = self.whole, []
         length = self.shaped("seq_lens", -1, 1, 1) if whole.seq_lens else keys
         if whole.seq_lens:
@@ -131,7 +132,7 @@ class _Chosen(Writer):
         return conditions
 
     def _mask(self, at: str, seen: str, batch: str, keys: str, count: str) -> str:
-        """[B*S,H|1,1,k]: the mask at the listed keys, hidden where not ``seen``. Its axes may be 1 long each."""
+        """Return [B*S,H|1,1,k], the mask at the listed keys, hidden where not ``seen``. A mask axis may have size 1."""
         sizes = [self.size("mask", axis) for axis in range(3)]
         rows = self.op("Mod", self.shaped(batch, -1, 1, 1, 1), sizes[0])
         heads = self.shaped(self.counted(sizes[1]), 1, 1, -1, 1)

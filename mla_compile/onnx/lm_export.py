@@ -1,4 +1,4 @@
-"""Exports a causal language model: two traces, two graphs in one profile, one manifest."""
+"""Export a causal language model: two traces, two graphs in one profile, one manifest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, prefill: bool, say: Progress) -> Exported:
-    """Writes everything but the report into ``stage``; ``options`` are those of the decode graph."""
+    """Write everything except the report into ``stage``; ``options`` apply to the decode graph."""
     dtype = _NAMES[lm.dtype]
     one_graph = bool(profile.runner)
     say("tracing and rewriting the decode graph")
@@ -75,7 +75,7 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
 
 
 def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted, bool]:
-    """The decode graph, and whether it takes one token per call because it cannot be traced for any number."""
+    """Return the decode graph, and whether it takes one token per call because tracing allows no other number."""
     try:
         program = export_program(lm, last_only=False, experts="batched_mm")
     except ExportError as several:
@@ -90,7 +90,7 @@ def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted
 
 
 def require_absorbed(report: Report) -> None:
-    """Raises :class:`ExportError` with the reasons if no attention was absorbed."""
+    """Raise :class:`ExportError` with the reasons if no attention was absorbed."""
     if any(site.verdict == "absorbed" for site in report.sites):
         return
     reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in report.sites)
@@ -126,7 +126,7 @@ def _verify(
 
 
 def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[CacheTensor]:
-    """The model's cache tensors in the order of the graph's caches; halves of a row count as the latent."""
+    """Return the model's cache tensors in the order of the graph's caches; halves of a row count as the latent."""
     return list(lm.caches) if len(lm.caches) == len(caches) else [lm.caches[0]] * len(caches)
 
 

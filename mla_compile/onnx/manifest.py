@@ -1,8 +1,7 @@
 """The manifest of a model directory: what was exported, which files belong to it, and how its caches are bound.
 
-The JSON file comes from outside, so each field is checked where it is read, and an error names the file, the field,
-what was found and what was expected. A field that this release does not know is ignored; a change of meaning gets
-another ``format``.
+The JSON file is untrusted, so each field is checked where it is read, and an error names the file, the field, what was
+found and what was expected. Unknown fields are ignored; a change of meaning gets a new ``format``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 """The inputs of a graph that are not caches, in order: [B,S], [B,T], [B,S]."""
 
-_LARGEST = 1 << 20  # bytes; the manifest of a model of a thousand layers takes about a quarter of that
+_LARGEST = 1 << 20  # bytes; a manifest of a thousand layers takes about a quarter of this
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
@@ -40,7 +39,7 @@ class FileEntry:
 
     @classmethod
     def parse(cls, record: Record) -> FileEntry:
-        """Reads it from the manifest."""
+        """Read an entry of the manifest."""
         return cls(record.number("bytes", lowest=0), record.hash("sha256"))
 
 
@@ -49,11 +48,11 @@ class Cache:
     """One cache of the model: a graph input, the output that continues it, and their shape.
 
     Attributes:
-        past, present: names of the input and of the output.
+        past, present: the names of the input and of the output.
         axis: the axis that counts tokens; ``None`` for a state of fixed size.
         shape: ``"batch"``, then sizes, with ``None`` at ``axis``.
-        dtype: of the elements.
-        grows: whether it holds a row per token; if not, it is a state that starts as zeros.
+        dtype: the dtype of the elements.
+        grows: whether the cache holds a row per token; otherwise it is a state that starts as zeros.
     """
 
     past: str
@@ -65,7 +64,7 @@ class Cache:
 
     @classmethod
     def parse(cls, record: Record) -> Cache:
-        """Reads it from the manifest."""
+        """Read an entry of the manifest."""
         grows = record.flag("grows")
         axis = record.optional_number("axis", lowest=1)
         shape = tuple(record.items("shape"))
@@ -85,7 +84,7 @@ class Cache:
         return cls(record.text("past"), record.text("present"), axis, shape, record.choice("dtype", DTYPES), grows)
 
     def sizes(self, batch: int, tokens: int) -> list[int]:
-        """The shape with numbers in it."""
+        """Return the shape with numbers filled in."""
         return [batch if size == "batch" else tokens if size is None else int(size) for size in self.shape]
 
 
@@ -93,7 +92,7 @@ class Cache:
 class AttentionNode:
     """The sizes and features of one DecodeAttention node, which a native library has to support.
 
-    ``values``: whether the summed rows are an input of their own; ``value_width``: columns summed across latent and
+    ``values``: whether the summed rows are a separate input. ``value_width``: the columns summed across latent and
     rope, or 0.
     """
 
@@ -110,7 +109,7 @@ class AttentionNode:
 
     @classmethod
     def parse(cls, record: Record) -> AttentionNode:
-        """Reads it from the manifest."""
+        """Read an entry of the manifest."""
         return cls(
             record.number("H", lowest=1),
             record.number("La", lowest=1),
@@ -127,7 +126,7 @@ class AttentionNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that the manifest says, field by field as in its JSON."""
+    """All fields of the manifest, named as in its JSON."""
 
     profile: str
     dtype: str
@@ -149,7 +148,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
-        """Reads ``mla_compile.json`` of a model directory. Raises :class:`ModelFileError` if it cannot be used."""
+        """Read ``mla_compile.json`` of a model directory. Raises :class:`ModelFileError` if it cannot be used."""
         path = Path(directory) / MANIFEST
         if not Path(directory).is_dir():
             raise ModelFileError(f"{directory} is not a directory; expected one that `mla-compile export` wrote")
@@ -167,7 +166,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, content: Any, source: str = MANIFEST) -> Manifest:
-        """Checks and takes over what :meth:`to_dict` returned; ``source`` is named in errors."""
+        """Check and read a record that :meth:`to_dict` returned; errors name ``source``."""
         record = Record.of(content, source)
         newest = {"format": FORMAT, "op_version": OP_VERSION}
         for name, known in newest.items():
@@ -201,7 +200,7 @@ class Manifest:
         return manifest
 
     def _check_together(self, record: Record) -> None:
-        """Checks what involves several fields."""
+        """Check conditions that involve several fields."""
         for name in self.files:
             record.child("files").plain_name(name)
         if "decode" not in self.graphs:
@@ -218,19 +217,19 @@ class Manifest:
                 raise record.wrong(name, record.get(name), f"token ids from 0 to {self.vocab_size - 1}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, with every field."""
+        """Return a JSON-able record with every field."""
         record = dataclasses.asdict(self)
         for entry in record["caches"]:
             entry["shape"] = list(entry["shape"])
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def to_json(self) -> str:
-        """The text of ``mla_compile.json``, the same for equal manifests."""
+        """Return the text of ``mla_compile.json``, the same for equal manifests."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def check_onnxruntime(manifest: Manifest, installed: str) -> None:
-    """Raises :class:`ModelFileError` if the installed onnxruntime is older than the graphs need."""
+    """Raise :class:`ModelFileError` if the installed onnxruntime is older than the graphs need."""
     if _numbers(installed) < _numbers(manifest.minimum_onnxruntime):
         least = manifest.minimum_onnxruntime
         raise ModelFileError(
@@ -240,7 +239,7 @@ def check_onnxruntime(manifest: Manifest, installed: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``1.31.1`` as numbers, without the suffix of local and development builds, padded so that 1.20 equals 1.20.0."""
+    """Parse ``1.31.1``, without the suffix of local and development builds, padded so that 1.20 equals 1.20.0."""
     found = _VERSION.match(version)
     numbers = tuple(int(part) for part in found[0].split(".")) if found else ()
     return numbers + (0,) * (4 - len(numbers))

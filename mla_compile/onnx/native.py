@@ -1,8 +1,8 @@
-"""The native library of the ONNX operator: finding one, reading what it holds, and whether a session should have it.
+"""The native library of the ONNX operator: find it, read its contents, and decide whether a session should use it.
 
-A registered operator replaces the function in the file, and ONNX Runtime has no way back: a node that the library
-cannot run is then an error. A library is therefore registered only where it covers every node of a model, and only in
-sessions on a CUDA device; on a CPU the function is faster than the library's plain kernel.
+A registered operator replaces the function in the file, and ONNX Runtime cannot fall back to the function: a node that
+the library cannot run is then an error. Therefore a library is registered only if it covers every node of a model, and
+only in sessions on a CUDA device. On a CPU the function is faster than the library's plain kernel.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from mla_compile.errors import ModelFileError
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx.manifest import OP_VERSION
 
-API_VERSION = 21  # of ONNX Runtime's C interface: that of 1.21 and newer
+API_VERSION = 21  # of ONNX Runtime's C interface, present in 1.21 and newer
 NAME = "libmla_compile_onnx.so"
 VARIABLE = "MLA_COMPILE_ONNX_LIBRARY"
 _FORMAT = 1
-_HEADER = 64  # bytes of an ELF file's head
-_MACHINES = {"x86_64": 62, "amd64": 62, "aarch64": 183, "arm64": 183}  # e_machine of ELF
+_HEADER = 64  # bytes of the ELF header
+_MACHINES = {"x86_64": 62, "amd64": 62, "aarch64": 183, "arm64": 183}  # e_machine in ELF
 _REBUILD = "build it again: python -m mla_compile.onnx.build"
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that can be loaded here; ``manifest`` is what it says about itself."""
+    """A library that can be loaded here; ``manifest`` is its description of itself."""
 
     path: Path
     manifest: Mapping[str, Any]
     _loaded: ctypes.CDLL = field(repr=False, compare=False)
 
     def device(self, index: int = 0) -> str | None:
-        """The architecture of a CUDA device, such as ``sm_90``; ``None`` if there is no such device, or no driver."""
+        """Return the architecture of a CUDA device, such as ``sm_90``; ``None`` without such a device or a driver."""
         found = int(self._loaded.mla_compile_onnx_device(index))
         return None if found < 0 else f"sm_{found}"
 
 
 def default_folder() -> Path:
-    """Where a build puts its library, and where it is looked for."""
+    """Return the folder where a build puts the library and where sessions look for it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mla_compile" / "onnx"
 
 
 def find() -> Path | None:
-    """The library named by ``MLA_COMPILE_ONNX_LIBRARY``, else the one in the default folder, else ``None``.
+    """Return the library in ``MLA_COMPILE_ONNX_LIBRARY`` or in the default folder; ``None`` if there is none.
 
     Raises :class:`ModelFileError` if the variable names a file that does not exist.
     """
@@ -68,10 +68,10 @@ def find() -> Path | None:
 
 
 def inspect(path: str | Path) -> Library:
-    """What a library holds. To find out, it is loaded into this process: only inspect files that you trust.
+    """Read what a library contains. This loads it into the process, so only inspect files that you trust.
 
-    Raises :class:`ModelFileError` for a file that is missing, not a library, for another platform, or not one of ours,
-    and for one that another user may have written.
+    Raises :class:`ModelFileError` if the file is missing, is no library of ours, is for another platform, or may have
+    been written by another user.
     """
     path = Path(path).absolute()
     if (told := trusted.refusal(path)) is not None:
@@ -118,7 +118,7 @@ def _check_platform(path: Path) -> None:
             f"native library {path} is for another processor (ELF machine {machine}), this is {platform.machine()}; "
             f"{_REBUILD}"
         )
-    # The section table is the last thing in the file. Loading a file that was cut off would crash the process.
+    # The section table ends the file. Loading a truncated file would crash the process.
     table, entry, entries = (*struct.unpack("<Q", head[40:48]), *struct.unpack("<HH", head[58:62]))
     if table + entry * entries > size:
         raise ModelFileError(f"native library {path} is cut off at {size} bytes; copy it again, or {_REBUILD}")
@@ -133,10 +133,10 @@ def usable(
     *,
     device: int = 0,
 ) -> str | None:
-    """``None`` if the library should be registered for a model, else the reason why not, in words.
+    """Return ``None`` if the library should be registered for a model, otherwise the reason in words.
 
     ``manifest_attention``: the entries ``attention`` of the model's manifest (mappings, or objects with the same
-    names). ``dtype`` is the model's, ``providers`` are the session's, ``device`` is the number of its CUDA device.
+    names). ``dtype`` is the model's, ``providers`` are the session's, and ``device`` is the number of its CUDA device.
     """
     has = library.manifest
     if "CUDAExecutionProvider" not in providers:
@@ -161,9 +161,10 @@ def usable(
 
 
 def _runs_on(arch: str, built: Sequence[str]) -> bool:
-    """Up to sm_89, machine code runs on later architectures of its generation; from sm_90 on, only on its own.
+    """Whether the library's machine code runs on ``arch``.
 
-    The library takes the latest that it has, whose tiles must also fit the device's shared memory.
+    Up to sm_89, machine code runs on later architectures of its generation; from sm_90 on, only on its own. The library
+    uses the newest code that it has, whose tiles must also fit the device's shared memory.
     """
     numbers, number = sorted(int(name.removeprefix("sm_")) for name in built), int(arch.removeprefix("sm_"))
     earlier = [n for n in numbers if n // 10 == number // 10 and n <= number and (n == number or number < 90)]

@@ -1,22 +1,22 @@
-"""The ONNX operators of this library: their schemas, and how the operators of torch become them.
+"""The ONNX operators of this library: their schemas, and how torch operators translate to them.
 
 ``mla_compile::DecodeAttention``. Inputs: query [B,S,H,La+Lb], latent [B,C,La], and optionally rope [B,C,Lb], mask (bool
 or float) [B|1,H|1,S|1,T], seq_lens int64 [B], sinks float [H], values [B,C,Lv]. Outputs: out [B,S,H,Lv] in query's
-dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is its last axis
-and rows of the cache from T on (C > T) are unused capacity; without one T = C. The formulas are those of
-:mod:`mla_compile.kernels.reference`; ``value_width`` > 0 sums the first ``value_width`` columns of [latent, rope]
+dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is the mask's last
+axis, and rows of the cache from T on (C > T) are unused capacity; without a mask, T = C. The formulas are those of
+:mod:`mla_compile.kernels.reference`. ``value_width`` > 0 sums the first ``value_width`` columns of [latent, rope]
 instead of the latent.
 
-``mla_compile::ListedAttention`` has the same inputs and, behind them, indices int32 [B,S,k]: the keys that each query
-sees, if nothing else hides them. No key is named twice, and an entry outside of the T keys names none. What hides keys
-besides speaks of positions among all T of them.
+``mla_compile::ListedAttention`` has the same inputs, followed by indices int32 [B,S,k]: the keys that each query sees,
+unless another argument hides them. No key is named twice, and an entry outside of the T keys names no key. Masks,
+lengths, causality and windows refer to positions among all T keys.
 
 ``mla_compile::IndexScores``: query [B,S,J,D], keys [B,T,D], weights [B,S,J] -> scores [B,S,T] in float32 (float64 for
 float64): ``sum_j weights_j relu(scale * q_j . k_t)``.
 
 ``mla_compile::WeighAlike``: out [B,S,H,Lv], lse [B,S,H], values [B,C,Lv], optionally mask [B|1,H|1,S|1,T] with indices
-[B,S,k], and used int64 [1], the rows of values that are in use -> out, where a query that saw no key (lse at most
-``lowest``) is the mean of the rows, as :mod:`mla_compile.kernels.alike` defines it.
+[B,S,k], and used int64 [1], the number of rows of values in use -> out, where a query that saw no key (lse at most
+``lowest``) gets the mean of the rows, as :mod:`mla_compile.kernels.alike` defines it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TYPES = {
 
 
 def schema(name: str = NAME) -> onnx.defs.OpSchema:
-    """The attention operator's schema, or that of lists; query may be float32 beside rows in half precision."""
+    """Return the schema of the attention operator or its listed form; query may be wider than the rows."""
     names = LISTED_INPUTS if name == LISTED else INPUTS
     given = {n: _KINDS[n] for n in names}
     needed = ("query", "latent", "indices")
@@ -76,7 +76,7 @@ def _schema(
     floats: Sequence[str],
     numbers: Mapping[str, float],
 ) -> onnx.defs.OpSchema:
-    """``floats``: attributes that have to be given; ``numbers``: others, with what they are otherwise."""
+    """``floats``: required attributes. ``numbers``: optional attributes and their defaults."""
     parameter, option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
     attribute = onnx.defs.OpSchema.Attribute
 
@@ -114,7 +114,7 @@ def _alike_schema() -> onnx.defs.OpSchema:
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """For ``torch.onnx.export(custom_translation_table=...)``."""
+    """Return the table for ``torch.onnx.export(custom_translation_table=...)``."""
     opset = onnxscript_values.Opset(DOMAIN, VERSION)
     dense, listed = (onnxscript_values.Op(opset, name, schema(name)) for name in (NAME, LISTED))
     scores = onnxscript_values.Op(opset, INDEX, _index_schema())

@@ -3,8 +3,8 @@
 Before: ``DecodeAttention(query, Concat(past, new), ..., mask)`` on [B,S,...].
 
 After: ``PagedAttention(query, new rows, pages, lengths, block table)`` on packed tokens, [1,tokens,...]. The operator
-appends the rows and hides only what is not there yet, so the model must hide nothing else. To find out, the mask that
-the model computes is evaluated.
+appends the rows and hides only keys that do not exist yet, so the model must hide no other key. The mask that the model
+computes is evaluated to check this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = ((1, 5, 0), (1, 1, 9), (1, 4, 7), (2, 3, 6))  # batch, new tokens, cach
 
 
 def in_pages(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
-    """Replaces every attention and removes the caches from the graph; returns the new inputs and outputs of pages.
+    """Replace every attention and remove the caches from the graph; return the new inputs and outputs for pages.
 
     Raises :class:`ExportError` if the operator cannot do what the model does.
     """
@@ -64,7 +64,7 @@ def in_pages(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) 
 
 
 def _batch_from(graph: ir.Graph, past: ir.Value, tokens: ir.Value) -> None:
-    """Reads the batch size from the token ids where it was read from a cache."""
+    """Read the batch size from the token ids wherever it was read from a cache."""
     for node, _ in consumers(past):
         start, end = (node.attributes[n].as_int() if n in node.attributes else -1 for n in ("start", "end"))
         if node.op_type == "Shape" and (max(start, 0), end) == (0, 1):
@@ -131,7 +131,7 @@ def _replace(
 
 
 def _mask_of(node: ir.Node) -> tuple[ir.Value | None, bool]:
-    """An attention's mask, and whether it is causal besides."""
+    """Return an attention's mask, and whether the attention is also causal."""
     causal = node.attributes.get("causal")
     return node.inputs[3] if len(node.inputs) > 3 else None, causal is not None and bool(causal.as_int())
 
@@ -145,9 +145,9 @@ def _check_causal(
     *,
     causal: bool,
 ) -> None:
-    """Evaluates the model's mask, which must show every earlier token and no later one, whatever the content.
+    """Evaluate the model's mask, which must show every earlier token and no later one, whatever the content.
 
-    ``causal``: the operator hides later tokens by itself.
+    ``causal``: the operator itself hides later tokens.
     """
     needed = _ancestors(mask)
     inputs = [v for v in graph.inputs if v in needed]
@@ -188,9 +188,9 @@ def _ancestors(value: ir.Value) -> set[ir.Value]:
 
 
 def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> ir.Model:
-    """The part of the graph that computes the mask, as a model."""
+    """Extract the part of the graph that computes the mask as a model."""
     needed = _ancestors(mask)
-    # Only the shapes of caches can matter here, and not every dtype can be passed in.
+    # The mask can depend only on the shapes of caches, and some dtypes cannot be passed in.
     floating = ir.TensorType(ir.DataType.FLOAT)
     copies = {
         v: ir.Value(name=v.name, type=v.type if v.dtype == ir.DataType.INT64 else floating, shape=v.shape)

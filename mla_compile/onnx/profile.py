@@ -1,11 +1,11 @@
-"""How caches go in and out of an exported graph: each profile rewrites their appends in its own way.
+"""How caches enter and leave an exported graph: each profile rewrites the appends to caches in its own way.
 
 ========== ===========================================================================================================
-portable   ``present = Concat(past, new)``: what the graph is exported as; any runtime of opset 21
-inplace    ``present = TensorScatter(past, new)``: one buffer with room for more rows, ``total`` of them in use
-genai      the row [latent, k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them
-ort-paged  pages of rows for ``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged`
-========== ===========================================================================================================
+portable   ``present = Concat(past, new)``: the graph as exported, for any runtime of opset 21 inplace    ``present =
+TensorScatter(past, new)``: one buffer with room for more rows, ``total`` of them in use genai      the row [latent,
+k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them ort-paged  pages of rows for
+``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged` ==========
+===========================================================================================================
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 from mla_compile.errors import OptionError, nearest
 
 Layout = Literal["appended", "in place", "halves", "pages"]
-"""What becomes of a cache, in the order of the table."""
+"""The treatment of a cache, in the order of the table."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,11 @@ class Profile:
     """One profile: what it does to a cache, and what its files need.
 
     Attributes:
-        layout: of its caches.
-        minimum_onnxruntime: the oldest that loads the files.
-        runner: the program that runs them, in words, where a :class:`~mla_compile.onnx.session.Session` does not. Such
-            a program takes one graph for prompts and steps, of any number of tokens, and inputs whose meaning is known.
+        layout: the layout of its caches.
+        minimum_onnxruntime: the oldest ONNX Runtime that loads the files.
+        runner: the program that runs the files, in words, if a :class:`~mla_compile.onnx.session.Session` does not.
+            Such a program takes one graph for prompts and steps of any number of tokens, with inputs that it knows by
+            name.
         cpu: whether ONNX Runtime has all of its operators for the CPU.
         lists: whether its attention can read the rows of listed keys only.
     """
@@ -58,7 +59,7 @@ RUN_HERE = " or ".join(name for name, profile in PROFILES.items() if not profile
 
 
 def find_profile(name: str) -> Profile:
-    """The profile of that name. Raises :class:`OptionError` for any other name."""
+    """Return the profile of that name. Raises :class:`OptionError` for any other name."""
     if name not in PROFILES:
         hint = nearest(name, PROFILES) if isinstance(name, str) else ""
         raise OptionError(f"profile is {name!r}, expected one of {', '.join(PROFILES)}{hint}")

@@ -1,7 +1,7 @@
-"""Exports a traced program with its author's inputs and outputs: a decode graph, and the expanded one beside it.
+"""Export a traced program with its author's inputs and outputs: a decode graph, and the expanded graph beside it.
 
-A cache is an input that an output continues: ``output = Concat(input, new rows)``. Names stay as they are. What the
-other inputs mean is not known, so there is no manifest, and the graphs are run by whoever traced the program.
+A cache is an input that an output continues: ``output = Concat(input, new rows)``. Names stay unchanged. The meaning of
+the other inputs is unknown, so there is no manifest, and the program's author runs the graphs.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def export(
     prefill: bool,
     say: Progress,
 ) -> Exported:
-    """Writes everything but the report into ``stage``; not in profiles that another program runs.
+    """Write everything except the report into ``stage``; not for profiles that another program runs.
 
-    ``options`` are those of the decode graph.
+    ``options`` apply to the decode graph.
     """
     if profile.runner:
         raise ExportError(
-            f"profile {profile.name!r} needs inputs whose meaning is known, which a traced program does not say; pass "
-            f"the module, or use {RUN_HERE}"
+            f"profile {profile.name!r} needs inputs whose meaning is known, and a traced program does not tell it; "
+            f"pass the module, or use {RUN_HERE}"
         )
     say("rewriting the decode graph")
     decode = convert(program, options, profile.opset)
-    if not attention_nodes(decode.model.graph):  # a program may come with our operator in it already
+    if not attention_nodes(decode.model.graph):  # the program may contain our operator already
         require_absorbed(decode.report)
     _finish(decode, profile)
     graphs = {"decode.onnx": decode.model}
@@ -71,7 +71,7 @@ def export(
         say("comparing with the original")
         why_not = ""
         if profile.layout == "in place":
-            why_not = "the example inputs are of caches that grow, not of buffers"
+            why_not = "the example inputs hold caches that grow, not buffers"
         elif dtype == "bfloat16":
             why_not = "ONNX Runtime has no bfloat16 operators for the CPU"
         made = [decode.program] if why_not else [stage / name for name in graphs]
@@ -80,7 +80,7 @@ def export(
 
 
 def _dtype(graph: ir.Graph) -> str:
-    """The dtype that the attention reads, or of the outputs where an attention absorbed in part has no operator."""
+    """Return the dtype that the attention reads; without an attention operator, the dtype of the outputs."""
     nodes = attention_nodes(graph)
     values = [nodes[0].inputs[1]] if nodes else list(graph.outputs)
     return next((_TYPES[v.dtype] for v in values if v is not None and v.dtype in _TYPES), "")
@@ -105,7 +105,7 @@ def _finish(converted: Converted, profile: Profile) -> None:
 
 
 def _counts(graph: ir.Graph, append: Append) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
-    """Two inputs, each with an axis, that count all tokens and the new ones; or the number of new ones."""
+    """Return two inputs, each with an axis, that count all tokens and new tokens; or the fixed number of new tokens."""
 
     def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:
         wanted = value.shape[1] if value.shape is not None else None
@@ -128,7 +128,7 @@ def _compare(
     dtype: str,
     why_not: str,
 ) -> Verification:
-    """Runs the program, and the graphs or rewritten programs made from it, on its own example inputs."""
+    """Run the program, and the graphs or rewritten programs made from it, on its own example inputs."""
     if program.example_inputs is None:
         return Verification(reason="the program has no example inputs")
     args, kwargs = program.example_inputs
@@ -168,7 +168,7 @@ def _run(file: Path, values: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _held(ort: Any, value: torch.Tensor) -> Any:
-    """A tensor as ONNX Runtime holds it; float8 as bytes, for which numpy has no dtype."""
+    """Convert a tensor for ONNX Runtime; float8 goes as bytes, because numpy has no float8."""
     if value.dtype == torch.float8_e4m3fn:
         held = value.contiguous().view(torch.uint8).numpy()
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(held, ir.DataType.FLOAT8E4M3FN)

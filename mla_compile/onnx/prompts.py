@@ -1,4 +1,4 @@
-"""What may be asked of a model: prompts of token ids, and a number of new tokens, that fit into it."""
+"""Check requests to a model: prompts of token ids, and a number of new tokens that fits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mla_compile.onnx.manifest import Manifest
 
 
 def check_prompts(manifest: Manifest, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises :class:`InputError` unless every prompt is a list of token ids that the model can read."""
+    """Raise :class:`InputError` unless every prompt is a list of token ids that the model can read."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError(f"prompts is {prompts!r}, expected a list with at least one list of token ids")
     for row, prompt in enumerate(prompts):
@@ -30,9 +30,9 @@ def check_prompts(manifest: Manifest, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_lengths(manifest: Manifest, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> None:
-    """Raises :class:`OptionError` unless each row's new tokens fit after its prompt.
+    """Raise :class:`OptionError` unless each row's new tokens fit after its prompt.
 
-    The last new token is not read and so needs no position.
+    The last new token is not read, so it needs no position.
     """
     if len(new_tokens) != len(prompts):
         raise OptionError(
@@ -50,7 +50,7 @@ def check_lengths(manifest: Manifest, prompts: Sequence[Sequence[int]], new_toke
 
 
 def eos_ids(manifest: Manifest, given: Sequence[int] | None) -> frozenset[int]:
-    """The tokens that end a row: the given ones, else the manifest's."""
+    """Return the tokens that end a row: the given ones, or else the manifest's."""
     if given is None:
         return frozenset(manifest.eos_token_ids)
     for token in given:

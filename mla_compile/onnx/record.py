@@ -1,4 +1,4 @@
-"""A JSON object, read field by field; a wrong one is a :class:`ModelFileError` with file, field and expectation."""
+"""Read a JSON object field by field; an invalid field is a :class:`ModelFileError` with file, field and expectation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # no separator of any system
 
 @dataclass(frozen=True)
 class Record:
-    """An object in a JSON file; ``where`` is its place in the file, for messages."""
+    """An object in a JSON file; ``where`` is its path in the file, for error messages."""
 
     content: dict[str, Any]
     source: str
@@ -24,17 +24,17 @@ class Record:
 
     @classmethod
     def of(cls, content: Any, source: str, where: str = "") -> Record:
-        """Wraps ``content``, which must be an object."""
+        """Wrap ``content``, which must be an object."""
         if not isinstance(content, dict):
             raise ModelFileError(f"{source}: {where or 'the file'} is {_shown(content)}, expected an object")
         return cls(content, source, where)
 
     def wrong(self, name: str, got: Any, expected: str) -> ModelFileError:
-        """The error for field ``name``; the caller raises it."""
+        """Return the error for field ``name``; the caller raises it."""
         return ModelFileError(f"{self.source}: {self._place(name)} is {_shown(got)}, expected {expected}")
 
     def get(self, name: str) -> Any:
-        """The field as it is."""
+        """Return the field unchecked."""
         if name not in self.content:
             raise ModelFileError(f"{self.source}: {self._place(name)} is missing; export the model again")
         return self.content[name]
@@ -44,68 +44,68 @@ class Record:
         return iter(self.content)
 
     def text(self, name: str) -> str:
-        """A non-empty string."""
+        """Read a non-empty string."""
         value = self.get(name)
         if not isinstance(value, str) or not value:
             raise self.wrong(name, value, "a non-empty string")
         return value
 
     def choice(self, name: str, known: tuple[str, ...]) -> str:
-        """One of ``known``."""
+        """Read one of ``known``."""
         value = self.get(name)
         if value not in known:
             raise self.wrong(name, value, f"one of {', '.join(known)}")
         return str(value)
 
     def optional_choice(self, name: str, known: tuple[str, ...]) -> str | None:
-        """One of ``known`` or null."""
+        """Read one of ``known``, or null."""
         return None if self.get(name) is None else self.choice(name, known)
 
     def number(self, name: str, *, lowest: int) -> int:
-        """A whole number of at least ``lowest``."""
+        """Read a whole number of at least ``lowest``."""
         value = self.get(name)
-        if type(value) is not int or value < lowest:  # bool is an int to isinstance
+        if type(value) is not int or value < lowest:  # isinstance counts bool as int
             raise self.wrong(name, value, f"a whole number of at least {lowest}")
         return value
 
     def optional_number(self, name: str, *, lowest: int) -> int | None:
-        """A whole number of at least ``lowest``, or null."""
+        """Read a whole number of at least ``lowest``, or null."""
         return None if self.get(name) is None else self.number(name, lowest=lowest)
 
     def numbers(self, name: str) -> list[int]:
-        """A list of whole numbers."""
+        """Read a list of whole numbers."""
         values = self.items(name)
         if any(type(value) is not int for value in values):
             raise self.wrong(name, values, "a list of whole numbers")
         return values
 
     def real(self, name: str) -> float:
-        """A finite number."""
+        """Read a finite number."""
         value = self.get(name)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self.wrong(name, value, "a number")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Read true or false."""
         value = self.get(name)
         if not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return value
 
     def hash(self, name: str) -> str:
-        """A SHA-256 in lower-case hexadecimal digits."""
+        """Read a SHA-256 in lower-case hexadecimal digits."""
         value = self.get(name)
         if not isinstance(value, str) or not _HASH.fullmatch(value):
             raise self.wrong(name, value, "64 hexadecimal digits")
         return value
 
     def file_name(self, name: str) -> str:
-        """The name of a file in the directory itself."""
+        """Read the name of a file in the directory itself."""
         return self.plain_name(self.text(name))
 
     def plain_name(self, value: str) -> str:
-        """``value`` if it is a file name without a path."""
+        """Return ``value`` if it is a file name without a path."""
         if not _NAME.fullmatch(value):
             raise ModelFileError(
                 f"{self.source}: {self.where} names the file {_shown(value)}, expected a name without a path"
@@ -113,18 +113,18 @@ class Record:
         return value
 
     def items(self, name: str) -> list[Any]:
-        """A list."""
+        """Read a list."""
         value = self.get(name)
         if not isinstance(value, list):
             raise self.wrong(name, value, "a list")
         return value
 
     def child(self, name: str) -> Record:
-        """The object in a field."""
+        """Read the object in a field."""
         return Record.of(self.get(name), self.source, self._place(name))
 
     def children(self, name: str) -> list[Record]:
-        """The objects in a list."""
+        """Read the objects in a list."""
         return [
             Record.of(entry, self.source, f"{self._place(name)}[{at}]") for at, entry in enumerate(self.items(name))
         ]
@@ -134,6 +134,6 @@ class Record:
 
 
 def _shown(value: Any) -> str:
-    """Short enough for one line of an error."""
+    """Shorten a value to fit one line of an error."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""The profiles as rewrites of a graph's caches; :mod:`mla_compile.onnx.profile` says what each of them is."""
+"""The profiles as rewrites of a graph's caches; :mod:`mla_compile.onnx.profile` describes each profile."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from mla_compile.onnx.op import ALIKE, LISTED, NAME
 def in_place(
     graph: ir.Graph, appends: Sequence[Append], total: tuple[ir.Value, int], query: tuple[ir.Value, int] | int
 ) -> None:
-    """Caches become buffers that are written from row ``total - query`` on.
+    """Turn caches into buffers that are written from row ``total - query`` on.
 
     ``total`` and ``query``: an input and its axis with that many tokens, or the number. Attention nodes with a mask
-    read the buffer and stop where the mask ends, WeighAlike is told where; every other reader gets the rows in use.
+    read the buffer and stop where the mask ends. WeighAlike gets the number of rows in use, and every other reader gets
+    only these rows.
     """
     edit = Editor(graph, graph[0], "cache_rows")
     zero = edit.ints(0)
@@ -59,7 +60,7 @@ def _reads_buffer(node: ir.Node) -> bool:
 
 
 def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """Makes ``new`` the graph's output where ``old`` was."""
+    """Make ``new`` a graph output in place of ``old``."""
     for index, value in enumerate(graph.outputs):
         if value is old:
             new.shape, new.type = old.shape, old.type
@@ -67,7 +68,7 @@ def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir.Node, int]], rows: ir.Value) -> None:
-    """Gives nodes that read how many rows ``past`` has the number of rows in use."""
+    """Give nodes that read the length of ``past`` the number of rows in use."""
     for node, _ in readers:
         if node.op_type != "Shape":
             continue
@@ -77,7 +78,7 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
         end = end + rank if end < 0 else min(end, rank)
         if not start <= 1 < end:
             continue
-        # Named after the node that is replaced: others may ask for the length of the same cache.
+        # Named after the replaced node, because other nodes may read the length of the same cache.
         edit = Editor(graph, node, f"{node.outputs[0].name}/in_use")
         parts = [edit.op("Shape", past, start=start, end=1)] if start < 1 else []
         parts.append(rows)
@@ -88,7 +89,7 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
 
 
 def halves(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
-    """Each layer's two caches become two of one shape: [B,1,T,(L+R)/2], the first and the second half of the row.
+    """Turn each layer's two caches into two of one shape: [B,1,T,(L+R)/2], the first and second half of the row.
 
     Returns the new inputs and outputs as pairs, two per layer, and removes the old ones from the graph. Raises
     :class:`ExportError` for a cache that is not a latent with a rotary key, and for a row of odd width.
@@ -98,7 +99,7 @@ def halves(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) ->
     if len(set(pairs)) * 2 != len(grouped) or len(grouped) != len(appends) or any(r is None for _, r in pairs):
         raise ExportError(
             f"profile 'genai' keeps one row of latent and rotary key per layer; this model has {len(appends)} caches, "
-            f"{len(grouped)} of them read so by its {len(found)} attentions; use the portable profile"
+            f"of which its {len(found)} attentions read {len(grouped)} that way; use the portable profile"
         )
     made: list[tuple[ir.Value, ir.Value]] = []
     for layer, (latent, rope) in enumerate(dict.fromkeys(pairs)):
@@ -145,7 +146,7 @@ def _halve(
         old = append.present
         for index in reversed([i for i, v in enumerate(graph.outputs) if v is old]):
             del graph.outputs[index]
-        if consumers(old):  # something other than the attention reads the cache
+        if consumers(old):  # a node other than the attention reads the cache
             whole = edit.op("Concat", *flat, axis=2)
             replace_input(old, edit.slice(whole, edit.ints(start), edit.ints(stop), 2), consumers(old))
         for node, _ in consumers(append.past):
@@ -161,7 +162,7 @@ def _shape_of_key(graph: ir.Graph, node: ir.Node, key: ir.Value) -> None:
     end = node.attributes["end"].as_int() if "end" in node.attributes else 3
     if end > 2 or start < 0:
         raise ExportError("profile 'genai' cannot be made: the graph asks for the width of a cache")
-    edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # others may ask for the length of the same cache
+    edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # other nodes may read the length of the same cache
     axes = {0: (0, 1), 1: (2, 3)}
     parts = [edit.op("Shape", key, start=axes[a][0], end=axes[a][1]) for a in range(start, end)]
     length = parts[0] if len(parts) == 1 else edit.op("Concat", *parts, axis=0)

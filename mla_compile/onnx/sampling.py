@@ -1,4 +1,4 @@
-"""The next token from logits: that of the largest, or one drawn from the most probable."""
+"""Choose the next token from logits: the most probable one, or one drawn from the most probable ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sampling:
 
     Attributes:
         temperature: logits are divided by it; 0 takes the largest logit and draws nothing.
-        top_k: draw from the k most probable tokens only; 0 from all.
+        top_k: draw from the k most probable tokens only; 0 draws from all.
         top_p: draw from the fewest tokens whose probabilities sum to at least p, after ``top_k``.
         seed: the same seed gives the same tokens; ``None`` gives different ones each time.
     """
@@ -48,12 +48,12 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses for every row of a batch, each with its own settings and random numbers."""
+    """Chooses a token for every row of a batch; each row has its own settings and random numbers."""
 
     def __init__(self, sampling: Sampling | Sequence[Sampling], rows: int) -> None:
-        """Takes one setting for all rows, each of which draws its own numbers, or one setting for each row.
+        """Take one setting for all rows, each of which draws its own numbers, or one setting per row.
 
-        A row with a setting of its own draws the same numbers whatever the other rows are.
+        With a setting of its own, a row draws the same numbers whatever the other rows are.
         """
         if isinstance(sampling, Sampling):
             self._rows = tuple(
@@ -68,9 +68,9 @@ class Sampler:
         )
 
     def choose(self, logits: Logits, row: int) -> int:
-        """A token for a row from its logits, float32 [vocab]; -inf rules a token out.
+        """Choose a token for a row from its logits, float32 [vocab]; -inf rules a token out.
 
-        Raises :class:`ModelFileError` if the largest logit is not finite, as when a model has overflowed.
+        Raises :class:`ModelFileError` if the largest logit is not finite, for example after an overflow in the model.
         """
         best = int(logits.argmax())  # NaN counts as the largest
         if not np.isfinite(logits[best]):
@@ -85,14 +85,14 @@ class Sampler:
         with np.errstate(over="ignore"):  # a tiny temperature turns all but the best into -inf, as it should
             weights = np.exp((logits[tokens].astype(np.float64) - logits[best]) / settings.temperature)
         sums = weights.cumsum()
-        # The token that crosses p is included, so there is always one.
+        # The token that crosses p is included, so at least one token is kept.
         kept = int(np.searchsorted(sums, settings.top_p * sums[-1])) + 1
         drawn = random.random() * sums[min(kept, len(sums)) - 1]
         return int(tokens[min(int(np.searchsorted(sums, drawn, side="right")), kept - 1, len(sums) - 1)])
 
 
 def _most_probable(logits: Logits, top_k: int) -> npt.NDArray[np.int64]:
-    """Token ids by falling logit, those of equal logits by id: the first ``top_k``, or all."""
+    """Return token ids by falling logit, equal logits by id: the first ``top_k``, or all."""
     if 0 < top_k < len(logits):
         smallest = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
         tokens = np.flatnonzero(logits >= smallest)  # more than k if several equal the k-th

@@ -1,4 +1,4 @@
-"""Runs a model directory that export wrote: prompts in, logits out; caches stay on the device between calls."""
+"""Run a model directory that an export wrote: prompts in, logits out; caches stay on the device between calls."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class Session:
     """A loaded model directory of profile ``portable`` or ``inplace``.
 
     Args:
-        directory: what ``mla-compile export`` wrote.
+        directory: a directory that ``mla-compile export`` wrote.
         providers: execution providers of ONNX Runtime, names or (name, options); by default CUDA, if it starts, and
             CPU.
-        library: a native library for the attention nodes: ``"auto"`` uses the one that is found if it can be used, a
-            path insists on that file, ``None`` uses none. :attr:`decision` says what was decided.
-        session_options: ``onnxruntime.SessionOptions``. A library is registered in them, so they serve one Session.
+        library: a native library for the attention nodes: ``"auto"`` looks for a usable one, a path requires that file,
+            ``None`` uses none. :attr:`decision` tells what was decided.
+        session_options: ``onnxruntime.SessionOptions``. A library is registered in them, so they are for one Session
+            only.
         verify_files: compare the SHA-256 of every file; otherwise only sizes and external data are checked.
         load_prefill: also load the graph for prompts, if there is one. Otherwise the decode graph reads prompts, which
-            takes longer but holds the weights only once.
-        prefill_chunk: tokens of a prompt per call; ``None`` reads it in one call. The scores of a call take
-            H x chunk x T numbers.
+            takes longer but loads the weights only once.
+        prefill_chunk: the number of prompt tokens per call; ``None`` reads a prompt in one call. The scores of a call
+            take H x chunk x T numbers.
 
-    Raises :class:`ModelFileError` if files, onnxruntime, its providers or a library that was named cannot be used, and
-    :class:`OptionError` for an impossible value.
+    Raises :class:`ModelFileError` if files, onnxruntime, its providers or a named library cannot be used, and
+    :class:`OptionError` for an invalid value.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class Session:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, capacity: int | None = None
     ) -> tuple[State, npt.NDArray[np.float32]]:
-        """Reads prompts: a new state, and the logits of each one's next token, float32 [batch, vocab].
+        """Read prompts; return a new state, and the logits of each prompt's next token, float32 [batch, vocab].
 
-        Shorter prompts are padded on the left. ``capacity``: the tokens that the state will hold, padding included;
-        caches in place are allocated for that many at once, and a longer generation costs only a copy. Raises
+        Shorter prompts are padded on the left. ``capacity``: the tokens that the state will hold, padding included.
+        Caches in place are allocated for that many at once, and a longer generation only costs a copy. Raises
         :class:`InputError` for prompts that the model cannot read.
         """
         check_prompts(self.manifest, prompts)
@@ -109,11 +110,11 @@ class Session:
         chunk = self._chunk or longest
         for begin in range(0, longest, chunk):
             logits = self._run(graph, state, ids_BS[:, begin : begin + chunk], mask_BS[:, begin : begin + chunk])
-        state.bindings.pop("prefill", None)  # it would keep the prompt's caches alive for as long as the state
+        state.bindings.pop("prefill", None)  # would keep the prompt's caches alive for as long as the state
         return state, logits
 
     def step(self, state: State, tokens: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Reads one more token of each row: the logits of the next ones, float32 [batch, vocab].
+        """Read one more token of each row; return the logits of the next tokens, float32 [batch, vocab].
 
         Raises :class:`InputError` for a wrong number of tokens, ids outside of the vocabulary, or a full context.
         """
@@ -131,19 +132,19 @@ class Session:
     def _run(
         self, graph: str, state: State, ids_BS: npt.NDArray[np.int64], mask_BS: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """One call of a graph; if it fails, the state is as before."""
+        """Call a graph once; if the call fails, the state is unchanged."""
         session = self._graphs[graph]
         binding = state.bindings.get(graph)
         if binding is None:
             binding = state.bindings[graph] = session.io_binding()
-        # Any valid position will do for padding, both before a row begins and after it has ended.
+        # Padding may have any valid position, both before a row begins and after it has ended.
         positions_BS = np.maximum(
             state.positions[:, None] + np.where(state.ended[:, None], 0, mask_BS.cumsum(1)) - 1, 0
         )
         inputs = (np.ascontiguousarray(ids_BS), state.mask_with(mask_BS), positions_BS)
         for name, value in zip(TOKENS, inputs, strict=True):
             binding.bind_cpu_input(name, value)
-        binding.bind_output("logits", "cpu")  # anew in each call, or the last value would be overwritten
+        binding.bind_output("logits", "cpu")  # bound again in each call; otherwise the last value would be overwritten
         state.bind(binding, state.length + ids_BS.shape[1])
         try:
             session.run_with_iobinding(binding)
@@ -155,7 +156,7 @@ class Session:
         return to_float32(view(outputs[0], self.manifest.dtype)[:, -1], self.manifest.dtype)
 
     def _open(self, file: str, options: Any, providers: Sequence[tuple[str, dict[str, Any]]]) -> Any:
-        """The session of one graph, which must have the inputs and outputs of the manifest."""
+        """Open the session of one graph, which must have the inputs and outputs of the manifest."""
         path = self.directory / file
         session = engine.open_graph(self._ort, path, self.manifest.dtype, options, providers)
         caches = self.manifest.caches

@@ -1,4 +1,4 @@
-"""What a generation has read so far: its caches on the device, and the mask of its tokens."""
+"""The state of a generation: its caches on the device, and the mask of the tokens it has read."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Ints = npt.NDArray[np.int64]
 class State:
     """The state of one batch of sequences; :meth:`mla_compile.onnx.session.Session.prefill` makes one.
 
-    One thread at a time may use a state; different states of one session may run at once.
+    Only one thread at a time may use a state; different states of one session may run concurrently.
 
     Attributes:
-        batch: how many sequences, which are the rows of every tensor.
+        batch: the number of sequences, which are the rows of every tensor.
         length: tokens in the caches, left padding included.
         positions: int64 [batch], the position of each row's next token: its tokens so far without padding.
-        ended: bool [batch], rows that only keep the others company: what they read advances no position.
-        caches: one per entry of the manifest.
+        ended: bool [batch], rows that have ended: they read padding, and their positions no longer advance.
+        caches: one cache per entry of the manifest.
         bindings: the io binding of each graph that has run.
     """
 
     def __init__(self, ort: Any, specs: tuple[Cache, ...], batch: int, *, device: Device, capacity: int | None) -> None:
-        """``capacity``: rows allocated at first for caches in place; ``None``: each call returns new caches."""
+        """``capacity``: rows allocated initially for caches in place; ``None``: each call returns new caches."""
         self.batch = batch
         self.length = 0
         self.positions: Ints = np.zeros(batch, np.int64)
@@ -44,11 +44,11 @@ class State:
 
     @property
     def capacity(self) -> int | None:
-        """Rows allocated in caches that are written in place; ``None`` if the model has none."""
+        """The number of rows allocated in caches that are written in place; ``None`` if the model has none."""
         return next((cache.capacity for cache in self.caches if cache.in_place), None)
 
     def mask_with(self, new_BS: Ints) -> Ints:
-        """int64 [batch, length + S]: the mask of all tokens so far and of the new ones."""
+        """Append the new tokens' mask; return the mask of all tokens, int64 [batch, length + S]."""
         total = self.length + new_BS.shape[1]
         if total > self._mask.shape[1]:
             grown = np.zeros((self.batch, max(total, 2 * self._mask.shape[1])), np.int64)
@@ -58,12 +58,12 @@ class State:
         return np.ascontiguousarray(self._mask[:, :total])
 
     def bind(self, binding: Any, total: int) -> None:
-        """Binds every cache for a call after which it holds ``total`` tokens; buffers that are too short grow first."""
+        """Bind every cache for a call that ends with ``total`` tokens, growing buffers that are too short first."""
         for cache in self.caches:
             cache.bind(binding, self.length, total)
 
     def advance(self, outputs: Any, new_BS: Ints) -> None:
-        """Takes over the caches among a call's outputs, which follow the logits, and counts its tokens."""
+        """Take the caches from a call's outputs, which follow the logits, and count its tokens."""
         for at, cache in enumerate(self.caches, start=1):
             cache.take(outputs, at)
         self.length += new_BS.shape[1]
@@ -71,23 +71,23 @@ class State:
 
 
 class _Cache:
-    """One cache: a buffer of ours, or the value the last call returned."""
+    """One cache: our own buffer, or the value that the last call returned."""
 
     def __init__(self, ort: Any, spec: Cache, batch: int, device: Device, capacity: int | None) -> None:
         self.in_place = spec.grows and capacity is not None
-        self.capacity = max(capacity or 0, 1)  # never empty: the buffer's address is bound
+        self.capacity = max(capacity or 0, 1)  # never empty, because the buffer's address is bound
         self._ort, self._spec, self._batch, self._device = ort, spec, batch, device
         self._buffer = self._on_device(np.zeros(spec.sizes(batch, self.capacity), BITS[spec.dtype]))
         self._bound: list[Any] = []
         self._value: Any = None
 
     def bind(self, binding: Any, length: int, total: int) -> None:
-        """Binds past and present for a call that takes the cache from ``length`` to ``total`` tokens."""
+        """Bind past and present for a call that takes the cache from ``length`` to ``total`` tokens."""
         past, present, device = self._spec.past, self._spec.present, self._device
         if self.in_place:
             if total > self.capacity:
                 self._grow(max(total, 2 * self.capacity), length)
-            if binding not in self._bound:  # it stays bound from call to call
+            if binding not in self._bound:  # the binding stays valid from call to call
                 place = self._place(self.capacity)
                 binding.bind_input(past, *place)
                 binding.bind_output(present, *place)
@@ -100,17 +100,17 @@ class _Cache:
         binding.bind_output(present, device.type, device.id)
 
     def take(self, outputs: Any, at: int) -> None:
-        """Keeps what the call returned; for a cache in place that is the buffer itself."""
+        """Keep what the call returned; a cache in place is the buffer itself."""
         if not self.in_place:
             self._value = self._ort.OrtValue(outputs[at])
 
     def _place(self, tokens: int) -> tuple[str, int, Any, list[int], int]:
-        """The buffer's first rows in the terms of io binding."""
+        """Describe the buffer's first rows in the terms of io binding."""
         sizes = self._spec.sizes(self._batch, tokens)
         return self._device.type, self._device.id, ELEMENT[self._spec.dtype], sizes, int(self._buffer.data_ptr())
 
     def _grow(self, capacity: int, used: int) -> None:
-        """Moves to a larger buffer through main memory, which is rare, since the size doubles."""
+        """Move to a larger buffer through main memory; this is rare, since the size doubles."""
         kept = (slice(None),) * (self._spec.axis or 0) + (slice(used),)
         rows = np.zeros(self._spec.sizes(self._batch, capacity), BITS[self._spec.dtype])
         rows[kept] = self._buffer.numpy()[kept]
@@ -118,12 +118,12 @@ class _Cache:
         self._bound.clear()
 
     def _on_device(self, rows: npt.NDArray[Any]) -> Any:
-        """An OrtValue. In main memory it is the array itself, whose unused rows take up no memory yet."""
+        """Return an OrtValue. In main memory it is the array itself, whose unused rows take up no memory yet."""
         return self._ort.OrtValue.ortvalue_from_numpy(rows, self._device.type, self._device.id)
 
 
 def view(value: Any, dtype: str) -> npt.NDArray[Any]:
-    """A view of a value in main memory, bfloat16 as its bits. The value must outlive the view."""
+    """Return a view of a value in main memory, with bfloat16 as its bits. The value must outlive the view."""
     bits = np.dtype(BITS[dtype])
     shape = tuple(value.shape())
     size = int(np.prod(shape)) * bits.itemsize
@@ -132,7 +132,7 @@ def view(value: Any, dtype: str) -> npt.NDArray[Any]:
 
 
 def to_float32(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """A copy in float32 of float16, float32, or bfloat16's bits, which are the upper half of a float32."""
+    """Convert float16, float32 or bfloat16 bits to float32; bfloat16 is the upper half of a float32."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.astype(np.float32)

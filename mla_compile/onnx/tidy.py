@@ -1,4 +1,4 @@
-"""Small rewrites of an FX graph around what ONNX, or its runtime on a CPU, does not have."""
+"""Rewrite small patterns of an FX graph that ONNX, or its runtime on a CPU, does not support."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHECKS = (
 
 
 def tidy(program: Program) -> None:
-    """Applies all of them, in order."""
+    """Apply all rewrites in order."""
     graph = program.gm.graph
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in _CHECKS:  # ONNX has no operator that raises
@@ -34,14 +34,14 @@ def tidy(program: Program) -> None:
 
 
 def _squeeze(node: fx.Node, builder: Builder) -> None:
-    """Squeezing an axis whose size is not 1 does nothing in torch and is an error in ONNX."""
+    """Remove a squeeze of an axis whose size is not 1: torch ignores it, and ONNX raises an error."""
     source, dim = argument(node, 0, "self"), argument(node, 1, "dim")
     if isinstance(dim, int) and val(source).dim() and size(val(source).shape[dim]) != 1:
         node.replace_all_uses_with(source)
 
 
 def _slice_scatter(node: fx.Node, builder: Builder) -> None:
-    """Slices written one after another into new memory are a concatenation.
+    """Turn slices that are written one after another into new memory into a concatenation.
 
     Before: ``slice_scatter(slice_scatter(new_empty, a, d, 0, n), b, d, n, end)``. After: ``cat([a, b], d)``.
     """
@@ -56,7 +56,7 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
             return
         assert isinstance(width, int)
         if start in parts:
-            return  # written twice: the later write counts, and this is the earlier one
+            return  # a later write, seen first, has already replaced this one
         parts[start] = (argument(current, 1, "src"), min(end, width))
         current = argument(current, 0, "self")
     at = 0
@@ -72,7 +72,7 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
 
 
 def _index_add(node: fx.Node, builder: Builder) -> None:
-    """Sums of selected rows in half precision are taken in float32, the only floats that runtimes on a CPU scatter.
+    """Sum selected rows in float32 instead of half precision: runtimes on a CPU scatter no other floats.
 
     A chain of such sums, one for each expert, stays in float32 until its end.
     """

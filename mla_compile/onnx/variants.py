@@ -1,15 +1,15 @@
 """Which kernels a native library holds, and how each is compiled without a GPU.
 
-The kernels are those of kernels/triton/decode_triton.py, combine_triton.py and tiles_triton.py, and what is compiled
-comes from the description that a launch has too (kernels/triton/steps.py), at sizes that no constant can be made of.
-What differs from a launch in Python, where each kind of call has its own kernel:
+The kernels are those of kernels/triton/decode_triton.py, combine_triton.py and tiles_triton.py. They are compiled from
+the same description as a launch (kernels/triton/steps.py), at sizes that Triton cannot turn into constants. In Python
+each kind of call has its own kernel; a library differs from that:
 
-* Sizes and strides are arguments; widths, dtype, tile and what is read of a mask are constants. Lengths are int64 and
-  always there: a call without ``seq_lens`` passes lengths beyond any capacity, which count as the capacity.
-* A kernel for a causal call serves a call without an order among its queries: S tokens of H heads are then one token
-  of S*H heads. Only masks that differ between query rows, and windows, need both.
-* A split that is alone writes the result at once where no query row has a mask of its own (``direct``).
-* The largest tile alone is compiled for masks that differ between query rows in a causal call.
+* Sizes and strides are arguments; widths, dtype, tile and kind of mask are constants. Lengths are int64 and always
+  present: a call without ``seq_lens`` passes lengths beyond any capacity, which count as the capacity.
+* A kernel for a causal call also serves a call whose queries have no order: S tokens of H heads are then one token of
+  S*H heads. Only masks that differ between query rows, and windows, need both kernels.
+* A single split writes the result directly if no query row has a mask of its own (``direct``).
+* For masks that differ between query rows in a causal call, only the largest tile is compiled.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from mla_compile.kernels.triton.steps import steps
 from mla_compile.kernels.tuned import Row, table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads of a mask
+NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads from a mask
 MASKS = (NO_MASK, LISTED, BOOL, FLOAT)
 _WIDE = ("query_b", "query_s", "latent_b", "rope_b", "values_b", "mask_b", "mask_h", "mask_s")  # 64-bit arguments
-_B, _S, _H, _T = 3, 2, 5, 48  # sizes of the described call: no stride is 0 or 1, which would become a constant
+_B, _S, _H, _T = 3, 2, 5, 48  # sizes of the described call; a stride of 0 or 1 would become a constant
 
 
 @dataclass(frozen=True, order=True)
 class Dims:
-    """The widths of a node, and whether it has a soft-cap or a window. ``Lv`` None: the latent rows are summed."""
+    """The widths of a node, and whether it has a soft-cap or a window. If ``Lv`` is None, latent rows are summed."""
 
     La: int
     Lb: int
@@ -52,7 +52,7 @@ class Dims:
 
     @property
     def out(self) -> int:
-        """Columns of the result."""
+        """The columns of the result."""
         return self.La if self.Lv is None else self.Lv
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ TUNED = (Dims(512, 64), Dims(256, 32), Dims(256, 64), Dims(512, 0))
 
 @dataclass(frozen=True)
 class Tile:
-    """A row of the tuned table as it fits the rows of a node, for up to ``max_rows`` query rows (0: any number)."""
+    """A row of the tuned table, fitted to a node's rows, for up to ``max_rows`` query rows (0: any number)."""
 
     row: Row
     smem: int
@@ -74,10 +74,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel for one architecture: ``step`` names it, the other fields are what it is compiled for.
+    """One kernel for one architecture: ``step`` names the kernel, and the other fields are what it is compiled for.
 
-    ``dtype`` is that of the rows, ``query`` that of query and result. ``mask`` is one of ``MASKS`` for the attention,
-    ``bool`` or ``float`` for ``scan_mask``.
+    ``dtype`` is the rows' dtype, ``query`` that of query and result. ``mask`` is one of ``MASKS`` for the attention,
+    and ``bool`` or ``float`` for ``scan_mask``.
     """
 
     step: str
@@ -111,7 +111,7 @@ class Variant:
         return " ".join(parts)
 
     def described(self) -> Step:
-        """The launch that this is the kernel of, at sizes of no meaning."""
+        """Return the launch that this kernel belongs to, at arbitrary sizes."""
         dtype, dims = DTYPES[self.dtype], self.dims
 
         def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -139,10 +139,10 @@ class Variant:
         return next(s for s in steps(call, plan, PRESETS[self.arch]) if s.name == self.step)
 
     def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
-        """``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
+        """Return ``(fn, signature, constexprs, attributes, options)`` for ``triton.compiler.ASTSource``."""
         step, dims = self.described(), self.dims
         fn, signature, constants, _, options = step.source()
-        width = dims.La + dims.Lb  # of a query row, which all of its strides are multiples of
+        width = dims.La + dims.Lb  # all strides of a query row are multiples of this
         multiples = {"query_b": width, "query_s": width, "query_h": width, "latent_b": dims.La, "rope_b": dims.Lb}
         aligned = {name for name, of in multiples.items() if of % 16 == 0}
         if dims.out % 16 == 0:
@@ -156,16 +156,16 @@ class Variant:
         return fn, signature, constants, attributes, options
 
     def arguments(self) -> list[str]:
-        """What the host passes, in order: names of buffers and of numbers. Constants are not passed."""
+        """Return the names of the buffers and numbers that the host passes, in order, without constants."""
         step = self.described()
         given = {**{name: name for name in step.scalars}, **step.buffers}
         return [given[name] for name in step.fn.arg_names if name in given]
 
 
 def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
-    """The tiles that kernels/tiles.py has for these rows, for few query rows first.
+    """Return the tiles that kernels/tiles.py has for these rows, with those for few query rows first.
 
-    Raises :class:`NoPlanError` where no tile fits the architecture's shared memory.
+    Raises :class:`NoPlanError` if no tile fits the architecture's shared memory.
     """
     device, of = PRESETS[arch], DTYPES[dtype]
     kind = "float32" if of == torch.float32 else "half"
@@ -180,15 +180,16 @@ def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
     for limit in (*limits, 0):
         row, smem = fitted(starting_row(kind, limit or 1 << 30, layout, device, "triton"), layout, device)
         if found and found[-1].row == row:
-            found.pop()  # one tile for both
+            found.pop()  # both limits share one tile
         found.append(Tile(row, smem, limit))
     return found
 
 
 def variants(archs: tuple[str, ...], dtypes: tuple[str, ...], dims: tuple[Dims, ...]) -> list[Variant]:
-    """Every kernel of a library, in the order in which the host looks for one; none twice.
+    """Return every kernel of a library once, in the order in which the host looks for one.
 
-    Rows in half precision meet float32 queries, which absorption makes, and queries of their own type.
+    Rows in half precision are combined with float32 queries, which absorption makes, and with queries of their own
+    dtype.
     """
     found: dict[str, Variant] = {}
     for arch in archs:

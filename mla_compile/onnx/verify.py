@@ -1,7 +1,7 @@
-"""Runs what was exported beside the original, before anybody else does.
+"""Run the exported graphs beside the original before the files are published.
 
 The prefill graph reads two prompts of different lengths, so that one is padded on the left. Then the decode graph takes
-steps, each with the token that the original chose. The decode graph reads the same prompts as well.
+steps, each with the token that the original chose. The decode graph reads the same prompts too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mla_compile.onnx.profile import Profile
 
 PROMPTS = (9, 6)
 STEPS = 6
-# Largest difference of logits over the largest logit. In half precision: sums in another order, in every layer.
+# The largest allowed difference of logits over the largest logit. In half precision, each layer sums in another order.
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 
 Array = npt.NDArray[Any]
 
 
 def runs_here(dtype: str, profile: Profile) -> str:
-    """Why ONNX Runtime cannot run a model of this kind on a CPU to verify it, or an empty string."""
+    """Return why ONNX Runtime cannot verify a model of this kind on a CPU, or an empty string."""
     if not profile.cpu:
         return "the paged operator of ONNX Runtime runs on CUDA devices only; the graph was checked for structure"
     if dtype == "bfloat16":
@@ -41,13 +41,13 @@ def runs_here(dtype: str, profile: Profile) -> str:
 
 
 class Reader(Protocol):
-    """What reads tokens and has caches."""
+    """A graph or program that reads tokens and updates caches."""
 
     def empty(self, batch: int) -> list[Any]:
-        """Empty caches."""
+        """Return empty caches."""
 
     def __call__(self, tokens: Mapping[str, Array], caches: Sequence[Any]) -> tuple[Array, list[Any]]:
-        """Logits, and the caches after the call."""
+        """Return logits, and the caches after the call."""
 
 
 class ProgramRunner:
@@ -59,11 +59,11 @@ class ProgramRunner:
         self.device = next(lm.model.parameters()).device
 
     def empty(self, batch: int) -> list[torch.Tensor]:
-        """Empty caches."""
+        """Return empty caches."""
         return self.lm.empty(batch)
 
     def __call__(self, tokens: Mapping[str, Array], caches: Sequence[torch.Tensor]) -> tuple[Array, list[torch.Tensor]]:
-        """Logits, and the caches after the call."""
+        """Return logits, and the caches after the call."""
         given = [torch.from_numpy(tokens[name]).to(self.device) for name in TOKENS]
         with torch.no_grad():
             logits, new = self.module(*given, list(caches))
@@ -71,7 +71,7 @@ class ProgramRunner:
 
 
 class Runner:
-    """One exported graph on the CPU, its caches as arrays."""
+    """One exported graph on the CPU, with its caches as arrays."""
 
     def __init__(self, file: Path, caches: Sequence[CacheIO], profile: Profile, dtypes: Sequence[str]) -> None:
         ort = onnxruntime()
@@ -87,7 +87,7 @@ class Runner:
         self.room = 32 if profile.layout == "in place" else 0
 
     def empty(self, batch: int) -> list[Array]:
-        """Empty caches; where rows are written in place, buffers of NaN, which must never be read."""
+        """Return empty caches; caches written in place are buffers of NaN, which must never be read."""
         made = []
         for cache, dtype in zip(self.caches, self.dtypes, strict=True):
             sizes = [batch, *(self.room if d is None else d for d in cache.shape[1:])]
@@ -95,7 +95,7 @@ class Runner:
         return made
 
     def __call__(self, tokens: Mapping[str, Array], caches: Sequence[Array]) -> tuple[Array, list[Array]]:
-        """Logits, and the caches after the call."""
+        """Return logits, and the caches after the call."""
         feeds = dict(tokens) | {c.past: value for c, value in zip(self.caches, caches, strict=True)}
         names = {value.name for value in self.session.get_inputs()}
         try:
@@ -110,9 +110,9 @@ class Runner:
 def verify(
     lm: CausalLM, decode: Reader, prefill: Reader | None, dtype: str, reason: str = "", *, one_token: bool
 ) -> Verification:
-    """Raises :class:`ExportError` if the graphs and the original differ by more than rounding.
+    """Compare the graphs with the original; raise :class:`ExportError` if they differ by more than rounding.
 
-    ``reason``: why these are programs run by torch and not graphs.
+    ``reason``: why torch runs the programs instead of ONNX Runtime running the graphs.
     """
     worst, compared, equal = 0.0, 0, 0
     for reader in [prefill, decode] if prefill is not None else [decode]:
@@ -120,7 +120,7 @@ def verify(
         error, tokens, same = _compare(lm, reader, decode, one_token=one_token)
         worst, compared, equal = max(worst, error), compared + tokens, equal + same
     allowed = TOLERANCE[dtype]
-    if not worst <= allowed:  # NaN is not agreement
+    if not worst <= allowed:  # NaN fails
         raise ExportError(
             f"the exported graph differs from the original by {worst:.2e} of the largest logit, allowed are "
             f"{allowed:.0e}; nothing was written. Report this with the model's config, or export with verify=False"
@@ -154,7 +154,7 @@ def _compare(lm: CausalLM, reader: Reader, decode: Reader, *, one_token: bool) -
 
 
 class _Original:
-    """The model itself, uncompiled, with a cache of its own."""
+    """The model itself, uncompiled, with its own cache."""
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
@@ -162,7 +162,7 @@ class _Original:
         self.device = next(lm.model.parameters()).device
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Logits of the last token, float32 [B,vocabulary]."""
+        """Return the logits of the last token, float32 [B,vocabulary]."""
         feeds = {name: torch.from_numpy(a).to(self.device) for name, a in _feeds(ids, mask).items()}
         with torch.no_grad():
             out = self.lm.model(**feeds, **{cache_argument(self.lm.model): self.cache}, use_cache=True)
@@ -181,7 +181,7 @@ def _feeds(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Array]:
 
 
 def _difference(got: Array, expected: torch.Tensor) -> float:
-    """Largest difference of the last token's logits over the largest of them."""
+    """Return the largest difference of the last token's logits over the largest of them."""
     reference = expected.double().numpy()
     return float(np.abs(got[:, -1].astype(np.float64) - reference).max() / np.abs(reference).max())
 
@@ -191,7 +191,7 @@ def _same(got: Array, expected: torch.Tensor) -> int:
 
 
 def vocabulary(model: torch.nn.Module) -> int:
-    """How many tokens a model knows."""
+    """Return the number of tokens that a model knows."""
     get: Any = getattr(model, "get_input_embeddings", None)
     embeddings = get() if get is not None else None
     return int(embeddings.weight.shape[0]) if embeddings is not None else 100

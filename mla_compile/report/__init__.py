@@ -1,7 +1,7 @@
-"""What was done to a model, and why not more: as records, as text, and as a page.
+"""What was done to a model, and why not more, as records, as text and as an HTML page.
 
-``Report`` and ``SiteReport`` are imported on first use. torch imports every package below the one that ``TORCH_LOGS``
-names, at a time when torch itself cannot be used yet.
+``Report`` and ``SiteReport`` are imported on first use. If ``TORCH_LOGS`` names a package, torch imports everything
+below that package, and torch itself is not usable yet at that time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``mla-compile explain`` adds to the report: caches of the family and of others, a token's cost, the choices."""
+"""What ``mla-compile explain`` adds to the report: caches of several kinds, the cost of a token, and the choices."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mla_compile.report.facts import Facts
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
-"""KV heads of the GQA that a latent cache is compared with; the usual number."""
+"""The number of KV heads of the GQA that a latent cache is compared with, a common choice."""
 _UNTOLD = ("refused", "kept", "absorbed by hand", "shared rows")
-"""Families whose cache may hold K and V, or what they are recomputed from in every step: nobody knows which."""
+"""Families whose cache may hold K and V, or tensors that every step recomputes them from; it is unknown which."""
 
 
 @dataclass(frozen=True)
 class CacheRow:
-    """One way to cache: values per token of one layer (of the most frequent kind), bytes per sequence by context."""
+    """One kind of cache: values per token of the most frequent kind of layer, and bytes per sequence by context."""
 
     kind: str
     meaning: str
@@ -44,7 +44,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class FoldSide:
-    """A product of weights that could be taken ahead of time: values read per token and layer, before and after."""
+    """A product of weights that can be folded: the values read per token and layer, before and after."""
 
     side: Literal["query", "output"]
     product: str
@@ -53,15 +53,16 @@ class FoldSide:
 
     @property
     def pays(self) -> bool:
-        """Whether the folded weights are the fewer."""
+        """Whether the folded weight has fewer values."""
         return self.folded < self.chained
 
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """Break-even and folds of the sites of one size; seconds are the cost model's, for a GPU and a long context.
+    """Break-even and folds of the sites of one size. Seconds come from the cost model, for a GPU and a long context.
 
-    ``folds``: the sides whose widths are known. ``folded_s``: with both folded; ``None`` if a width is not known.
+    ``folds``: the sides whose widths are known. ``folded_s``: the time with both sides folded; ``None`` if a width is
+    unknown.
     """
 
     dims: Dims
@@ -76,7 +77,7 @@ class SiteChoice:
 
 @dataclass(frozen=True)
 class Explained:
-    """One model, explained."""
+    """The explanation of one model."""
 
     facts: Facts
     dtype: str
@@ -87,7 +88,7 @@ class Explained:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What one has to know to read the tables, or why there are none."""
+        """Notes that are needed to read the tables, or the reason why there are none."""
         count = self.facts.in_part
         if not count:
             return self.facts.notes
@@ -98,7 +99,7 @@ class Explained:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, without the report; the key ``schema`` names the layout."""
+        """Return a JSON-able record without the report; the key ``schema`` names the layout."""
         model = self.facts
         record: dict[str, Any] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
         record |= {"model": model.name, "family": model.family, "notes": list(self.notes)}
@@ -113,7 +114,7 @@ class Explained:
 
 
 def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
-    """The tables of one model, for a cache of ``element_bytes`` per value, and such weights or those stored."""
+    """Return the tables of one model. Cached values, and weights unless stored quantized, take ``element_bytes``."""
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
         tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),
@@ -121,7 +122,7 @@ def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
 
 
 def _cache(model: Facts, element: int) -> tuple[CacheRow, ...]:
-    """All layers cached in each way, with their own heads and widths; d is half of what a head's K and V hold."""
+    """Return all kinds of cache with the model's heads and widths; d is half the width of a head's K and V together."""
     sizes: list[tuple[int, dict[str, float]]]
     own_groups = 1
     if model.in_part or model.family in _UNTOLD:
@@ -157,7 +158,7 @@ def _values(formula: sympy.Expr, letters: Mapping[str, float], groups: int) -> i
 
 
 def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
-    """A decoded token at each context: as it is, or expanded and absorbed. Of unknown weights, the attentions only."""
+    """Return the cost of a decoded token per context and form. If the weights are unknown, only attentions count."""
     active, stored = model.weights.active, model.stored
     read = model.weights.share_read(stored) if stored else element * active
     if model.in_part or model.family in _UNTOLD:
@@ -169,16 +170,16 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
         flops = tuple(2 * active + per_token * T for T in contexts)
         moved = tuple(int(read + element * model.cache_values * T) for T in contexts)
         return (TokenCost("as it is", flops, moved),)
-    # The formulas of the forms include the up-projections of K and V, which each form uses in its own way.
+    # The formulas of the forms include the up-projections of K and V, which each form uses differently.
     ups = model.over_sites(lambda d: d.H * d.L * (d.N + d.V))
     rest = active - ups if model.weights.total else 0
     rest_bytes = read - element * ups if model.weights.total else 0
-    # Expanding reads them as they are stored, absorbing as they were dequantized.
+    # The expanded form reads them as stored, the absorbed form reads them dequantized.
     more = 0, stored.kept_bytes - stored.read_in_their_place if stored else 0
     forms: list[tuple[str, Form]] = [("expanded", "expanded"), ("absorbed", "chained")]
     if any(site.chosen is not None for site in model.latent):
         forms.append(("sparse", "sparse"))
-    # What chooses keys does so in every form.
+    # Choosing keys costs the same in every form.
     chooses = (
         sum(s.count * s.choosing_flops for s in model.latent),
         sum(s.count * s.choosing_bytes for s in model.latent),
@@ -198,7 +199,7 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
 
 
 def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """FLOPs of one call of an attention by its number of queries, expanded and absorbed."""
+    """Return the FLOPs of one call of an attention by its number of queries, expanded and absorbed."""
     forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
     return tuple(
         (name, tuple(int(formulas.evaluate(formulas.flops(form), dims, B=1, S=S, T=T)) for S in queries))

@@ -1,4 +1,4 @@
-"""What is known about a model as far as decoding is concerned: its attention sites, its cache, its weights."""
+"""Facts about a model that matter for decoding: its attention sites, its cache, its weights."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from mla_compile.report.stored import StoredWeights
 Family = Literal[
     "MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "absorbed by hand", "shared rows", "no attention"
 ]
-"""``refused``: sites that could be proved neither to be MLA nor to be anything else. ``kept``: sites whose latent is no
-narrower than K and V. ``absorbed by hand``: all sites with a latent are in the absorbed form as they are written.
-``shared rows``: heads share rows that are key and value, and no weight makes K or V of them.
-``not MLA``: MHA, GQA or MQA, and nothing tells which."""
+"""The kind of attention in a model.
+
+``refused``: some sites could be proved neither to be MLA nor to be anything else. ``kept``: the latent of the sites is
+no narrower than K and V. ``absorbed by hand``: the model's code already has all sites with a latent in absorbed form.
+``shared rows``: heads share rows that are both key and value, and no weight expands them into K or V. ``not MLA``: MHA,
+GQA or MQA, and the report does not tell which.
+"""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters, in values.
+    """The number of parameters, by their use.
 
     Attributes:
-        total: all of them, tied ones once.
-        lookup: the input embedding, of which a token reads one row; 0 where it is also the output projection.
-        experts: all routed experts of all layers.
+        total: all parameters; tied ones count once.
+        lookup: the input embedding, of which a token reads one row; 0 if it is also the output projection.
+        experts: the routed experts of all layers.
         expert_count, expert_top_k: routed experts per layer, and how many of them a token takes on average.
-        vocabulary: the width of the logits; 0 where nothing tells which projection makes them.
+        vocabulary: the width of the logits; 0 if it is unknown which projection makes them.
     """
 
     total: int
@@ -42,16 +45,16 @@ class Weights:
 
     @property
     def dense(self) -> int:
-        """Read by every token: neither routed experts nor the input embedding."""
+        """The parameters that every token reads: all except routed experts and the input embedding."""
         return self.total - self.experts - self.lookup
 
     @property
     def active(self) -> int:
-        """Read for one token, routed experts included."""
+        """The parameters that one token reads, routed experts included."""
         return self.dense + round(self.experts * self.expert_top_k / self.expert_count)
 
     def share_read(self, stored: StoredWeights) -> int:
-        """The bytes of those that are active, as stored."""
+        """The stored bytes of the active parameters."""
         experts = stored.part("routed experts").bytes
         dense = stored.bytes - experts - stored.lookup_bytes
         return dense + round(experts * self.expert_top_k / self.expert_count)
@@ -61,9 +64,9 @@ class Weights:
 class LatentSites:
     """``count`` attention sites of the same sizes that read one latent row per token.
 
-    ``whole``: absorbed neither in part nor by groups of heads; only then do the formulas of an attention hold.
-    ``chosen``: the keys that a query attends to, ``None`` for all. ``choosing_flops``, ``choosing_bytes``: what
-    it takes per context token to choose them, 0 where another attention chose.
+    ``whole``: the sites are absorbed neither in part nor by groups of heads; the formulas of an attention hold only
+    then. ``chosen``: the number of keys that a query attends to, ``None`` for all. ``choosing_flops``,
+    ``choosing_bytes``: the cost per context token of choosing these keys, 0 if another attention chose them.
     """
 
     dims: Dims
@@ -79,10 +82,10 @@ class LatentSites:
 class CachedLayers:
     """``count`` layers with equal caches: the heads of both tensors, and the values per token and head.
 
-    ``besides``: values per token that are neither keys nor values, of an indexer for example. ``every``: how many
-    tokens a row stands for; 0: no row stays. ``window``: of so many of the last tokens there is a row besides.
-    ``value_width`` is 0 where one row is key and value. ``chosen``: how many rows an indexer picks of those that stay,
-    0 for all, with ``choosing_flops`` for each of them.
+    ``besides``: cached values per token that are neither keys nor values, for example those of an indexer. ``every``:
+    how many tokens a row represents; 0 if no row is kept for good. ``window``: the number of last tokens that
+    additionally have a row each. ``value_width`` is 0 if one row is both key and value. ``chosen``: how many of the
+    kept rows an indexer picks, 0 for all; ``choosing_flops`` is its cost per row.
     """
 
     key_heads: int
@@ -98,17 +101,17 @@ class CachedLayers:
 
     @property
     def rows(self) -> int:
-        """Values of a row: keys and values of one layer."""
+        """The values of a row: the keys and values of one layer."""
         return self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
     def values(self) -> float:
-        """Cached values per token and layer."""
+        """The cached values per token and layer."""
         found = (self.rows / self.every if self.every else 0) + self.besides
         return int(found) if found == int(found) else found
 
     def told(self) -> str:
-        """What a layer holds of each token, in words."""
+        """Describe in words what a layer caches of each token."""
         rows = f"{self.rows:,}" + (f" / {self.every}" if self.every > 1 else "")
         parts = [*([rows] if self.every else []), *([f"{self.besides:,}"] if self.besides else [])]
         window = f"{self.rows:,} for each of the last {self.window:,}" if self.window else ""
@@ -117,9 +120,10 @@ class CachedLayers:
 
 @dataclass(frozen=True)
 class Drafting:
-    """``count`` layers that predict tokens after the next one (multi-token prediction), and one as a model by itself.
+    """``count`` layers that predict tokens after the next one (multi-token prediction).
 
-    ``layer`` makes its logits with the output projection of the model, which is not among its weights.
+    ``layer`` describes one of them as a model by itself. It makes its logits with the model's output projection, which
+    does not count among its weights.
     """
 
     count: int
@@ -130,9 +134,9 @@ class Drafting:
 class Facts:
     """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown.
 
-    ``sites`` and ``messages`` are those of its report.
-    ``stored``: the weights as a quantized checkpoint has them; ``None`` if nothing says that they are quantized.
-    ``drafting``: ``None`` if the config names no layers that draft; ``weights`` and ``cached`` are without them.
+    ``sites`` and ``messages`` come from the model's report. ``stored`` describes the weights of a quantized checkpoint;
+    ``None`` if they are not known to be quantized. ``drafting`` is ``None`` if the config names no drafting layers;
+    ``weights`` and ``cached`` do not include them.
     """
 
     name: str
@@ -150,40 +154,40 @@ class Facts:
 
     @property
     def cache_values(self) -> float:
-        """Values per token that the model's own code caches, in all layers."""
+        """The values per token that the model's own code caches, in all layers."""
         return sum(layer.values * layer.count for layer in self.cached)
 
     def own_cache(self) -> str:
-        """What its own code caches, in words; empty if that is not known."""
+        """Describe in words what the model's own code caches; empty if unknown."""
         parts = [f"{layer.count} x {layer.told()}" for layer in self.cached]
         return f"its own code caches {self.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
 
     @property
     def in_part(self) -> int:
-        """Attentions absorbed in part or by groups of heads; how much those cache and compute is not known."""
+        """The number of attentions absorbed in part or by groups of heads, whose cache and cost are unknown."""
         return sum(site.stands_for for site in self.sites if site.parts)
 
     @property
     def head_values(self) -> int:
-        """Weights into and out of the heads of the latent sites, as far as their widths are known."""
+        """The number of weights into and out of the heads of the latent sites, as far as their widths are known."""
         return self.over_sites(_head_values)
 
     def over_sites(self, what: Callable[[Dims], int]) -> int:
-        """A quantity of one latent site, summed over all of them."""
+        """Sum a quantity of one latent site over all latent sites."""
         return sum(site.count * what(site.dims) for site in self.latent)
 
 
 def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str) -> Facts:
-    """What a report alone tells: its sites, once each; nothing about weights or about what a cache holds."""
+    """Return what a report alone tells: its sites, without the weights and the cache."""
     family = family_of(sites) or ("not MLA" if sites else "no attention")
     latent = latent_sites((site, site.dims) for site in sites)
     return Facts(name, family, sites, latent, (), Weights(0), messages=messages)
 
 
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[LatentSites, ...]:
-    """The attentions of equal sizes counted together; given are each site and its sizes.
+    """Count attentions of equal sizes together, given each site and its sizes.
 
-    Groups of heads with a latent each count as so many attentions.
+    A site whose heads form G groups with a latent each counts as G attentions.
     """
     counts: Counter[LatentSites] = Counter()
     for site, dims in found:
@@ -195,7 +199,7 @@ def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[Laten
 
 
 def family_of(sites: Sequence[SiteReport]) -> Family | None:
-    """What the sites alone tell; ``None`` if none of them has a latent."""
+    """Return what the sites alone tell; ``None`` if none of them has a latent."""
     verdicts = {site.verdict for site in sites}
     if "absorbed" in verdicts or any(site.dims is not None for site in sites):
         return "MLA"

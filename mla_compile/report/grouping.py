@@ -1,7 +1,7 @@
-"""Sites that differ only in their layer number, grouped so that a report on 61 layers is one paragraph.
+"""Group sites that differ only in their layer number, so that a report on 61 layers is one paragraph.
 
-Before: sixty-one records, ``model.layers.0.self_attn`` to ``model.layers.60.self_attn``, otherwise equal.
-After: one group whose ``where`` reads ``model.layers.{0-60}.self_attn``.
+Before: sixty-one records, ``model.layers.0.self_attn`` to ``model.layers.60.self_attn``, otherwise equal. After: one
+group whose ``where`` reads ``model.layers.{0-60}.self_attn``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites that read the same, in the order of the report; the first one stands for all of them."""
+    """Sites with the same text, in the order of the report; the first one represents all of them."""
 
     sites: tuple[SiteReport, ...]
 
@@ -45,9 +45,9 @@ class SiteGroup:
 
 
 def of_each_attention(sites: Iterable[SiteReport]) -> list[SiteReport]:
-    """One site for each attention of the model, however many graphs have it: the one of which most figures are known.
+    """Return one site per attention of the model, even if several graphs contain it: the site with the most figures.
 
-    Attentions of one module are told apart by their order in the graph.
+    Attentions of one module are distinguished by their order in the graph.
     """
     count: Counter[tuple[str, str]] = Counter()
     found: dict[tuple[str, int], SiteReport] = {}
@@ -68,8 +68,8 @@ def _known(site: SiteReport) -> tuple[bool, bool, bool]:
 def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
     """Groups in order of first appearance.
 
-    Sites belong together if they differ only in their index, the numbers in module paths, the names of nodes (which the
-    trace numbers) and measured errors, of which a group shows the worst.
+    Sites of a group differ only in their index, the numbers in module paths, the names of nodes (which the trace
+    numbers) and measured errors. A group shows its worst error.
     """
     groups: dict[SiteReport, list[SiteReport]] = {}
     for site in sites:
@@ -78,7 +78,7 @@ def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
 
 
 def module_pattern(paths: Sequence[str]) -> str:
-    """``a.{0-2,5}.b`` for ``a.0.b``, ``a.1.b``, ``a.2.b``, ``a.5.b``; a list where the numbers form no full grid."""
+    """``a.{0-2,5}.b`` for ``a.0.b``, ``a.1.b``, ``a.2.b``, ``a.5.b``; a plain list if the numbers form no full grid."""
     distinct = list(dict.fromkeys(paths))
     if len({_NUMBER.sub("#", path) for path in distinct}) > 1:
         return ", ".join(distinct)
@@ -121,5 +121,5 @@ def _anonymous(site: SiteReport) -> SiteReport:
 
 
 def _unnumbered(where: Location) -> Location:
-    # The name of a node says nothing about its layer, even where there is no module path to tell sites apart.
+    # A node's name does not identify its layer, even if there is no module path to tell sites apart.
     return replace(where, node="", module=_NUMBER.sub("#", where.module))

@@ -1,4 +1,4 @@
-"""The report: one record per attention site, as text and as a page for people, as JSON for programs."""
+"""The report: one record per attention site, rendered as text and as a page for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SCHEMA = "mla_compile.report/2"
-"""Written into every JSON report; the number grows when a reader of the old layout would misread the new one."""
+"""Written into every JSON report. The number grows when a reader of the old layout would misread the new layout."""
 
 _SHOWN_SECONDS = 0.01
-"""Passes that took less are not in the text; the record has all of them."""
+"""The text omits passes that took less time; the record has all of them."""
 
-_NOT_OURS = ("trace", "code")  # Dynamo's and the code generator's stages of a compilation
+_NOT_OURS = ("trace", "code")  # a compilation's stages in Dynamo and in the code generator
 
 _STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
 
@@ -38,16 +38,16 @@ NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), unde
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What became of every attention site of a graph, or of several graphs put together by ``merged``.
+    """The result for every attention site of a graph, or of several graphs joined by ``merged``.
 
-    ``print`` shows it as text, rich in colour.
+    ``print`` shows the report as text, and rich shows it in colour.
 
     Attributes:
         sites: one entry for each attention.
         graph: the names of the graphs.
-        passes: how much the capture and each pass changed, and how long they took (s); before and after them Dynamo's
-            trace and the code generation, of an optimized module.
-        messages: what concerns no single site.
+        passes: the changes and seconds of the capture and of each pass. For an optimized module, Dynamo's trace comes
+            before them and the code generation after them.
+        messages: notes that concern no single site.
     """
 
     sites: tuple[SiteReport, ...]
@@ -57,31 +57,31 @@ class Report:
 
     @property
     def absorbed(self) -> int:
-        """Sites that run in an absorbed form."""
+        """The number of sites that run in an absorbed form."""
         return self._count("absorbed")
 
     @property
     def kept(self) -> int:
-        """Sites left in their form because that is cheaper, was asked for, or is needed by something else."""
+        """The number of sites kept because their form is cheaper, was asked for, or is needed by something else."""
         return self._count("kept")
 
     @property
     def refused(self) -> int:
-        """Sites where absorption would change the result, or could not be proved not to."""
+        """The number of sites where absorption would change the result, or could not be proved safe."""
         return self._count("refused")
 
     @property
     def not_mla(self) -> int:
-        """Attention sites that are plain MHA, GQA or MQA."""
+        """The number of attention sites that are plain MHA, GQA or MQA."""
         return self._count("not_mla")
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
-        """Writes one self-contained page: sites (drawn if the report is from ``explain``), cache, costs, refusals.
+        """Write one self-contained page: sites (drawn if the report is from ``explain``), cache, costs, refusals.
 
         Args:
-            path: the file. One that exists stays until the new one is complete.
-            title: what the page is about.
-            dtype: of weights and cache: fp32, bf16, fp16 or fp8.
+            path: the file. An existing file stays until the new one is complete.
+            title: the page's title.
+            dtype: the dtype of weights and cache: fp32, bf16, fp16 or fp8.
 
         Raises:
             InputError: the path cannot be written.
@@ -90,11 +90,11 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Time spent in the capture and in all passes: compile time without Dynamo and the code generation."""
+        """The time spent in the capture and in all passes: the compile time without Dynamo and the code generation."""
         return sum(p.seconds for p in self.passes if p.name not in _NOT_OURS)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; the key ``schema`` names the layout."""
+        """Return a JSON-able record; the key ``schema`` names the layout."""
         return {
             "schema": SCHEMA,
             "graph": self.graph,
@@ -105,15 +105,15 @@ class Report:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        """What ``to_dict`` returns, as strict JSON (no ``NaN`` or ``Infinity``)."""
+        """Return ``to_dict`` as strict JSON (no ``NaN`` or ``Infinity``)."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Report:
-        """Inverse of ``to_dict``.
+        """Read a report from the record that ``to_dict`` returns.
 
         Raises:
-            InputError: for anything that is not a report of this schema.
+            InputError: ``record`` is not a report of this schema.
         """
         schema = record.get("schema")
         if schema != SCHEMA:
@@ -130,7 +130,7 @@ class Report:
 
     @classmethod
     def merged(cls, reports: Iterable[Report]) -> Report:
-        """One report of several graphs: sites renumbered in order, passes of one name added up, each message once."""
+        """Merge reports of several graphs: sites are renumbered, passes of one name added up, messages kept once."""
         several = list(reports)
         sites = [(site, site.graph or report.graph) for report in several for site in report.sites]
         totals: dict[str, PassRecord] = {}
@@ -145,14 +145,14 @@ class Report:
         )
 
     def within(self, path: str) -> Report:
-        """The same of a module that is called ``path`` in the model that the report is about."""
+        """Return the same report for a module that the reported model holds at ``path``."""
         if not path:
             return self
         placed = (replace(s.where, module=".".join(filter(None, (path, s.where.module)))) for s in self.sites)
         return replace(self, sites=tuple(replace(s, where=w) for s, w in zip(self.sites, placed, strict=True)))
 
     def summary(self) -> str:
-        """One line, for logs."""
+        """Return one line for logs."""
         place = f" in graph{'s' * (', ' in self.graph)} {self.graph}" if self.graph else ""
         if NOTHING_YET in self.messages:
             return NOTHING_YET
@@ -162,7 +162,7 @@ class Report:
         for verdict in VERDICTS:
             sites = [site for site in self.sites if site.verdict == verdict]
             if sites:
-                # Only these two have reasons that differ from site to site and matter to the reader.
+                # Only the codes of kept and refused sites differ from site to site and matter to the reader.
                 codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
                 counts.append(f"{len(sites)} {WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
         noun = "attention site" if len(self.sites) == 1 else "attention sites"
@@ -173,7 +173,7 @@ class Report:
         return line + (f"; capture and passes {self.seconds:.2f} s" if self.passes else "")
 
     def _figures(self) -> list[str]:
-        """What the absorbed attentions of the model read and hold for each token, each counted once."""
+        """Say how many values the model's absorbed attentions read and hold per token, counting each attention once."""
         each = [site for site in of_each_attention(self.sites) if site.verdict == "absorbed"]
         said = []
         for words, before, after in (
@@ -186,7 +186,7 @@ class Report:
         return said
 
     def text(self, width: int = 100) -> str:
-        """The whole report as plain text, without colour."""
+        """Return the whole report as plain text without colour."""
         from rich.console import Console
 
         buffer = io.StringIO()
@@ -200,12 +200,12 @@ class Report:
         return f"<Report: {self.summary()}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page of :meth:`to_html`, in a frame that keeps its styles to itself."""
+        """Return the page of :meth:`to_html` for a notebook, in a frame that isolates its styles."""
         page = render_report(self.sites, self.messages)
         return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 32em; border: 0"></iframe>'
 
     def __rich__(self) -> RenderableType:
-        # rich is imported when a report is shown, so that compiling a graph does not pay for it.
+        # rich is imported only when a report is shown, so that compiling a graph does not pay for the import.
         from rich.console import Group
         from rich.padding import Padding
         from rich.table import Table
@@ -236,6 +236,6 @@ class Report:
 
 
 def count_sites(report: Report) -> None:
-    """Counts what became of the attentions of a graph that is compiled, served or saved."""
+    """Count the verdicts on the attentions of a graph that is compiled, served or saved."""
     for site in report.sites:
         count("sites", became=site.verdict)

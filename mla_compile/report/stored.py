@@ -1,4 +1,4 @@
-"""How a checkpoint stores the weights of a model: bytes by part, and what is dequantized to be absorbed."""
+"""How a checkpoint stores the weights of a model: the bytes of each part, and what absorbing dequantizes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Literal
 from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled
 
 _SHOWN = 6
-"""Names that the text lists; the record has all of them."""
+"""The number of names that the text lists; the record has all of them."""
 
 PartName = Literal["attention", "routed experts", "rest"]
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Some of the weights: how many there are, how many of them are quantized, and bytes.
+    """A part of the weights: the number of values, how many of them are quantized, and bytes.
 
-    ``scale_bytes``, of scales, zero points and group indices, are among ``bytes``.
+    ``bytes`` include ``scale_bytes``, which are the scales, zero points and group indices.
     """
 
     name: PartName
@@ -29,9 +29,9 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class UpProjections:
-    """The weights that make K and V from latent rows, of ``layers`` attentions: W_kc and W_v, in values and as stored.
+    """The weights W_kc and W_v of ``layers`` attentions, which make K and V from latent rows, in values and as stored.
 
-    ``names`` are those of their modules, ``packing`` says in words how they are stored if they are quantized.
+    ``names`` are the names of their modules. ``packing`` describes in words how they are stored if they are quantized.
     """
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class UpProjections:
     packing: str | None
 
     def dequantized(self, dtype: str) -> int:
-        """Bytes in which they are kept to be absorbed, beside what is stored; 0 where they are stored as they are."""
+        """The bytes of the dequantized weights that are kept beside the stored ones; 0 if nothing is quantized."""
         return self.values * BYTES[dtype] if self.packing else 0
 
 
@@ -52,12 +52,12 @@ class StoredWeights:
     Attributes:
         method: the format's name, ``quant_method`` in the config.
         packings: how quantized weights are stored, in words.
-        dtype: of weights that are not quantized, and of those that are dequantized.
+        dtype: the dtype of unquantized and of dequantized weights.
         arithmetic: the dtype in which quantized weights are multiplied.
         parts: attention, routed experts and the rest, in this order.
-        lookup_bytes: of the input embedding, where it is not also the output projection; part of the rest.
-        unquantized: the modules of the matrices that are not quantized; the index of a layer is ``N``.
-        up: what absorbing takes apart; ``None`` where there is no latent, or its weights were not found.
+        lookup_bytes: the bytes of the input embedding, unless it is also the output projection; part of the rest.
+        unquantized: the modules of the unquantized matrices; ``N`` stands for the index of a layer.
+        up: the weights that absorbing splits; ``None`` if there is no latent, or if its weights were not found.
     """
 
     method: str
@@ -71,29 +71,29 @@ class StoredWeights:
 
     @property
     def bytes(self) -> int:
-        """Of all weights, with their scales."""
+        """The bytes of all weights, including their scales."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def kept_bytes(self) -> int:
-        """Of W_kc and W_v, dequantized to be absorbed and kept beside what is stored."""
+        """The bytes of the dequantized W_kc and W_v that absorbing keeps beside the stored weights."""
         return self.up.dequantized(self.dtype) if self.up else 0
 
     @property
     def read_in_their_place(self) -> int:
-        """Bytes that an absorbed step does not read, because it reads the dequantized W_kc and W_v."""
+        """The stored bytes that an absorbed step does not read, because it reads the dequantized W_kc and W_v."""
         return self.up.bytes if self.up and self.up.packing else 0
 
     def part(self, name: PartName) -> StoredPart:
-        """The part of this name."""
+        """Return the part with this name."""
         return next(part for part in self.parts if part.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-able record."""
         return {**asdict(self), "bytes": self.bytes, "kept_bytes": self.kept_bytes}
 
     def lines(self) -> list[str]:
-        """The same in words."""
+        """Describe the weights in words."""
         scales = sum(part.scale_bytes for part in self.parts)
         how = "; ".join(self.packings) or "nothing of it is quantized"
         size = f"{gigabytes(self.bytes)}, {scaled(scales, 'B')} of it scales"

@@ -1,4 +1,4 @@
-"""What is said about one attention site, as text and on the page: its headline, and a line for each fact."""
+"""The wording for one attention site in text and on the page: a headline, and a line for each fact."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused": 
 
 
 def queries(number: float) -> str:
-    """A number of queries, which may be unlimited or no whole number."""
+    """Format a number of queries, which may be infinite or fractional."""
     return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"
 
 
 def headline(site: SiteReport) -> str:
-    """The verdict, with the form or the code."""
+    """Return the verdict with the form or the code."""
     if site.verdict == "absorbed":
         words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
         return f"absorbed ({', '.join(words)})" if words else "absorbed"
@@ -27,7 +27,7 @@ def headline(site: SiteReport) -> str:
 
 
 def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
-    """Label and value of every line below a headline, without what is not known."""
+    """Return label and value of every line below a headline; unknown facts are left out."""
     site = group.site
     rows = [("source", _source(site.where)), ("why", site.reason)]
     if site.blame is not None:
@@ -48,7 +48,7 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
         ("decode", site.decode_flops_before, site.decode_flops_after, "FLOPs per context token"),
         ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
     ):
-        if site.chosen is not None and after == 0:  # what reads chosen keys alone costs the same for any context
+        if site.chosen is not None and after == 0:  # a site that reads only chosen keys costs the same for any context
             rows.append((label, f"{before:,} {unit} before, now those of the chosen keys alone"))
         else:
             rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
@@ -72,13 +72,13 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
 
 
 def _source(where: Location, *, with_op: bool = False) -> str:
-    """File and line, and the code itself on a line of its own; empty if the trace recorded neither."""
+    """Return file and line, with the code itself on a second line; empty if the trace recorded neither."""
     place = " at ".join(filter(None, [(where.op or where.node) if with_op else None, where.source]))
     return "\n".join(filter(None, [place, where.code and where.code.strip()]))
 
 
 def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> str:
-    """``a -> b`` for a site that was absorbed, ``a (absorbed: b)`` for one that was not; empty if not known."""
+    """``a -> b`` for an absorbed site, ``a (absorbed: b)`` for any other; empty if unknown."""
     if before is None:
         return ""
     if after is None:

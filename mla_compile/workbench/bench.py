@@ -1,8 +1,8 @@
-"""``mla-compile bench``: decode steps of a model in eager, Inductor and mla, in turns on this machine.
+"""``mla-compile bench``: time decode steps of a model in eager, Inductor and mla, in turns on this machine.
 
-The layers of the model keep their sizes, but there are few of them, and the vocabulary is small: a published model then
-fits on a small machine, and attention is most of what is timed. Nothing is timed before all variants return the same
-logits.
+The layers of the model keep their sizes, but there are few of them, and the vocabulary is small. So a published model
+fits on a small machine, and most of the measured time is attention. Timing starts only after all variants return the
+same logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIANTS = ("eager", "inductor", "mla")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY = 256
 _DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_PART_OF_FREE = 0.8  # of the free memory: the rest is for the compiler and for other programs
+_PART_OF_FREE = 0.8  # of the free memory; the rest is for the compiler and for other programs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One context length: the seconds of every round by variant, and the variants that would not fit in memory."""
+    """One context length: the seconds of every round by variant, and the variants that do not fit in memory."""
 
     context: int
     too_large: tuple[str, ...]
@@ -62,23 +62,23 @@ class Row:
 
     @property
     def rounds(self) -> int:
-        """Rounds in which every variant ran."""
+        """The number of rounds in which every variant ran."""
         return min(map(len, self.seconds.values()), default=0)
 
     def whole(self) -> Row:
-        """The row without a round that was interrupted."""
+        """Return the row without an interrupted round."""
         return replace(self, seconds={name: s[: self.rounds] for name, s in self.seconds.items()})
 
     def times(self) -> dict[str, Times]:
-        """The times of each variant."""
+        """Return the times of each variant."""
         return {name: Times.of(seconds) for name, seconds in self.seconds.items()}
 
     def faster_than(self) -> dict[str, float]:
-        """How many times faster mla is than each other variant: the median over the rounds."""
+        """Return the median speedup of mla over each other variant."""
         return {v: median_ratio(s, self.seconds["mla"]) for v, s in self.seconds.items() if v != "mla"}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, times in milliseconds."""
+        """Return a JSON-able record with times in milliseconds."""
         return {
             "context": self.context,
             "too_large": list(self.too_large),
@@ -90,7 +90,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure, of which nothing is allocated yet."""
+    """A model to measure, before anything of it is allocated."""
 
     config: Any
     facts: Facts
@@ -99,14 +99,14 @@ class Subject:
 
     @property
     def dims(self) -> Dims:
-        """Those of the first site."""
+        """The sizes of the first site."""
         return self.facts.latent[0].dims
 
     def bytes_at(self, tokens: int, *, expanded: bool) -> int:
-        """What the weights and a step at ``tokens`` take.
+        """Estimate the bytes of the weights and of a step at ``tokens``.
 
-        The latent rows count three times (pool, cache, next cache). Where K and V are expanded, those of one layer are
-        added with the copies that eager PyTorch makes of them.
+        The latent rows count three times (pool, cache, next cache). If K and V are expanded, one layer's K and V count
+        too, with the copies that eager PyTorch makes of them.
         """
         size, d = DTYPES[self.settings.dtype].itemsize, self.dims
         values: float = self.facts.weights.total
@@ -118,7 +118,7 @@ class Subject:
 
 
 def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
-    """The config in a file or directory, cut to ``layers`` and a small vocabulary. Raises :class:`InputError`."""
+    """Read the config in a file or directory, cut to ``layers`` and a small vocabulary. Raises :class:`InputError`."""
     if source.startswith("python:"):
         raise InputError("bench builds its model from a config; give a config.json, a directory with one, or --dims")
     raw, path = config_file.read_raw(source)
@@ -132,7 +132,7 @@ def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
     if not isinstance(depth, int):
         raise InputError(f"{path}: the number of layers is {depth!r}, expected a whole number")
     part |= {name: min(layers, depth) for name in _DEPTH if name in part}
-    # These have one entry per layer: which attention, which network.
+    # Lists of this length have one entry per layer, such as the kind of attention or of network.
     part |= {n: v[:layers] for n, v in part.items() if isinstance(v, list) and len(v) == depth}
     if depth > layers:
         notes.append(f"{layers} of {depth} layers")
@@ -146,7 +146,7 @@ def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
 
 
 def config_with(dims: Dims, layers: int) -> Any:
-    """A config like DeepSeek-V3's with these sizes, a small dense network and a small vocabulary."""
+    """Return a config like DeepSeek-V3's with these sizes, a small dense network and a small vocabulary."""
     if dims.D is None:
         raise InputError("the width of the model, D, is missing")
     if dims.R % 2:
@@ -161,7 +161,7 @@ def config_with(dims: Dims, layers: int) -> Any:
 
 
 def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
-    """Looks at a model without allocating it.
+    """Survey a model without allocating it.
 
     Raises :class:`InputError` if it does not fit in memory, :class:`NothingToCompareError` if nothing is absorbed.
     """
@@ -187,7 +187,7 @@ def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
 
 
 def nothing(found: Survey) -> str:
-    """Why there is nothing to compare, and what to do."""
+    """Tell why there is nothing to compare, and what to do."""
     name, family = found.facts.name, found.facts.family
     if family in ("MHA", "GQA", "MQA"):
         return (
@@ -198,7 +198,7 @@ def nothing(found: Survey) -> str:
 
 
 class Bench:
-    """The model, its variants, and what has been measured so far (``rows``)."""
+    """The model, its variants, and the results so far (``rows``)."""
 
     def __init__(self, made: Subject) -> None:
         self.subject, self.settings = made, made.settings
@@ -208,12 +208,12 @@ class Bench:
         self._steps: DecodeSteps | None = None
 
     def stages(self) -> int:
-        """How many stages :meth:`run` has."""
+        """Return the number of stages of :meth:`run`."""
         return 1 + len(VARIANTS) + len(self.settings.contexts)
 
     @torch.no_grad()
     def run(self) -> Iterator[str]:
-        """Runs everything, and yields the name of each stage before it begins; ``rows`` grows on the way.
+        """Run everything and yield the name of each stage before it begins; ``rows`` grows meanwhile.
 
         Raises :class:`NothingToCompareError` if the variants' results differ.
         """
@@ -240,7 +240,7 @@ class Bench:
             self.about["device"] = torch.get_device_module(device).get_device_name(device)
         try:
             cache = cache_of(model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=True))
-        except Exception as error:  # somebody else's model may raise anything
+        except Exception as error:  # a user's model may raise anything
             raise InputError(f"{type(model).__name__} does not run: {config_file.in_one_line(error)}") from error
         slots = []
         for slot in cache.layers:
@@ -250,7 +250,8 @@ class Bench:
                     f"its cache has a {type(slot).__name__}, and bench fills caches of keys and values only"
                 )
             slots.append((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]))
-        # This pool fits beside the weights; contexts whose expanded form would not fit are measured without that form.
+        # The pool fits beside the weights. Where the expanded form does not fit, a context is measured without that
+        # form.
         longest = max(*settings.contexts, *WARM_UP) + 1
         calls = variants(model, VARIANTS, settings.codegen)
         return DecodeSteps(model, calls, slots, batch=settings.batch, longest=longest, dtype=dtype, device=device)
@@ -259,7 +260,7 @@ class Bench:
         needed = self.subject.bytes_at(context, expanded=True) - self.subject.bytes_at(0, expanded=False)
         fits = needed < _PART_OF_FREE * available_bytes(steps.device)
         chosen = VARIANTS if fits else ("mla",)
-        # The second step at a length compiles nothing.
+        # The second step at a length no longer compiles anything.
         logits = {name: [steps.step(name, context)[1].float() for _ in range(2)][-1] for name in chosen}
         errors, allowed = differences(logits), TOLERANCE[steps.dtype]
         for name, error in errors.items():
@@ -278,11 +279,11 @@ class Bench:
         in_turns(calls, self.settings.rounds, self.settings.seconds, times=row.seconds)
 
     def measured(self) -> list[Row]:
-        """Rows with at least one complete round."""
+        """Return the rows with at least one complete round."""
         return [row.whole() for row in self.rows if row.rounds]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; the key ``schema`` names the layout."""
+        """Return a JSON-able record; the key ``schema`` names the layout."""
         facts = self.subject.facts
         return {
             "schema": SCHEMA,

@@ -1,7 +1,7 @@
-"""Decode steps of a transformers causal language model, as generate() takes them, on caches of random rows.
+"""Decode steps of a transformers causal language model, called as generate() calls them, on caches of random rows.
 
-No prompt is run to fill a cache: attention takes just as long on random rows, and a prompt of 100,000 tokens would take
-longer than everything that is measured.
+No prompt is run to fill a cache. Attention takes just as long on random rows, and reading a prompt of 100,000 tokens
+would take longer than everything that is measured.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from mla_compile.backend import mla
 from mla_compile.core.cache_argument import cache_argument
 
 WARM_UP = (97, 98, 99)
-"""Contexts after which the graph of a decode step has settled: static, then symbolic, then no change."""
+"""Contexts after which the graph of a decode step is stable: static, then symbolic, then unchanged."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
-"""How much logits may differ, relative to the largest."""
+"""The allowed difference of logits, relative to the largest logit."""
 
 
 def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dict[str, Callable[..., Any]]:
-    """The model as it is (``eager``), compiled (``inductor``), and compiled by our backend (``mla``).
+    """Return the model uncompiled (``eager``), compiled (``inductor``), and compiled by our backend (``mla``).
 
-    Without Inductor (``codegen="eager"``) the compiled ones run the graphs that they would have passed to it.
+    Without Inductor (``codegen="eager"``) the compiled variants run the graphs that they would otherwise pass to
+    Inductor.
     """
     made: dict[str, Callable[..., Any]] = {}
     for name in names:
@@ -34,7 +35,7 @@ def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dic
             made[name] = model
         elif name == "inductor":
             made[name] = torch.compile(model, backend=codegen)
-        else:  # not by name: a checkout that is not installed has no entry point
+        else:  # passed as a function, because a checkout that is not installed has no entry point
             made[name] = torch.compile(model, backend=mla, options={"codegen": codegen})
     return made
 
@@ -43,10 +44,10 @@ class DecodeSteps:
     """A model, the variants to compare, and a pool of random rows from which caches are cut.
 
     Args:
-        model: in eval mode, on its device.
-        calls: what runs a step, by variant.
+        model: the model in eval mode, on its device.
+        calls: the callables that run a step, by variant.
         slots: heads and width of K, heads and width of V, for each slot of the cache.
-        longest: tokens in the longest cache.
+        longest: the number of tokens in the longest cache.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class DecodeSteps:
     ) -> None:
         self.model, self.calls, self.batch = model, calls, batch
         self.dtype, self.device = dtype, device or torch.device("cpu")
-        self._synchronize: Callable[[], None] = torch.get_device_module(self.device).synchronize  # nothing on a CPU
+        self._synchronize: Callable[[], None] = torch.get_device_module(self.device).synchronize  # no-op on a CPU
         generator = torch.Generator(self.device).manual_seed(3)
 
         def rows(heads: int, width: int) -> Tensor:
@@ -73,7 +74,7 @@ class DecodeSteps:
         self.pool = [(rows(h, w), rows(h2, w2)) for h, w, h2, w2 in slots]
 
     def dynamic(self, tokens: int) -> Any:
-        """A cache of ``tokens`` tokens that grows by concatenation."""
+        """Return a cache of ``tokens`` tokens that grows by concatenation."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache(config=self.model.config)
@@ -83,7 +84,7 @@ class DecodeSteps:
         return cache
 
     def inputs(self, tokens: int, cache: Any) -> dict[str, Any]:
-        """What generate() passes for the token after ``tokens`` cached ones."""
+        """Return what generate() passes for the token after ``tokens`` cached ones."""
         static = hasattr(cache.layers[0], "cumulative_length")
         if static:
             for layer in cache.layers:
@@ -98,9 +99,9 @@ class DecodeSteps:
         return prepared
 
     def step(self, variant: str, tokens: int, cache: Any = None) -> tuple[float, Tensor]:
-        """Seconds and logits of one decode step, from an idle device to an idle one.
+        """Return seconds and logits of one decode step, from an idle device to an idle one.
 
-        Without a ``cache``, it is the second step in one that grows: the first moves the rows that it is given.
+        Without a ``cache``, the second step in a growing cache is timed, because the first step copies the given rows.
         """
         if cache is None:
             cache = self.dynamic(tokens - 1)
@@ -114,6 +115,6 @@ class DecodeSteps:
 
 
 def differences(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest difference of each from the first, relative to the largest of the first."""
+    """Return the largest difference of each from the first, relative to the largest magnitude of the first."""
     (_, reference), *others = logits.items()
     return {name: float((x - reference).abs().max() / reference.abs().max()) for name, x in others}

@@ -1,7 +1,7 @@
-"""The demo: a small model in the shape of DeepSeek-V3, decoded before and after, compared and timed.
+"""The demo: decode a small model in the shape of DeepSeek-V3 before and after optimizing, compare and time both.
 
-The widths that decide what absorption saves are the real ones (L=512 R=64 N=128 V=128); heads, layers and model width
-are small enough for two CPU cores. Weights are seeded, so nothing is downloaded. Nothing is printed here either:
+The widths that decide what absorption saves are the real ones (L=512 R=64 N=128 V=128). Heads, layers and model width
+are small enough for two CPU cores. Weights are seeded, so nothing is downloaded. This module prints nothing:
 :mod:`mla_compile.cli.app` shows what :func:`run` returns.
 """
 
@@ -25,7 +25,7 @@ from mla_compile.runtime.latent import held_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Correct programs differ by rounding; this is the largest relative difference of logits that it explains.
+# The largest relative difference of logits that rounding explains between correct programs.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 _CONFIG: dict[str, Any] = {
@@ -81,11 +81,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The tokens of the original and of the optimized model, greedily decoded from one prompt.
+    """How the original's and the optimized model's tokens agree, greedily decoded from one prompt.
 
     ``first_difference``: the first step whose tokens differ, ``None`` if all are equal. ``tie``: at that step, the
-    original's two best tokens are closer to each other than the two models' logits are, so that rounding decided.
-    ``logits_error``: the largest difference of logits over the largest logit, in the steps whose inputs are the same.
+    original's two best logits differ by less than rounding explains, so that rounding decided. ``logits_error``: the
+    largest difference of logits over the largest logit, in the steps with equal inputs.
     """
 
     tokens: tuple[int, ...]
@@ -102,13 +102,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Timing:
-    """One decode step at one context length, of ``eager``, ``inductor`` and ``mla`` in interleaved rounds."""
+    """One decode step at one context length, in ``eager``, ``inductor`` and ``mla``, in interleaved rounds."""
 
     context: int
     times: Mapping[str, Times]
 
     def per_1000(self, last: Timing, variant: str) -> float | None:
-        """Milliseconds that 1,000 more cached tokens take up to ``last``; ``None`` where the spread hides it."""
+        """Return the milliseconds per 1,000 more cached tokens, up to ``last``; ``None`` if the spread hides them."""
         a, b = self.times[variant], last.times[variant]
         grown, spread = b.median - a.median, (b.high - b.low) / 2 + (a.high - a.low) / 2
         return None if grown <= spread else 1000 * grown / (last.context - self.context)
@@ -116,7 +116,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a model generated: tokens [count], logits [count, vocabulary], and the bytes its cache held per token."""
+    """What a model generated: tokens [count], logits [count, vocabulary], and the bytes per token in its cache."""
 
     tokens: Tensor
     logits: Tensor
@@ -125,11 +125,11 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that the demo found.
+    """The results of the demo.
 
     ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest ratio of an absorbed
-    site's error to that of its original form, both against float64; ``None`` if none was checked. ``held``: bytes per
-    token in the caches of the original and of the optimized model, measured after they have generated.
+    site's error to its original form's error, both against float64; ``None`` if no site was checked. ``held``: the
+    bytes per token in the caches of the original and the optimized model, measured after generation.
     """
 
     settings: Settings
@@ -141,14 +141,14 @@ class Outcome:
 
     @property
     def read_bytes(self) -> tuple[int, int]:
-        """Bytes that the attention of all layers reads per cached token: K and V of every head, and latent rows."""
+        """The bytes that all attentions read per cached token: K and V of every head, and latent rows."""
         size = DTYPES[self.settings.dtype].itemsize
         absorbed = [site for site in self.report.sites if site.verdict == "absorbed"]
         expanded = sum(site.values_read_before or 0 for site in absorbed)
         return size * expanded, size * sum(site.values_read_after or 0 for site in absorbed)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-able record."""
         kinds = {"held": self.held, "read": self.read_bytes}
         return {
             "settings": asdict(self.settings),
@@ -167,16 +167,15 @@ class Outcome:
 
 
 def stages(settings: Settings) -> int:
-    """How often :func:`run` calls ``progress``."""
+    """Return how often :func:`run` calls ``progress``."""
     return 5 + len(settings.contexts)
 
 
 def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
-    """Builds, optimizes, compares and times; ``progress`` is called with the name of each stage as it begins.
+    """Build, optimize, compare and time; ``progress`` is called with the name of each stage as it begins.
 
     Raises :class:`InputError` if transformers or a C++ compiler is missing or memory is too small, and
-    :class:`NothingToCompareError` if nothing was absorbed. Tokens that differ are not an error here, see
-    :attr:`Agreement.ok`.
+    :class:`NothingToCompareError` if nothing was absorbed. Differing tokens raise nothing; see :attr:`Agreement.ok`.
     """
     _check_memory(settings)
     require_compiler()
@@ -194,7 +193,7 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     report = mla_compile.explain(model, **_decode_inputs(model, max(settings.contexts), settings.dtype))
     progress("compiling the original with Inductor")
     steps = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
-    for context in (settings.prompt, settings.prompt + 1):  # with the second length the context becomes symbolic
+    for context in (settings.prompt, settings.prompt + 1):  # the second length makes the context symbolic
         timed_step(model, steps["inductor"], context, settings.dtype)
     timings = []
     for context in settings.contexts:
@@ -204,7 +203,7 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
 
 
 def _check_memory(settings: Settings) -> None:
-    """Roughly: 14 million weights per layer, K and V of 16 heads with eager's copies of them, and three caches."""
+    """Estimate the memory: 14 million weights per layer, expanded K and V with eager's copies, and three caches."""
     longest = max(settings.contexts)
     values = 5e6 + settings.layers * (14e6 + 3 * 576 * longest) + 16 * (3 * 256 + 128) * longest
     needed, free = values * DTYPES[settings.dtype].itemsize, available_bytes()
@@ -216,7 +215,7 @@ def _check_memory(settings: Settings) -> None:
 
 
 def _precision(report: Report | None) -> float | None:
-    """The worst ratio in a report on compiled graphs. Raises if they hold no absorbed site."""
+    """Return the worst ratio in a report on compiled graphs; raise if they hold no absorbed site."""
     if report is None or not report.absorbed:
         found = "no graph with attention was compiled" if report is None else report.summary()
         raise NothingToCompareError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
@@ -224,7 +223,7 @@ def _precision(report: Report | None) -> float | None:
 
 
 def build(settings: Settings) -> Any:
-    """The model, in eval mode, with seeded weights scaled by fan-in so that logits are far from uniform."""
+    """Build the model in eval mode, with seeded weights scaled by fan-in so that logits are far from uniform."""
     try:
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     except ImportError as error:
@@ -238,13 +237,13 @@ def build(settings: Settings) -> Any:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_().div_(math.sqrt(weight.shape[-1]))
-    model.generation_config.eos_token_id = None  # so that no token ends the text early
+    model.generation_config.eos_token_id = None  # no token ends the text early
     model.generation_config.pad_token_id = 0
     return model.to(DTYPES[settings.dtype])
 
 
 def generate(model: Any, prompt: Tensor, count: int) -> Decoded:
-    """The next ``count`` tokens, greedily decoded."""
+    """Decode the next ``count`` tokens greedily."""
     out = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -259,7 +258,7 @@ def generate(model: Any, prompt: Tensor, count: int) -> Decoded:
 
 
 def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreement:
-    """Compares two results of :func:`generate` up to the first token that differs; after it the inputs differ."""
+    """Compare two results of :func:`generate` up to the first differing token; after it the inputs differ."""
     tokens, logits, other_tokens, other_logits = original.tokens, original.logits, optimized.tokens, optimized.logits
     different = (tokens != other_tokens).nonzero()
     first = int(different[0]) if len(different) else None
@@ -274,7 +273,7 @@ def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreemen
 
 
 def measure(model: Any, steps: dict[str, Any], context: int, settings: Settings) -> Timing:
-    """Times a decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
+    """Time a decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
     for step in steps.values():
         timed_step(model, step, context, settings.dtype)
 
@@ -287,13 +286,13 @@ def measure(model: Any, steps: dict[str, Any], context: int, settings: Settings)
 
 @torch.no_grad()
 def timed_step(model: Any, step: Callable[..., Any], context: int, dtype: str) -> float:
-    """Seconds of one decode step whose cache holds ``context`` random rows; no prompt is run to fill it."""
+    """Return the seconds of one decode step whose cache holds ``context`` random rows; no prompt fills it."""
     inputs = _decode_inputs(model, context, dtype)
     return timed(lambda: step(**inputs))
 
 
 def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, Any]:
-    """Exactly what ``generate()`` passes for the token after ``context`` cached ones, so that its graphs are reused."""
+    """Return exactly what ``generate()`` passes for the token after ``context`` cached ones, to reuse its graphs."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -310,7 +309,7 @@ def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, Any]:
 
 
 def _cached_rows(model: Any, context: int, dtype: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each layer, what transformers caches: latent rows [1, 1, T, L] and rotated keys [1, 1, T, R]."""
+    """Yield what transformers caches per layer: latent rows [1, 1, T, L] and rotated keys [1, 1, T, R]."""
     generator = torch.Generator().manual_seed(2)
     for _ in range(model.config.num_hidden_layers):
         widths = (model.config.kv_lora_rank, model.config.qk_rope_head_dim)

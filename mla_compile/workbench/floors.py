@@ -1,8 +1,8 @@
-"""The floor of one pass: of a decode step, of the tokens that are drafted for the next one, or of prompts.
+"""The floor of one pass: a decode step, the drafting of the next step's tokens, or the reading of prompts.
 
-A floor is the sum of what has to happen in sequence: the attention of every layer, what chooses its keys, everything
-else, and what goes over the links; of each, the slower of memory and arithmetic. Floors of passes that follow each
-other add up.
+A floor adds up what happens in sequence: the attention of every layer, the choice of its keys, everything else, and the
+traffic on links. Each part takes the longer of its memory time and its arithmetic time. Floors of consecutive passes
+add up.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mla_compile.workbench.step_formulas import MEANING, Layout, number
 class Attention:
     """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V).
 
-    ``N`` and ``V`` are the widths that latent rows are expanded to, which only prompts do. ``J``: the tokens that a
-    query attends to, 0 for all; ``F``: FLOPs per token of context to choose them, 0 where another attention chose.
-    ``every``: how many tokens a row stands for, 0 where none does; ``window``: so many of the last tokens have a row
-    besides.
+    ``N`` and ``V`` are the widths that latent rows are expanded to, in prompts only. ``J``: the number of tokens that a
+    query attends to, 0 for all. ``F``: the FLOPs per context token for choosing them, 0 if another attention chose.
+    ``every``: how many tokens a row represents, 0 if no row is kept for good. ``window``: the number of last tokens
+    that additionally have a row each.
     """
 
     count: int
@@ -38,7 +38,7 @@ class Attention:
     window: int = 0
 
     def rows(self, T: float) -> float:
-        """How many rows T tokens have."""
+        """Return the number of rows for T tokens."""
         return (T / self.every if self.every else 0) + min(self.window, T)
 
     @property
@@ -49,9 +49,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds of passes on one machine, by what takes them; ``network_bytes`` go over the links of a machine.
+    """The seconds of passes on one machine, by cause; ``network_bytes`` go over the links of a machine.
 
-    ``attention_s``, ``choosing_s``, ``weights_s``: the slower of memory and arithmetic, each pass by itself.
+    ``attention_s``, ``choosing_s``, ``weights_s``: the longer of memory time and arithmetic time, summed over passes.
     """
 
     cache_memory_s: float
@@ -67,28 +67,28 @@ class Floor:
     network_s: float
 
     def __add__(self, other: Floor) -> Floor:
-        """Of both, one after the other."""
+        """The floor of both, one after the other."""
         return Floor(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: float) -> Floor:
-        """Of so many alike."""
+        """The floor of ``times`` equal passes."""
         return Floor(*(times * a for a in astuple(self)))
 
     @property
     def seconds(self) -> float:
-        """Of all, in sequence."""
+        """The seconds of all parts in sequence."""
         return self.attention_s + self.choosing_s + self.weights_s + self.network_s
 
     @property
     def busiest_s(self) -> float:
-        """Of memory, arithmetic or links, whichever has most to do: what is left if they are busy at the same time."""
+        """The seconds of the busiest of memory, arithmetic and links: the bound if all three are always busy."""
         memory = self.cache_memory_s + self.choosing_memory_s + self.weight_memory_s
         arithmetic = self.attention_compute_s + self.choosing_compute_s + self.weight_compute_s
         return max(memory, arithmetic, self.network_s)
 
     @property
     def bottleneck(self) -> str:
-        """The longest part."""
+        """The name of the longest part."""
         parts: dict[str, float] = {}
         for name, reading, computing in (
             (("reading the cache", "attention arithmetic"), self.cache_memory_s, self.attention_compute_s),
@@ -106,7 +106,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where passes run: a layout of machines, and the dtypes in which they read the cache and multiply weights."""
+    """The layout of the machines, and the dtypes in which they read the cache and multiply weights."""
 
     layout: Layout
     machine: Machine
@@ -114,7 +114,7 @@ class Place:
     arithmetic: str
 
     def floor(self, sites: tuple[Attention, ...], letters: Mapping[str, float], *, prompt: bool = False) -> Floor:
-        """Of a pass through attentions and weights; ``letters``: sizes of both, users and tokens."""
+        """Return the floor of a pass through attentions and weights; ``letters`` are sizes, users and tokens."""
 
         def of(what: str, site: Attention) -> float:
             return number(self.layout, what, values(site, letters, prompt=prompt), latent=site.latent, prompt=prompt)
@@ -123,7 +123,7 @@ class Place:
             return sum(s.count * of(what, s) for s in sites)
 
         def once(what: str) -> float:
-            return of(what, replace(sites[0], every=1, window=0))  # what no attention decides
+            return of(what, replace(sites[0], every=1, window=0))  # quantities that do not depend on the attention
 
         machine, peak = self.machine, self.machine.peak(self.cache_dtype)
         memory_s, compute_s = total("attention bytes") / machine.bandwidth, total("attention FLOPs") / peak
@@ -147,10 +147,10 @@ class Place:
 
 
 def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = False) -> dict[str, float]:
-    """What the formulas take: the sizes of an attention, and ``letters`` by name; what is not given is 0."""
+    """Return the inputs of the formulas: sizes of an attention, and ``letters`` by name; missing letters are 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
-    # What chooses looks at rows that stay: of all tokens of a prompt, in a step beside those of a window.
+    # Choosing scores only rows that are kept for good: all tokens of a prompt, or in a step those outside the window.
     older = 0.0 if not site.every else 1 / site.every if prompt else letters["T"] / site.every / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

@@ -1,4 +1,4 @@
-"""One layout of a request: what fits, the floors of a step and of prompts, and the tokens/s that they allow."""
+"""Plan one layout of a request: what fits, the floors of a step and of prompts, and the tokens/s that they allow."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mla_compile.workbench.step_formulas import Layout, by_user, number
 
 @dataclass(frozen=True)
 class Prefill:
-    """The prompts of all users read in one pass: its floor, in seconds, and prompt tokens/s of all machines together.
+    """All users' prompts read in one pass: its floor in seconds, and prompt tokens/s of all machines together.
 
-    ``first_token_s``: of the prompt of one user alone. ``tokens_per_s`` and ``most_tokens_per_s`` as of a
-    :class:`LayoutPlan`.
+    ``first_token_s`` is the time for the prompt of one user alone. ``tokens_per_s`` and ``most_tokens_per_s`` are
+    defined as in :class:`LayoutPlan`.
     """
 
     floor: Floor
@@ -38,13 +38,13 @@ class Prefill:
 class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
-    ``most_users``: how many fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
-    ``network_bytes``: what a machine exchanges with the others in a step.
-    ``choosing_memory_s`` and ``choosing_compute_s``: what chooses the keys of sparse attentions, 0 without any.
-    ``tokens_per_s`` is of one batch, step after step; ``most_tokens_per_s`` of batches that take turns. Of drafted
-    tokens both count those that are accepted: a step adds ``tokens_per_step`` to a user. ``drafting_s`` of it drafts.
-    ``served_tokens_per_s`` and ``most_served_tokens_per_s``: the same where the machines read the prompts too, ``None``
-    where the request does not say how many tokens answer one.
+    ``most_users``: how many users fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
+    ``network_bytes``: the bytes that a machine exchanges with the others in a step. ``choosing_memory_s`` and
+    ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 without any. ``tokens_per_s`` is for
+    one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Both count accepted drafts only: a
+    step adds ``tokens_per_step`` tokens to a user, and spends ``drafting_s`` on drafting. ``served_tokens_per_s`` and
+    ``most_served_tokens_per_s``: the same if the machines also read the prompts; ``None`` if the request leaves the
+    number of output tokens open.
     """
 
     layout: Layout
@@ -74,7 +74,7 @@ class LayoutPlan:
 
 
 class Part(NamedTuple):
-    """The model, or the layers that draft: attentions and letters of one, and how many there are."""
+    """The model, or its drafting layers: the attentions and letters of one copy, and the number of copies."""
 
     sites: tuple[Attention, ...]
     letters: Mapping[str, float]
@@ -83,7 +83,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One way to lay out what is asked for."""
+    """One layout of a request."""
 
     layout: Layout
     dcp: int
@@ -93,7 +93,7 @@ class Case:
     stored: StoredWeights | None
 
     def plan(self) -> LayoutPlan:
-        """All of it."""
+        """Compute the whole plan of this layout."""
         request, held, per_user = self.request, self.held, self.per_user
         room = max(0.0, self.machine.memory_bytes * (1 - request.reserve) - held)
         most = math.floor(room / per_user) * (request.tp if by_user(self.layout) else 1)
@@ -121,7 +121,7 @@ class Case:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The model, and the layers that draft if tokens are drafted."""
+        """The model, and the drafting layers if tokens are drafted."""
         request, plain = self.request, self.stored.dtype if self.stored else self.request.weight_dtype
         common = _bytes_of_weights(self.model, self.stored, plain) | {
             "B": request.users, "T": request.context, "P": request.tp, "C": self.dcp,
@@ -136,13 +136,13 @@ class Case:
 
     @property
     def place(self) -> Place:
-        """Where its passes run."""
+        """The layout, machine and dtypes that passes run with."""
         arithmetic = self.stored.arithmetic if self.stored else self.request.weight_dtype
         return Place(self.layout, self.machine, self.request.cache_dtype, arithmetic)
 
     @property
     def held(self) -> float:
-        """Bytes of weights on a machine."""
+        """The bytes of weights on a machine."""
         weights, stored = self.model.weights, self.stored
         lookup = stored.lookup_bytes if stored else weights.lookup * WEIGHT_BYTES[self.request.weight_dtype]
         share = 1 if self.layout == "experts" else self.request.tp
@@ -150,7 +150,7 @@ class Case:
 
     @property
     def per_user(self) -> float:
-        """Cached bytes of a user on a machine that has some of them."""
+        """The cached bytes of a user on a machine that holds a part of the user's cache."""
         return sum(
             part.copies
             * (
@@ -161,22 +161,22 @@ class Case:
         )
 
     def step(self) -> Floor:
-        """A pass of the model over one token of each user and those that were drafted."""
+        """Return the floor of a pass over one token of each user and the drafted tokens."""
         (sites, letters, _), tokens = self.parts[0], 1 + self.request.draft_tokens
         return self.place.floor(sites, {**letters, "S": tokens, "O": tokens})
 
     def drafting(self) -> Floor | None:
-        """What drafts the tokens of the next step: ``None`` if nothing does, or nothing is known of it."""
+        """Return the floor of drafting the next step's tokens; ``None`` if nothing drafts, or it is unknown."""
         if len(self.parts) == 1:
             return None
         sites, own, count = self.parts[1]
-        letters = {**own, "W": own["W"] + own["D"] * own["N_v"], "O": 1}  # with the model's output projection
+        letters = {**own, "W": own["W"] + own["D"] * own["N_v"], "O": 1}  # drafting uses the model's output projection
         first = self.place.floor(sites, letters | {"S": self.request.tokens_per_step})
         again = self.place.floor(sites, letters | {"S": 1})
         return first * count + again * (self.request.draft_tokens - count)
 
     def prompts(self, users: int) -> Floor:
-        """A pass over whole prompts of so many users. K and V are made by the weights as stored."""
+        """Return the floor of a pass over the prompts of ``users`` users. Stored weights make K and V."""
         tokens = self.request.prompt_tokens
         whole = {"B": users, "S": tokens, "T": tokens, "O": 1, "U": 0, "Z": 0}
         first, *more = (self.place.floor(p.sites, {**p.letters, **whole}, prompt=True) * p.copies for p in self.parts)
@@ -190,7 +190,7 @@ class Case:
 
 
 def attentions(model: Facts) -> tuple[Attention, ...]:
-    """The attentions of a model: in absorbed form where they are latent, else with the heads of their cache."""
+    """Return the attentions of a model: latent ones in absorbed form, others with the heads of their cache."""
     found = [
         Attention(s.count, d.H, L=d.L, R=d.R, N=d.N, V=d.V, J=s.chosen or 0, F=s.choosing_flops)
         for s in model.latent
@@ -200,7 +200,7 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
     for layer in model.cached:
         if layer.rows in rows:
             continue
-        if layer.value_width == 0 and model.heads is not None:  # heads share a row that is key and value
+        if layer.value_width == 0 and model.heads is not None:  # heads share a row that is both key and value
             width, picked = layer.key_width, layer.chosen + layer.window if layer.chosen else 0
             found.append(
                 Attention(
@@ -226,7 +226,7 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
 
 
 def _bytes_of_weights(model: Facts, stored: StoredWeights | None, dtype: str) -> dict[str, float]:
-    """Bytes per weight, by letter; of heads it is the average of all weights of attentions."""
+    """Return the bytes per weight by letter; for heads, the average over all attention weights."""
     if stored is None:
         return dict.fromkeys(("E_w", "E_h", "E_x"), WEIGHT_BYTES[dtype])
     attention, experts = stored.part("attention"), stored.part("routed experts")
@@ -238,7 +238,7 @@ def _bytes_of_weights(model: Facts, stored: StoredWeights | None, dtype: str) ->
 
 
 def _sizes(model: Facts, stored: StoredWeights | None) -> dict[str, float]:
-    """The letters of a model, or of a layer that drafts, whose W_kc and W_v are stored like those of the model."""
+    """Return the letters of a model, or of a drafting layer, whose W_kc and W_v are stored like the model's."""
     weights, up = model.weights, stored.up if stored else None
     share = sum(site.count for site in model.latent) / up.layers if up else 0.0
     return {

@@ -1,4 +1,4 @@
-"""The machines that ``plan`` knows, from ``devices.json``, and those that a user describes in a file of that form."""
+"""The machines that ``plan`` knows from ``devices.json``, or that a user describes in a file of the same form."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _REQUIRED = ("memory_bytes", "bytes_per_s", "flops_per_s")
 
 @dataclass(frozen=True)
 class Machine:
-    """An accelerator or a CPU socket: figures of its data sheet, and the shares of them that good kernels reach.
+    """An accelerator or a CPU socket: the figures of its data sheet, and the shares that good kernels reach.
 
     Attributes:
-        memory_bytes: of its memory.
+        memory_bytes: the size of its memory.
         bytes_per_s: memory bandwidth.
         flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``).
-        link_bytes_per_s: to the other machines, in one direction; ``None`` if there is no link.
-        node_machines: how many machines such links connect; ``None``: any number.
-        network_bytes_per_s: between nodes, for each machine, in one direction.
+        link_bytes_per_s: the bandwidth to the other machines in one direction; ``None`` if there is no link.
+        node_machines: how many machines such links connect; ``None`` means any number.
+        network_bytes_per_s: the bandwidth between nodes per machine, in one direction.
         memory_share, compute_share: the shares of bandwidth and peak that a good kernel reaches.
     """
 
@@ -46,22 +46,22 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that a good kernel reads."""
+        """The bytes per second that a good kernel reads."""
         return self.bytes_per_s * self.memory_share
 
     def nodes(self, machines: int) -> int:
-        """On how many nodes so many machines lie."""
+        """Return the number of nodes that hold this many machines."""
         return -(-machines // (self.node_machines or machines))
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s that a good kernel reaches. A dtype without hardware of its own is converted and computed in bf16."""
+        """Return the FLOP/s of a good kernel. A dtype without hardware support is converted and computed in bf16."""
         return self.flops_per_s.get(dtype, self.flops_per_s["bf16"]) * self.compute_share
 
 
 def machine(name: str) -> Machine:
-    """The machine of that name in ``devices.json``, or the one that a YAML or JSON file describes.
+    """Return the machine of this name in ``devices.json``, or the one that a YAML or JSON file describes.
 
-    Raises :class:`InputError` for an unknown name, and for a file that does not have the fields.
+    Raises :class:`InputError` for an unknown name or a file with wrong fields.
     """
     table = _table()
     if name.lower() in table["devices"]:

@@ -1,12 +1,12 @@
-"""What fits on a machine, and how fast a decode step and prompts can be at best: the formulas with one model's values.
+"""Plan what fits on a machine, and how fast a decode step and prompts can be at best, by formulas with a model's sizes.
 
 A step reads the weights once and every user's cache once; a prompt is read in one pass. Real kernels overlap less than
-a floor takes for granted, so real steps are slower, never faster. Several batches that take turns can keep memory,
-arithmetic and links busy at once, which no single step does: what bounds tokens/s is the busiest of the three.
+a floor assumes, so real steps are slower, never faster. Several batches that take turns can keep memory, arithmetic and
+links busy at once, which no single step does. Therefore the busiest of the three bounds tokens/s.
 
-A step may verify tokens that were drafted (speculative decoding): it computes them all, and reads everything once. Then
-the layers that draft pass over what was accepted, each for one token of the next draft. A layer that drafts once more
-passes over one token.
+A step may verify drafted tokens (speculative decoding): it computes all of them and reads everything once. Then each
+drafting layer passes over the accepted tokens and drafts one token of the next draft. Each further token of the draft
+takes one more pass of a drafting layer, over a single token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_TP = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """Every layout of one request; ``stored`` is what it counts if it takes weights as they are stored."""
+    """Every layout of one request; ``stored`` describes the weights if the request takes them as stored."""
 
     model: str
     family: str
@@ -46,12 +46,12 @@ class Plan:
         return any(layout.fits for layout in self.layouts)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; the key ``schema`` names the layout."""
+        """Return a JSON-able record; the key ``schema`` names the layout."""
         return {"schema": SCHEMA, **asdict(self), "stored": self.stored and self.stored.to_dict()}
 
 
 def plan(model: Facts, machine: Machine, request: Request) -> Plan:
-    """Every layout that the request's machines allow; a single machine allows only one. Raises :class:`InputError`."""
+    """Plan every layout that the request's machines allow; one machine allows only one. Raises :class:`InputError`."""
     sites, stored = attentions(model), _stored(model, request)
     _check(machine, request)
     notes = list(model.notes)
@@ -61,7 +61,7 @@ def plan(model: Facts, machine: Machine, request: Request) -> Plan:
         layouts += [("experts", 1)] if model.weights.experts else []
     if uneven := next((site.H for site in sites if site.H % request.tp), 0):
         layouts = [one for one in layouts if by_user(one[0])]
-        notes.append(f"tp is {request.tp}, which does not divide the {uneven} heads of an attention: none is split")
+        notes.append(f"tp is {request.tp}, which does not divide the {uneven} heads of an attention: heads stay whole")
     if model.in_part:
         notes.append(f"attentions absorbed in part or by groups of heads ({model.in_part}) are counted as whole ones")
     elif model.family in ("refused", "kept"):
@@ -76,9 +76,9 @@ def plan(model: Facts, machine: Machine, request: Request) -> Plan:
 
 
 def least_tp(model: Facts, machine: Machine, request: Request) -> Plan | None:
-    """The plan on the fewest GPUs, a power of two, on which the users fit; ``None`` if they fit on none that is known.
+    """Return the plan on the fewest GPUs, a power of two, on which the users fit; ``None`` if there is none.
 
-    ``request.dcp`` is left open: every layout that so many GPUs allow counts.
+    ``request.dcp`` is left open: every layout that this number of GPUs allows counts.
     """
     tp = 2 * request.tp
     while tp <= MOST_TP and machine.link_bytes_per_s is not None:
@@ -92,7 +92,7 @@ def least_tp(model: Facts, machine: Machine, request: Request) -> Plan | None:
 
 
 def _stored(model: Facts, request: Request) -> StoredWeights | None:
-    """The weights as stored, if that is how they are asked for."""
+    """Return the weights as stored, if the request asks for that."""
     if request.weight_dtype != AS_STORED:
         return None
     if model.stored is None:
@@ -101,12 +101,12 @@ def _stored(model: Facts, request: Request) -> StoredWeights | None:
 
 
 def _drafted(model: Facts) -> str:
-    """What is counted of drafting, in words."""
+    """Describe in words what is counted for drafting."""
     if model.drafting is None:
         return "the config names no layers that draft (multi-token prediction): only verifying is counted"
     count, weights = model.drafting.count, model.drafting.layer.weights.total
     who = f"{count} more layers, each" if count > 1 else "one more layer"
-    return f"tokens are drafted by {who} with {amount(weights)} weights, taken to be like the last"
+    return f"tokens are drafted by {who} with {amount(weights)} weights, assumed to be like the last"
 
 
 def _check(machine: Machine, request: Request) -> None:

@@ -22,7 +22,7 @@ USERS = tuple(2**i for i in range(11))
 
 
 def check(path: Path) -> None:
-    """Raises :class:`InputError` for a file that cannot be drawn, before anything takes time."""
+    """Raise :class:`InputError` for a file that cannot be drawn; called before slow work."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise InputError(f"{path} is neither .svg nor .png")
     checked(path)
@@ -33,10 +33,10 @@ def check(path: Path) -> None:
 
 
 def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
-    """Writes the plot; what does not fit in memory is dotted."""
+    """Write the plot; points that do not fit in memory are dotted."""
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    request = replace(request, prompt=None, output=None)  # steps are drawn, and contexts may be shorter than a prompt
+    request = replace(request, prompt=None, output=None)  # only steps are drawn; contexts may be shorter than a prompt
     _lines(left, model, machine, [(T, replace(request, context=T)) for T in CONTEXTS], "step_s", 1e3)
     left.set(xlabel="tokens of context per user", ylabel="floor of a decode step, ms", title=f"{request.users:,} users")
     _lines(right, model, machine, [(n, replace(request, users=n)) for n in USERS], "tokens_per_s", 1.0)
@@ -64,7 +64,7 @@ def _lines(
 
 
 def draw_times(title: str, rows: Mapping[int, Mapping[str, Times]], path: Path) -> None:
-    """Writes medians over the context, one line per variant, with bars from the 10th to the 90th percentile."""
+    """Write medians over the context, one line per variant, with bars from the 10th to the 90th percentile."""
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(6, 4.2), layout="constrained")
     axes = figure.subplots()
     for variant in dict.fromkeys(name for times in rows.values() for name in times):

@@ -1,4 +1,4 @@
-"""What ``plan`` is asked."""
+"""The input of ``plan``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 
 AS_STORED = "as stored"
-"""The dtype of weights in a request that takes them as the model's checkpoint stores them."""
+"""The dtype in a request that takes weights as the model's checkpoint stores them."""
 WEIGHT_BYTES = {**BYTES, "fp4": 0.5625}
-"""Bytes of a weight by dtype; ``fp4`` is NVFP4, in which 16 values share a scale of one byte."""
+"""The bytes of a weight by dtype; ``fp4`` is NVFP4, where 16 values share a one-byte scale."""
 MOST_DRAFTS = 64
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free.
+    """A request to plan for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free.
 
     ``weight_dtype`` is one of :data:`WEIGHT_BYTES` for all weights, or :data:`AS_STORED`. A step verifies
-    ``draft_tokens`` for each user, each of which is accepted with the probability ``acceptance`` if those before it
-    were. Each user brings a ``prompt`` of so many tokens, as long as the context where it is ``None``, and is answered
-    with ``output`` tokens; ``None`` leaves open how many.
+    ``draft_tokens`` per user. Each is accepted with probability ``acceptance`` if those before it were. Each user sends
+    a ``prompt`` of so many tokens, which defaults to the whole context, and gets ``output`` tokens; ``None`` leaves
+    their number open.
     """
 
     context: int = 131072
@@ -39,16 +39,16 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of each prompt."""
+        """The number of tokens in each prompt."""
         return self.context if self.prompt is None else self.prompt
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step adds to the output of a user, on average: the accepted ones and the one after them."""
+        """The average number of tokens that a step adds to a user's output: accepted drafts and one more."""
         return math.fsum(self.acceptance**i for i in range(1 + self.draft_tokens))
 
     def check(self) -> None:
-        """Raises :class:`InputError` for numbers of tokens that no step and no prompt can have."""
+        """Raise :class:`InputError` for numbers of tokens that are impossible for a step or a prompt."""
         if not 0 <= self.draft_tokens <= MOST_DRAFTS:
             raise InputError(f"draft_tokens is {self.draft_tokens}, expected a whole number from 0 to {MOST_DRAFTS}")
         if not 0 <= self.acceptance <= 1:

@@ -1,27 +1,28 @@
-"""Formulas of a pass over several machines, of a decode step or of prompts: FLOPs, bytes, what goes over the links.
+"""Formulas for a pass over several machines, a decode step or the reading of prompts: FLOPs, bytes, link traffic.
 
-A pass computes S tokens of each of B users: one, or with those that were drafted; all of a prompt. The tokens of a step
-read a user's cache once, and J rows where they choose keys (as if they all chose the same). A prompt attends causally,
-in the form that takes fewer FLOPs: expanded, or absorbed with each token's J keys.
+A pass computes S tokens of each of B users: one token, or one with its drafts, or all tokens of a prompt. The tokens of
+a step read a user's cache once, or J rows if they choose keys (as if all of them chose the same keys). A prompt attends
+causally, in the form that takes fewer FLOPs: expanded, or absorbed with each token's J keys.
 
 There are four ways to share B users with T tokens each among P machines:
 
-* ``replicated``: each has H/P heads of all users; the latent row has no heads to split, so each holds all rows.
-* ``context``: groups of C (dcp) split the tokens; each has HC/P heads and T/C tokens of all users.
-* ``data``: each has all heads of B/P users, hence all weights of the heads; the rest of the model stays split.
-* ``experts``: each has B/P users and all weights but routed experts, of which it has its part. A token goes to each of
-  the machines that have one of its k experts, and the sums come back; a machine of another node passes it on to the
-  others there. Every layer is taken to have experts.
+* ``replicated``: each machine has H/P heads of all users. The latent row has no heads to split, so each holds all rows.
+* ``context``: groups of C (dcp) machines split the tokens; each has HC/P heads and T/C tokens of all users.
+* ``data``: each machine has all heads of B/P users, hence all weights of the heads; the rest of the model stays split.
+* ``experts``: each machine has B/P users and all weights except routed experts, of which it has its share. A token goes
+  to each of the machines that have one of its k experts, and the sums come back. On another node, one machine receives
+  the token and passes it on. Every layer is assumed to have experts.
 
-The machines lie on Q nodes, between which a slower network runs. What all machines exchange goes over it once for each
-node, in equal parts from all machines of a node.
+The machines form Q nodes, which a slower network connects. What all machines exchange crosses it once per node, and
+each machine of a node carries an equal part.
 
-Where the rest of the model is split, so is its vocabulary: embeddings are summed over the machines, and each gets the
-logits of all. With whole users on each (``data``) the tokens of all are gathered, and each gets the logits of its own.
+If the rest of the model is split, so is its vocabulary: embeddings are summed over the machines, and each machine gets
+all logits. With whole users on each machine (``data``), the tokens of all are gathered, and each gets its own users'
+logits.
 
-Where queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), an attention reads J rows, and what
-chooses them looks at all T tokens before it. It is counted apart: its heads are not split (each machine needs the whole
-list), and in a split context each chooses among its own tokens and the lists are merged.
+If queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), attention reads J rows, but first all
+T tokens are scored to choose them. This choice is counted separately. Its heads are not split, because each machine
+needs the whole list. In a split context, each machine chooses among its own tokens, and the lists are merged.
 
 Prompts are not split by context: machines that share one each compute their heads over all of it, as if replicated, and
 keep their part of the rows.
@@ -47,24 +48,24 @@ LABELS: dict[Layout, str] = {
     "experts": "data parallel, experts split",
 }
 
-P, C = sympy.symbols("P C", positive=True)  # machines that share a model, and that share a context
-Q = sympy.Symbol("Q", positive=True)  # nodes that the machines lie on
+P, C = sympy.symbols("P C", positive=True)  # machines that share a model; machines that share a context
+Q = sympy.Symbol("Q", positive=True)  # nodes of machines
 K, V_ = sympy.symbols("K V", positive=True)  # widths of a key head and a value head without latent rows
-O = sympy.Symbol("O", positive=True)  # noqa: E741  tokens of a user whose logits are made
+O = sympy.Symbol("O", positive=True)  # noqa: E741  tokens per user whose logits are computed
 D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activation on a link
 N_v = sympy.Symbol("N_v", nonnegative=True)  # width of the logits
-A_x = sympy.Symbol("A_x", positive=True)  # bytes of an activation on its way to an expert
-W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: outside experts, of heads, of experts
-n, k = sympy.symbols("n k", positive=True)  # routed experts in a layer, and how many a token takes
+A_x = sympy.Symbol("A_x", positive=True)  # bytes of an activation sent to an expert
+W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights outside experts, of heads, of experts
+n, k = sympy.symbols("n k", positive=True)  # routed experts per layer, and experts per token
 E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
-F, Y = sympy.symbols("F Y", positive=True)  # to choose keys: FLOPs per token, and values read per token in all layers
-M = sympy.Symbol("M", positive=True)  # 1 where an attention chooses its keys, else 0
-U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept, and what then is not read
+F, Y = sympy.symbols("F Y", positive=True)  # choosing keys: FLOPs per token, and values read per token
+M = sympy.Symbol("M", positive=True)  # 1 if an attention chooses its keys, else 0
+U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept; stored and then not read
 
 MEANING = {
     B: "users",
     S: "tokens per user in a pass",
-    O: "tokens of them whose logits are made",
+    O: "tokens of these whose logits are computed",
     T: "tokens of context per user",
     H: "query heads",
     G: "key heads",
@@ -82,19 +83,19 @@ MEANING = {
     E_h: "bytes per weight from, into and out of heads",
     E_x: "bytes per weight of routed experts",
     U: "bytes of dequantized W_kc and W_v",
-    Z: "bytes of W_kc and W_v as stored, where they are dequantized",
-    Q: "nodes that the machines lie on",
+    Z: "bytes of W_kc and W_v as stored, if they are dequantized",
+    Q: "nodes that hold the machines",
     A: "bytes per activation on a link",
-    A_x: "bytes per activation on its way to an expert",
+    A_x: "bytes per activation sent to an expert",
     W: "weights outside routed experts",
     W_h: "weights from, into and out of heads",
     X: "weights of routed experts",
     n: "routed experts per layer",
     k: "routed experts per token",
     J: "tokens that a query attends to",
-    F: "FLOPs per token of context to choose them",
-    Y: "values read per token of context to choose them, all layers",
-    M: "1 where an attention chooses, 0 where it takes another's list",
+    F: "FLOPs per token of context for choosing them",
+    Y: "values read per token of context for choosing them, all layers",
+    M: "1 if an attention chooses its keys, 0 if it uses another's list",
 }
 
 
@@ -107,7 +108,7 @@ def _attention(form: formulas.Form) -> formulas.Stage:
 
 @cache
 def core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
-    """FLOPs and bytes of one layer's decode attention on a machine that has all of it."""
+    """Return FLOPs and bytes of one layer's decode attention on a machine that has all of it."""
     if latent:
         stage, rows = _attention("chained"), {T: J}
         return 2 * stage.multiply_adds.subs(rows), E * stage.activations.subs(rows)
@@ -116,8 +117,8 @@ def core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
 
 @cache
 def prompt_core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
-    """The same of prompts: token i of S attends to i keys, or to J of them."""
-    keys, chosen = (S + 1) / 2, J - J * (J - 1) / (2 * S)  # on average over the tokens
+    """Return FLOPs and bytes for prompts: token i of S attends to i keys, or to J of them."""
+    keys, chosen = (S + 1) / 2, J - J * (J - 1) / (2 * S)  # averages over the tokens
     if latent:
         expanded, absorbed = _attention("expanded"), _attention("sparse")
         flops = sympy.Min(expanded.multiply_adds.subs(T, keys), absorbed.multiply_adds.subs(J, chosen))
@@ -127,12 +128,12 @@ def prompt_core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def cache_values(*, latent: bool) -> sympy.Expr:
-    """Cached values per token and layer."""
+    """Return the cached values per token and layer."""
     return formulas.cache_values("mla") if latent else G * (K + V_)
 
 
 def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
-    """The share of one machine in a layout."""
+    """Return the share of one machine in a layout."""
     taken = {
         "replicated": {H: H / P, G: sympy.Max(1, G / P)},
         "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C, J: J / C},
@@ -144,14 +145,14 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
 
 @cache
 def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[str, sympy.Expr]:
-    """Every quantity of one layout, per machine; attention and network are those of one layer.
+    """Return every quantity of one layout, per machine; attention and network are those of one layer.
 
-    ``prompt``: of a pass over whole prompts, where S is T, and not of a decode step.
+    ``prompt``: for a pass over whole prompts, where S is T, instead of a decode step.
     """
     if prompt and layout == "context":
         layout = "replicated"
     flops, moved = prompt_core(latent=latent) if prompt else core(latent=latent)
-    touched = X * (1 - (1 - k / n) ** (B * S))  # of experts that at least one token takes, if all are equally likely
+    touched = X * (1 - (1 - k / n) ** (B * S))  # experts that at least one token takes, if all are equally likely
     heads, dense = (1 if layout in ("data", "experts") else 1 / P), (1 if layout == "experts" else 1 / P)
     network, between = _sent(layout, latent=latent)
     vocabulary, vocabulary_between = _sent_for_vocabulary(layout)
@@ -174,7 +175,7 @@ def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[s
 
 
 def _multiplied(layout: Layout) -> sympy.Expr:
-    """FLOPs of the weights: those that are whole on each machine for its own users, the others split for all."""
+    """FLOPs of the weights: weights that each machine has whole serve its own users, the others are split for all."""
     own = sympy.ceiling(B / P)
     logits, others, experts = O * D * N_v, S * (W - D * N_v), S * X * k / n
     if layout == "experts":
@@ -189,9 +190,9 @@ def by_user(layout: Layout) -> bool:
 
 
 def _sent(layout: Layout, *, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
-    """Bytes that a machine sends for a layer, in all and to other nodes."""
+    """Return the bytes that a machine sends for a layer: in total, and to other nodes."""
     if layout == "experts":
-        # Each of BS/P tokens to every other machine that has one of its k experts, all of them equally likely.
+        # Each of BS/P tokens goes to every other machine that has one of its k experts, all of them equally likely.
         to_experts = [B * S / P * (count - 1) * (1 - (1 - 1 / count) ** k) * D * (A_x + A) for count in (P, Q)]
         return to_experts[0], to_experts[1]
     times = 1 if layout == "data" else 2
@@ -199,17 +200,17 @@ def _sent(layout: Layout, *, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     between = times * 2 * (Q - 1) / P * B * S * D * A
     if layout == "context":
         row, out = (L + R, L) if latent else (K, V_)
-        exchanged = B * S * ((H * C / P) * (row + out) * A + M * C * J * 8)  # the best of each: score and index
+        exchanged = B * S * ((H * C / P) * (row + out) * A + M * C * J * 8)  # each machine's best keys: score and index
         network += (C - 1) / C * exchanged
         between += (1 - 1 / sympy.Max(1, C * Q / P)) * exchanged
     return network, between
 
 
 def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
-    """Bytes that a machine sends for the embeddings and the logits of a pass, in all and to other nodes."""
-    if layout == "experts":  # each has all of the vocabulary
+    """Return the bytes that a machine sends for embeddings and logits of a pass: in total, and to other nodes."""
+    if layout == "experts":  # each machine has the whole vocabulary
         return sympy.Integer(0), sympy.Integer(0)
-    logits = B * O * N_v * A / (P if layout == "data" else 1)  # of all machines' columns, what one gets
+    logits = B * O * N_v * A / (P if layout == "data" else 1)  # the part of all machines' columns that one machine gets
     summed = 2 * B * S * D * A
     if layout == "data":
         return (P - 1) / P * (summed + logits), (Q - 1) / P * summed + (Q - 1) / Q * logits
@@ -217,7 +218,7 @@ def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def number(layout: Layout, what: str, values: Mapping[str, float], *, latent: bool, prompt: bool = False) -> float:
-    """The value of one of the :func:`expressions`; ``values`` by the names of the letters of :data:`MEANING`."""
+    """Evaluate one of the :func:`expressions`; ``values`` are given by the letters of :data:`MEANING`."""
     return float(_function(layout, what, latent=latent, prompt=prompt)(*(values[str(s)] for s in MEANING)))
 
 

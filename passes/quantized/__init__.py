@@ -1,1 +1,1 @@
-"""Quantized products and quantized rows, told to the passes as the linear maps that they round."""
+"""Describes quantized products and quantized rows to the passes as the linear maps that they round."""

@@ -1,4 +1,4 @@
-"""Products by operators without a rule: libraries multiply the weights they packed by kernels of their own."""
+"""Products by operators without a rule: libraries multiply by packed weights in kernels of their own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mla_compile.passes.ir.sizes import same
 _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}
 
 _ATEN = {"_int_mm", "_scaled_mm", "_scaled_mm_v2", "_weight_int4pack_mm", "_weight_int8pack_mm"}
-"""Operators of ATen that multiply by a quantized weight. Any other of ATen is no product, or is known as one."""
+"""ATen operators that multiply by a quantized weight. Every other ATen operator is no product or has a rule."""
 
 
 def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
-    """The rows that ``node`` multiplies by a weight in a format of its own; None where it does nothing like it.
+    """Return the rows that ``node`` multiplies by a weight in an unknown format; None if it looks like no such product.
 
-    It reads weights and rows [..., in], perhaps with scales of the rows, and returns as many rows of another width.
+    A product reads weights and rows [..., in], perhaps with scales of the rows, and returns the same number of rows
+    with another width.
     """
     call = args_of(node)[0] if packet(node) is operator.getitem else node
     if not is_tensor(node) or foreign_name(call) is None:
@@ -37,9 +38,10 @@ def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
 
 
 def foreign_name(call: object) -> str | None:
-    """The name of the operator that ``call`` runs, where no rule can know it; None for operators of ATen that have one.
+    """Return the name of the operator that ``call`` runs, or None for an ATen operator that has a rule.
 
-    One that writes into memory it is given stands in a functional graph as an argument of another.
+    In a functional graph, an operator that mutates its arguments is wrapped by a higher-order operator, which takes it
+    as an argument.
     """
     target = call.target if isinstance(call, fx.Node) else None
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONALIZED:

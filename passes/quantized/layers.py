@@ -1,7 +1,7 @@
-"""Layers of libraries that are called as one operator: which are products with a weight, and what the weight is.
+"""Library layers that are called as one operator: which layers are products, and how their weights are dequantized.
 
-A layer is known by the function that its library put in the place of its forward, or by its class where a user
-registered one. Nothing of the libraries is imported: what they dequantize with is asked of that function.
+A layer is recognised by the function that its library installed as its forward, or by its class if a user registered
+the class. No library is imported: whatever dequantizes a weight is looked up in the module of that function.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Describe = Callable[[CalledLayer], QuantizedLinear | None]
 
 
 def is_known(layer: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a layer is called as one operator, whose ``forward`` a library put in the place of its class's."""
+    """Whether a layer is called as one operator because a library replaced its forward by ``forward``."""
     return _given(layer) is not None or _module(forward) in LAYERS
 
 
 def product_of(node: fx.Node) -> QuantizedLinear | None:
-    """What is known of the layer that ``node`` calls."""
+    """Return the description of the layer that ``node`` calls."""
     if schema_name(node) != CALL:
         return None
     called = find(str(node.args[2]))
@@ -37,17 +37,17 @@ def product_of(node: fx.Node) -> QuantizedLinear | None:
 
 
 def _given(layer: nn.Module) -> QuantizedLinear | None:
-    """What a user has registered for the class of a layer, or for one that it is derived from."""
+    """Return what a user registered for the class of a layer or for one of its base classes."""
     return next((registered.layers[kind] for kind in type(layer).__mro__ if kind in registered.layers), None)
 
 
 def _module(function: object) -> str:
-    """Where a function was written: ``functools.wraps`` copies its other names."""
+    """Return the module that a function is defined in; ``functools.wraps`` overwrites its other attributes."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def _of_tensors(called: CalledLayer, dequantize: Callable[[nn.Module], Any] | None) -> Dequantize | None:
-    """``dequantize`` of the arguments of the operator, where it is given for the layer."""
+    """Adapt the ``dequantize`` of a layer to the operator's arguments."""
     if dequantize is None:
         return None
     given = dequantize
@@ -62,9 +62,9 @@ _PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
 
 
 def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
-    """``F.linear`` between roundings of rows and results, and in earlier states with a rounded weight.
+    """Describe ``F.linear`` with rounded rows and results, and in earlier states with a rounded weight.
 
-    A packed layer is unpacked by a hook of the model before it first runs; a trace sees it as it was loaded.
+    A hook of the model unpacks a packed layer before its first run, but a trace sees the layer as it was loaded.
     """
     layer: Any = called.layer
     scheme = getattr(layer, "quantization_scheme", None)
@@ -95,7 +95,7 @@ def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
 def _unpacked(own: Any, scheme: Any) -> Tensor:
     registry: Any = sys.modules["compressed_tensors.compressors.base"]
     state: dict[str, Any] = dict((*own.named_parameters(), *own.named_buffers()))
-    if "weight_shape" in state:  # it is read as numbers, which a trace does not have
+    if "weight_shape" in state:  # the library reads the shape as numbers, which a trace does not have
         state["weight_shape"] = torch.Size((own.out_features, own.in_features))
     compressor = registry.BaseCompressor.get_value_from_registry(scheme.format.value)
     weight: Tensor = compressor.decompress(state, scheme)["weight"]
@@ -103,13 +103,13 @@ def _unpacked(own: Any, scheme: Any) -> Tensor:
 
 
 LAYERS: dict[str, Describe] = {"compressed_tensors.quantization.lifecycle.forward": _compressed_tensors}
-"""What is known of a library's layers, by the module of the function that stands for their forward."""
+"""Descriptions of library layers, by the module of the function that replaces their forward."""
 
 
 def _quanto(called: CalledLayer) -> QuantizedLinear | None:
-    """``F.linear`` with a tensor of its own class, which Dynamo follows for weights of a byte and not for smaller ones.
+    """Describe ``F.linear`` with quanto's tensor class. Dynamo traces it for 8-bit weights, but not for smaller ones.
 
-    Where rows are rounded, too, the scales are in hooks.
+    If rows are rounded too, their scales are in hooks, and the layer is not described.
     """
     if getattr(called.layer, "activation_qtype", None) is not None:
         return None
@@ -121,4 +121,4 @@ def _quanto(called: CalledLayer) -> QuantizedLinear | None:
 
 
 OTHERS: dict[str, Describe] = {"optimum.quanto.nn.qlinear": _quanto}
-"""The same, of layers that are called as one operator only where Dynamo turns out not to follow them."""
+"""Descriptions of layers that are called as one operator only if Dynamo fails to trace them."""

@@ -1,8 +1,8 @@
-"""Operators of libraries that quantize, by their qualified names: nothing of the libraries is imported.
+"""Operators of quantization libraries, by their qualified names, so that no library is imported.
 
-Three tables: products whose weight is stored in a format of its own, dequantized by the library itself
-(:data:`PRODUCTS`); operators that round rows by scales or that compute with rounded rows (:data:`ROWS`); and those that
-choose scales, which rules of the second read (``_CHOICES``).
+There are three tables. :data:`PRODUCTS` lists products whose weight has a format of its own, which the library itself
+dequantizes. :data:`ROWS` lists operators that round rows by scales or compute with rounded rows. ``_CHOICES`` lists
+operators that choose scales; the rules of :data:`ROWS` read it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mla_compile.passes.quantized.scales import TINY, Scale, block, covers
 aten, ops = torch.ops.aten, torch.ops
 
 
-# Weights, dequantized by the library that made them.
+# Weights are dequantized by the library that made them.
 
 
 def _bitsandbytes_4bit(
@@ -50,12 +50,12 @@ def _weight_int8(*, mat2: Any, scales: Any, **_: Any) -> Any:
 
 
 def _quanto(*, B: Any, scales: Any, **_: Any) -> Any:
-    """int8 or float8 values [out, in], a scale for each output [out, 1] or for all."""
+    """int8 or float8 values [out, in], with one scale per output [out, 1] or a single scale."""
     return B.float() * scales.float()
 
 
 def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
-    """float8 values [out, in] and a scale for each block (DeepSeek-V3, section 3.3), 32 columns of a row, or all."""
+    """float8 values [out, in], with scales per block (DeepSeek-V3, section 3.3), per 32 columns of a row, or one."""
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
     if scales.numel() == 1:
         return B.float() * scales.reshape(())
@@ -73,34 +73,36 @@ def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
 PRODUCTS = Products(
     {
         "aten::_weight_int8pack_mm": QuantizedLinear("self", _weight_int8),
-        # Packed for one kind of machine: the kernel is the only one who can read it. Its sums have one term each here.
+        # These weights are packed for one kind of machine, and only the kernel can read them. Applied to unit vectors,
+        # each of its sums has a single term.
         "aten::_weight_int4pack_mm": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_for_cpu": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_with_scales_and_zeros": QuantizedLinear("self", None),
         "aten::_dyn_quant_matmul_4bit": QuantizedLinear("inp", None, rounds=True),
         "bitsandbytes::gemm_4bit": QuantizedLinear("A", _bitsandbytes_4bit),
-        # Repacked for a CPU with instructions for bfloat16; on a GPU it is for one row, which no cache of rows is.
+        # On a CPU with bfloat16 instructions the weight is repacked. On a GPU the operator takes one row, which a cache
+        # never is.
         "bitsandbytes::gemv_4bit": QuantizedLinear("A", None),
         "bitsandbytes::int8_mixed_scaled_mm": QuantizedLinear("A", _bitsandbytes_8bit, rounds=True),
         "quanto::qbytes_mm": QuantizedLinear("A", _quanto),
-        # The kernels that transformers loads for checkpoints in float8 blocks; the namespace ends in a build's hash.
+        # Kernels that transformers loads for checkpoints in float8 blocks; the namespace ends in a build's hash.
         "_finegrained_fp8_*::w8a8_block_dynamic_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),
         "_finegrained_fp8_*::w8a8_block_static_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),
         "_finegrained_fp8_*::w8a8_tensor_dynamic_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),
         "_finegrained_fp8_*::mxfp_dynamic_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),
     }
 )
-"""Products that need no registration. ``int8_mixed_scaled_mm`` returns a tuple, of which the first is the product."""
+"""Products that need no registration. ``int8_mixed_scaled_mm`` returns a tuple whose first member is the product."""
 
 
-# Rows, rounded by scales. ``value = rows / scale + zero`` in all of these.
+# Rows are rounded by scales; each of these operators computes ``value = rows / scale + zero``.
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What an operator that chooses a scale and maybe a zero point calls the rows, and the dtype that they are for.
+    """The argument names for rows and dtype of an operator that chooses a scale and perhaps a zero point.
 
-    ``symmetric``: whether the scale is chosen for a range about zero; None where an argument ``mapping_type`` says so.
+    ``symmetric``: whether the scale is chosen for a range around zero; None if the argument ``mapping_type`` decides.
     """
 
     rows: str
@@ -121,7 +123,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class _Names:
-    """What an operator calls its rows, their scale, their zero point and the dtype that they are rounded to."""
+    """An operator's argument names for the rows, their scale, their zero point and the dtype they are rounded to."""
 
     x: str
     scale: str
@@ -144,7 +146,7 @@ _DEQUANTIZE = {
 
 
 def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """``x / scale + zero``, rounded, with a scale that was chosen for these very rows."""
+    """Describe ``x / scale + zero``, rounded, whose scale was chosen for exactly these rows."""
     names, told = _QUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
     x, scale = told[names.x], told[names.scale]
     if not is_tensor(x) or tracker.is_weight(x) or not is_tensor(scale) or is_tensor(told.get("quant_min")):
@@ -159,10 +161,10 @@ def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     low, high = _range(told, told[names.dtype])
     least, most = _range(chosen, chosen[choice.dtype])
-    # What the scale was chosen for has to be there, finely enough, and for ordinary rows.
+    # The operator must cover the range that the scale was chosen for, with enough steps, for ordinary rows.
     if low > least or high < most or most - least < 2 * FINE or not _fits_all(chosen, most):
         return None
-    # The zero point is the one that was chosen with the scale. In a range about zero it is zero.
+    # The zero point must be the one that was chosen with the scale. It is zero for a range around zero.
     zero = told[names.zero] if names.zero else None
     symmetric = str(chosen["mapping_type"]).startswith("SYMMETRIC") if choice.symmetric is None else choice.symmetric
     centred = symmetric and abs(least + most) <= 1
@@ -177,32 +179,32 @@ def _member(node: Any, index: int) -> bool:
 
 
 def _fits_all(chosen: dict[str, Any], most: float) -> bool:
-    """Whether a scale is chosen by the rows alone, but for guards that ordinary rows do not reach."""
+    """Whether the rows alone determine a scale, except for guards that ordinary rows do not reach."""
     least = max((chosen.get("eps") or 0.0) * most, chosen.get("hp_value_lb") or 0.0)
     return least <= TINY and chosen.get("hp_value_ub") is None
 
 
 def _range(told: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the largest number that an operator is told to round to; by default those of the dtype."""
+    """Return the bounds that an operator rounds to, which default to those of the dtype."""
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     low, high = told.get("quant_min"), told.get("quant_max")
     return (info.min if low is None else float(low)), (info.max if high is None else float(high))
 
 
 def _as_wide(scale: fx.Node, x: fx.Node) -> tuple[Size, ...]:
-    """The shape of a scale whose axes of size one at the end may have been left out."""
+    """Return the shape of a scale, padded with the trailing axes of size one that it may lack."""
     own = shape(scale)
     return (*own, *([1] * (len(shape(x)) - len(own))))
 
 
 def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """``(q - zero) * scale``: the rows, where both are those that quantized them."""
+    """Describe ``(q - zero) * scale`` as the rows, if the scale and the zero point are those that quantized them."""
     names, told = _DEQUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
     x, scale = tracker.of(told[names.x]), told[names.scale]
     if x is None or len(x.scales) != 1 or x.scales[0].exponent != -1 or x.scales[0].root is not scale:
         return None
     zero = told[names.zero] if names.zero else None
-    if x.zero is None:  # zeros, by whichever name
+    if x.zero is None:  # the zero point is zero, whatever node holds it
         same_zero = zero is None or (_member(zero, 1) and _member(scale, 0) and args_of(zero)[0] is args_of(scale)[0])
     else:
         same_zero = x.zero is zero
@@ -212,18 +214,18 @@ def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     told = cast("dict[str, Any]", named_arguments(node))
     x, steps = told["self"], told["quant_max"] - told["quant_min"] + 1
-    # A scale is a number or a calibrated weight: one that is computed would be another for each call.
+    # A fixed scale is a number or a calibrated weight. A computed scale would differ from call to call.
     calibrated = all(not isinstance(told[n], fx.Node) or tracker.is_weight(told[n]) for n in ("scale", "zero_point"))
     known = is_tensor(x) and not tracker.is_weight(x) and calibrated and steps > 2 * FINE
     return Scaled(x, (), dropped=f"{steps} steps") if known else None
 
 
 def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """The first of three results: whole numbers up to 127, by the largest of each row, which is the second."""
+    """Describe the first of three results: whole numbers up to 127, scaled by each row's maximum, the second result."""
     whole, at = args_of(node)
     told: Any = named_arguments(whole)
     x, stats = told["A"], next((n for n in whole.users if args_of(n)[1:] == (1,)), None)
-    # With a threshold, columns are set to zero here and computed elsewhere.
+    # With a threshold, some columns are set to zero here and computed elsewhere.
     if at != 0 or told["threshold"] or stats is None or tracker.is_weight(x):
         return None
     length = block(stats, x)
@@ -237,7 +239,7 @@ def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     told: Any = named_arguments(node)
     x, stats = tracker.of(told["A"]), told["row_stats"]
-    # Of a weight that has its scales: int8 values times the largest number of each row over 127.
+    # The rule holds for a weight with scales: int8 values times the largest number of each row, divided by 127.
     if x is None or not (tracker.is_weight(told["B"]) and tracker.is_weight(told["col_stats"])):
         return None
     builder = tracker.build(node)
@@ -267,12 +269,12 @@ def _int_matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _scaled_mm(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """``(a * scale_a) @ (b * scale_b) + bias``, with a scale for the tensor, a row, or a block of 128."""
+    """Describe ``(a * scale_a) @ (b * scale_b) + bias``, with one scale per tensor, per row, or per block of 128."""
     return _scaled_product(tracker, node, cast("dict[str, Any]", named_arguments(node)))
 
 
 def _scaled_mm_v2(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """The same with lists of scales; known are those with one for the tensor or a row (recipes 0 and 1)."""
+    """Like ``_scaled_mm``, with lists of scales; only one scale per tensor or per row is known (recipes 0 and 1)."""
     told: Any = named_arguments(node)
     if told["contraction_dim"] or any([*told[f"recipe_{side}"]] not in ([0], [1]) for side in "ab"):
         return None
@@ -297,11 +299,11 @@ def _scaled_product(tracker: RowTracker, node: fx.Node, told: dict[str, Any]) ->
 
 
 def _scaled_weight(tracker: RowTracker, node: fx.Node, b: fx.Node, scale: fx.Node) -> fx.Node | None:
-    """``b`` [in, out] times its scales: one, one for each column, or one for each block of 128 by 128 (or by 1)."""
+    """Return ``b`` [in, out] times its scales: one scale, one per column, or one per block of 128 by 128 (or by 1)."""
     builder = tracker.build(node)
     rows, columns = shape(b)
     own = shape(scale)
-    if val(scale).dtype != torch.float32:  # powers of two, swizzled for the tensor cores: another format
+    if val(scale).dtype != torch.float32:  # powers of two, swizzled for tensor cores, are another format
         return None
     if math.prod(own) != 1 and own != (1, columns):
         sizes = [
@@ -318,7 +320,7 @@ def _scaled_weight(tracker: RowTracker, node: fx.Node, b: fx.Node, scale: fx.Nod
 def _with_row_scale(
     tracker: RowTracker, x: Scaled | None, by: fx.Node, rows: Scaled, factor: float, node: fx.Node
 ) -> Scaled | None:
-    """``x`` times the scale ``by`` of ``rows``, whatever axes the operator takes it with."""
+    """Multiply ``x`` by the scale ``by`` of ``rows``, whatever shape the operator expects the scale in."""
     if x is None:
         return None
     if tracker.is_weight(by):
@@ -352,7 +354,7 @@ ROWS: dict[str, RowRule] = {
     "aten::_scaled_mm_v2": _scaled_mm_v2,
     "bitsandbytes::int8_scaled_mm": _bitsandbytes_int8,
 }
-"""What operators make of rounded rows, by name."""
+"""Rules for operators on rounded rows, by name."""
 
 MEMBERS: dict[str, RowRule] = {"bitsandbytes::int8_vectorwise_quant": _bitsandbytes_rows}
-"""The same for operators with several results, asked of each result."""
+"""Rules for operators with several results, applied to each result."""

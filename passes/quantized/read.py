@@ -1,4 +1,4 @@
-"""Finds quantized products and roundings of rows, and puts plain stand-ins beside them."""
+"""Find quantized products and rounded rows, and add plain stand-ins for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def is_quantized(graph: fx.Graph) -> bool:
-    """Whether anything in ``graph`` is stored in a byte or less, or rounded; most graphs hold nothing like it."""
+    """Whether ``graph`` stores anything in a byte or less, or rounds; most graphs do neither."""
     return any(is_tensor(n) and (is_narrow(val(n).dtype) or _rounds(n)) for n in graph.nodes)
 
 
@@ -41,16 +41,16 @@ def _rounds(node: fx.Node) -> bool:
 
 
 def _known(node: fx.Node) -> QuantizedLinear | None:
-    """What is known of the product that ``node`` calls."""
+    """Return the description of the product that ``node`` calls."""
     return registered.get(node) or PRODUCTS.get(node) or product_of(node)
 
 
 def add_stand_ins(
     graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None, *, exact: bool
 ) -> int:
-    """Puts a stand-in beside every node that is plain rows but for rounding; returns how many.
+    """Add a stand-in for every node that is plain rows up to rounding; return how many.
 
-    ``exact``: where rows are rounded the node is barred instead, so that an attention behind it is refused.
+    ``exact``: a node with rounded rows gets no stand-in but is barred, so that an attention that reads it is refused.
     """
     reader = _Reader(graph, weights, fake_mode, exact=exact)
     for node in list(graph.nodes):
@@ -68,7 +68,7 @@ class _Reader:
         self.exact = exact
         self.tracker = RowTracker(self.weights, fake_mode)
         self.found = 0
-        # Layers of one shape are traced once: a model has hundreds of products.
+        # Layers of one shape are traced once, because a model has hundreds of products.
         self.traced: dict[Hashable, fx.GraphModule] = {}
 
     def visit(self, node: fx.Node) -> None:
@@ -81,7 +81,7 @@ class _Reader:
             return
         if not (found.settled and val(node).dtype.is_floating_point and val(node).dtype.itemsize > 1):
             self.tracker.known[node] = found
-        # Rows are rounded for a product. Keys that are rounded are what the model attends to, or caches.
+        # Rows are rounded for a product. Rounded keys, in contrast, are what the model attends to or caches.
         elif found.projected or self._only_projected(node):
             self._replace(node, found.plain, found.dropped)
 
@@ -89,7 +89,7 @@ class _Reader:
         """Whether every reader of ``node``, or of a view or a copy of it, multiplies it by a weight."""
         for reader in reachable([node], lambda n: n.users if n is node or _shows(n) else ()):
             weighs = is_contraction(reader) and any(n in self.weights for n in reader.all_input_nodes)
-            checks = not reader.users and reader.op != "output"  # of its dtype: tracing leaves these behind
+            checks = not reader.users and reader.op != "output"  # tracing leaves checks of the dtype without users
             if reader is not node and not _shows(reader) and not weighs and not checks:
                 return False
         return bool(node.users)
@@ -102,7 +102,7 @@ class _Reader:
         return self.tracker.read(node) if rule is None else rule(self.tracker, node)
 
     def _product(self, node: fx.Node) -> tuple[fx.Node, str] | None:
-        """``rows W^T + bias`` for a product that is known, and what it rounds of its rows."""
+        """Return ``rows W^T + bias`` for a known product, and what its rows are rounded to."""
         call = args_of(node)[0] if packet(node) is operator.getitem else node
         if packet(node) is operator.getitem and args_of(node)[1] != 0:
             return None
@@ -111,7 +111,7 @@ class _Reader:
             return None
         told = named_arguments(call)
         rows = told.pop(known.rows, None)
-        # Computed of weights alone, or of two activations: a product, but none of rows with a weight.
+        # If the rows are a weight, or the weight is an activation, this is no product of rows with a weight.
         if not is_tensor(rows) or rows in self.weights or not all(n in self.weights for n in _nodes(told)):
             return None
         dtype = wide(val(rows).dtype)
@@ -125,7 +125,7 @@ class _Reader:
     def _dequantized(
         self, node: fx.Node, call: fx.Node, known: QuantizedLinear, rows: fx.Node, told: dict[str, Any]
     ) -> tuple[fx.Node, fx.Node | None]:
-        """The nodes of the weight [out, in] and of the bias."""
+        """Return the nodes of the weight [out, in] and of the bias."""
         out, width = shape(node)[-1], shape(rows)[-1]
         operands = _nodes(told)
 
@@ -160,7 +160,7 @@ class _Reader:
         return weight, bias
 
     def _replace(self, node: fx.Node, plain: fx.Node, dropped: str) -> None:
-        """Has every reader of ``node`` read ``plain`` instead, or bars the node where it may not be replaced."""
+        """Redirect every reader of ``node`` to ``plain``, or bar the node if it must not be replaced."""
         if dropped and self.exact:
             node.meta[BARRED] = dropped
             return
@@ -168,7 +168,7 @@ class _Reader:
         new = builder.call(stand_in, builder.cast(plain, val(node).dtype))
         node.replace_all_uses_with(new)
         node.meta[WAITS] = new.meta[STANDS_FOR] = node.name
-        # Drawings and reasons show what the user wrote.
+        # Drawings and reasons show the operator that the user wrote.
         new._rename(f"{node.name}_plain")
         new.meta[SPELLED] = operator_name(node)
         if dropped:
@@ -181,7 +181,7 @@ def _shows(node: fx.Node) -> bool:
 
 
 def _nodes(told: dict[str, Any]) -> list[fx.Node]:
-    """The nodes among some arguments, each once."""
+    """Return the nodes among some arguments, without duplicates."""
     found: dict[fx.Node, None] = {}
     fx.map_arg(told, found.setdefault)
     return list(found)

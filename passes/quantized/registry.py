@@ -1,6 +1,6 @@
-"""Products of rows with a weight in a format of its own, and how each weight is dequantized.
+"""Products of rows with a weight in a quantized format, and how each weight is dequantized.
 
-What is known lies in :mod:`mla_compile.passes.quantized.library`. Users add to it by
+:mod:`mla_compile.passes.quantized.library` lists the known products. Users add others by
 :func:`mla_compile.register_quantized_linear`.
 """
 
@@ -25,8 +25,9 @@ class QuantizedLinear:
     Attributes:
         rows: the name of the argument that holds the rows.
         dequantize: called with all other arguments of the operator by name; returns W [out, in] in a floating dtype, or
-            W and the bias [out] (``None``: none). None: the weight is what the operator makes of the unit vectors.
-        rounds: whether the operator rounds the rows, too.
+            W and the bias [out] or None. If ``dequantize`` is None, the operator is applied to the unit vectors to get
+            the weight.
+        rounds: whether the operator also rounds the rows.
     """
 
     rows: str
@@ -35,11 +36,11 @@ class QuantizedLinear:
 
 
 class Products:
-    """Products by the qualified names of their operators, maybe patterns: some namespaces hold a build's hash."""
+    """Products by the qualified names of their operators or by patterns, as some namespaces end in a build's hash."""
 
     def __init__(self, known: Mapping[str, QuantizedLinear]) -> None:
         self._known = dict(known)
-        self._found: dict[str, QuantizedLinear | None] = {}  # asked of every node of every graph
+        self._found: dict[str, QuantizedLinear | None] = {}  # a cache, because every node of every graph is looked up
         self.layers: dict[type[nn.Module], QuantizedLinear] = {}
 
     def add(self, name: str, product: QuantizedLinear) -> None:
@@ -47,7 +48,7 @@ class Products:
         self._found.clear()
 
     def get(self, node: fx.Node) -> QuantizedLinear | None:
-        """What is known of the product that ``node`` calls."""
+        """Return the description of the product that ``node`` calls."""
         name = schema_name(node)
         if name and name not in self._found:
             matching = (known for pattern, known in self._known.items() if fnmatchcase(name, pattern))
@@ -56,4 +57,4 @@ class Products:
 
 
 registered = Products({})
-"""What users have registered."""
+"""The products that users registered."""

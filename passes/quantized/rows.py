@@ -1,12 +1,13 @@
-"""Rows that are divided by a scale of their own, rounded, multiplied and scaled back, followed until the scale is gone.
+"""Follow rows that are divided by their own scale, rounded, multiplied and scaled back, until the scale has cancelled.
 
     s = amax(|x|) / 127;  q = round(x / s);  y = (q W_q) * s * w        is x (w W_q), up to the rounding of the rows
 
-Every node on that way is known as plain rows times powers of scales (:class:`Scaled`). Where the scales have cancelled,
-what is left is an ordinary tensor of the model's graph, and a stand-in says so (:mod:`mla_compile.passes.ir.stand_in`).
+Every node along the way is described as plain rows times powers of scales (:class:`Scaled`). A node whose scales have
+cancelled is an ordinary tensor up to rounding, and a stand-in represents it (:mod:`mla_compile.passes.ir.stand_in`).
 
-What makes dropping the rounding legal is that the scale fits the rows: it is made of their own largest number, block
-by block (:mod:`mla_compile.passes.quantized.scales`), so that nothing is cut off and an error is a fraction of it.
+Dropping the rounding is legal because the scale fits the rows: it is computed from the largest number of each block of
+these rows (:mod:`mla_compile.passes.quantized.scales`). So no number is clipped, and a rounding error is a fraction of
+the scale.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ aten = torch.ops.aten
 FINE = 7
 """The least number of steps between zero and the largest number of a block for which rounding counts as quantization.
 
-Four bits have seven. A function of fewer steps (a sign, a ternary gate) is meant as one."""
+Four bits have seven steps. A function with fewer steps, such as a sign or a ternary gate, is part of the model.
+"""
 
 
 _SLACK = 2**-7
-"""By how much of itself the largest number may be cut off: a step of 7 bits, or the rounding of a scale."""
+"""The fraction by which the largest number may be clipped: one step of 7 bits, or the rounding of a scale."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """What a node is: ``plain`` (of its shape) times ``scales``, plus ``zero``, up to rounding.
+    """Describes a node as ``plain`` (of the same shape) times ``scales``, plus ``zero``, up to rounding.
 
     Attributes:
-        zero: a number, or the zero points that were chosen with a scale.
-        summed: where rows plus ``zero`` met a weight: the weight and the axis of it over which ``zero`` is summed, too.
-        low, high: what its numbers lie between.
-        whole: whether they are whole numbers.
-        projected: whether they were multiplied by a weight since they were rounded.
-        dropped: what they were rounded to on the way, for people; empty where nothing was.
+        zero: the offset: a number, or the zero points that were chosen with a scale.
+        summed: after rows plus ``zero`` met a weight: the weight, and its axis over which ``zero`` is summed.
+        low, high: the bounds of the node's numbers.
+        whole: whether the numbers are whole.
+        projected: whether the rows were multiplied by a weight after they were rounded.
+        dropped: what the rows were rounded to, in words for the report; empty if they were not rounded.
     """
 
     plain: fx.Node
@@ -72,7 +74,7 @@ class Scaled:
 
     @property
     def top(self) -> float:
-        """The largest magnitude that its numbers can have."""
+        """The largest magnitude that the node's numbers can have."""
         return max(-self.low, self.high)
 
     def unbounded(self) -> Scaled:
@@ -80,11 +82,11 @@ class Scaled:
 
     @property
     def settled(self) -> bool:
-        """Whether only the rounding tells the node from ``plain``."""
+        """Whether the node differs from ``plain`` by rounding alone."""
         return not self.scales and self.zero is None and bool(self.dropped)
 
     def times(self, scale: Scale) -> Scaled | None:
-        """With another scale multiplied in; None where its blocks are others than those of the same root."""
+        """Multiply in another scale; None if the same root already scales blocks of another length."""
         for own in self.scales:
             if own.root is scale.root:
                 if not same(own.block, scale.block):
@@ -97,7 +99,7 @@ class Scaled:
 
 
 class RowTracker:
-    """What is known of the nodes of one graph, in the order of its nodes."""
+    """The descriptions of one graph's nodes, filled in graph order."""
 
     def __init__(self, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> None:
         self.weights = weights
@@ -108,7 +110,7 @@ class RowTracker:
         return self.known.get(node) if isinstance(node, fx.Node) else None
 
     def read(self, node: fx.Node) -> Scaled | None:
-        """What ``node`` is by what its operands are, for operators of ATen."""
+        """Describe ``node`` by the descriptions of its operands, if it is an ATen operator with a rule."""
         op = packet(node)
         rule = _RULES.get(op)
         return None if rule is None else rule(self, node)
@@ -117,7 +119,7 @@ class RowTracker:
         return isinstance(node, fx.Node) and node in self.weights
 
     def scale_of(self, node: fx.Node, rows: fx.Node) -> tuple[Scale, float] | None:
-        """``node``, which multiplies ``rows``, as a scale and a number; None where it is no scale of theirs."""
+        """Return ``node``, which multiplies ``rows``, as a scale and a factor; None if it is no scale of these rows."""
         if not is_tensor(node) or self.is_weight(node) or not covers(shape(node), shape(rows)):
             return None
         root, exponent, factor = power_of(node)
@@ -130,7 +132,7 @@ class RowTracker:
         return Builder(node, self.fake_mode)
 
     def product(self, node: fx.Node, rows: Scaled, weight: fx.Node, *, transposed: bool) -> Scaled | None:
-        """``rows`` times a weight [in, out], or [out, in] if ``transposed``, in float32 at least."""
+        """Multiply ``rows`` by a weight [in, out], or [out, in] if ``transposed``, in float32 or wider."""
         shifted = isinstance(rows.zero, fx.Node) or rows.summed is not None
         if shifted or not all(isinstance(d, int) for d in shape(weight)):
             return None
@@ -138,7 +140,7 @@ class RowTracker:
         dtype = wide(val(rows.plain).dtype)
         op = aten.linear.default if transposed else aten.matmul.default
         new = builder.call(op, builder.cast(rows.plain, dtype), builder.cast(weight, dtype))
-        # Each scale has to be one for whole rows, or a sum over a row would mix what it tells apart.
+        # Each scale must cover whole rows, because a sum over a row would mix numbers of different scales.
         scales: list[Scale] = []
         for scale in rows.scales:
             many = quotient(scale.block, shape(rows.plain)[-1])
@@ -149,7 +151,7 @@ class RowTracker:
         return replace(rows.unbounded(), plain=new, scales=tuple(scales), projected=True, summed=summed)
 
     def multiplied(self, node: fx.Node, x: Scaled, by: Any, op: Any) -> Scaled | None:
-        """``x`` times (or divided by, as ``op`` says) a number, a weight or a scale."""
+        """Multiply ``x`` by a number, a weight or a scale, or divide it, depending on ``op``."""
         if x.zero is not None:
             return None
         builder = self.build(node)
@@ -158,11 +160,11 @@ class RowTracker:
             factor = float(by) ** sign
             return replace(x.unbounded(), plain=self._times(builder, x.plain, factor))
         if self.is_weight(by):
-            # One that differs along the scaled rows' blocks is still a factor of its own.
+            # A weight that varies within a block is still an ordinary factor of the plain rows.
             other = builder.cast(by, torch.promote_types(val(by).dtype, val(x.plain).dtype))
             new = builder.call(aten.div.Tensor if sign < 0 else aten.mul.Tensor, x.plain, other)
             return replace(x.unbounded(), plain=new) if _as_large(new, x.plain) else None
-        if _outer(by, self.weights):  # the scales of rows and weights, multiplied with each other first
+        if _outer(by, self.weights):  # the scales of rows and weights, which were multiplied with each other first
             first = self.multiplied(node, x, args_of(by)[0], op)
             return first and self.multiplied(node, first, args_of(by)[1], op)
         found = self.scale_of(by, x.plain)
@@ -173,7 +175,7 @@ class RowTracker:
         return scaled and replace(scaled, plain=self._times(builder, x.plain, factor**sign))
 
     def started(self, node: fx.Node, rows: fx.Node, by: fx.Node, op: Any) -> Scaled | None:
-        """``rows`` divided by a scale that is made of their own largest numbers."""
+        """Describe ``rows`` divided by a scale that is computed from their own largest numbers."""
         found = self.scale_of(by, rows) if val(rows).dtype.is_floating_point else None
         if found is None:
             return None
@@ -221,12 +223,12 @@ def _copy(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     if dtype.is_floating_point:
         fits = x.zero is None and FINE <= x.top <= torch.finfo(dtype).max * (1 + _SLACK)
         return replace(x, dropped=short(dtype)) if fits else None
-    # Cut to whole numbers instead of rounded, they would all become smaller.
+    # A cast to an integer truncates, so numbers that are not whole would all move towards zero.
     return x if x.whole and _holds(dtype, x) else None
 
 
 def _holds(dtype: torch.dtype, x: Scaled) -> bool:
-    """Whether ``dtype`` has all the whole numbers of ``x``. Sums of products are made for 32 bits."""
+    """Whether ``dtype`` represents all whole numbers of ``x``. Sums of products need 32 bits."""
     if x.top == math.inf:
         return dtype.itemsize >= 4
     if dtype.is_floating_point:
@@ -251,14 +253,14 @@ def _clamp(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     x, low, high = tracker.of(args_of(node)[0]), argument(node, 1, "min"), argument(node, 2, "max")
     if x is None or not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
         return None
-    # The largest number is rounded like all others, and may lie a little beyond the last step.
+    # The largest number is rounded like all others, and may lie slightly beyond the last step.
     slack = (x.high - x.low) / 2 * _SLACK
     fits = low <= x.low + slack and high >= x.high - slack
     return replace(x, low=max(low, x.low), high=min(high, x.high)) if fits else None
 
 
 def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Whole numbers moved by a number, as kernels for bytes without a sign want them, and what takes that off again."""
+    """Describe whole numbers shifted by an offset, as kernels for unsigned bytes need them, or their shift back."""
     a, by = args_of(node)[:2]
     x = tracker.of(a)
     if x is None or node.kwargs or isinstance(x.zero, fx.Node):
@@ -269,13 +271,13 @@ def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     by = by if packet(node) is aten.add else -by
     moved = replace(x, zero=(x.zero or 0) + by or None, low=x.low + by, high=x.high + by)
-    # Moved farther than they reach, they would be lost in the rounding of what they are moved by.
+    # An offset beyond the range of the rows would lose them in its own rounding.
     near = abs((x.zero or 0) + by) <= x.high - x.low + 1
     return moved if near and _holds(val(node).dtype, moved) else None
 
 
 def _is_sum(node: Any, x: Scaled) -> bool:
-    """Whether ``node`` is ``x.zero`` times the sums of the weight, one for each feature of the product."""
+    """Whether ``node`` is ``x.zero`` times the sums of the weight, one sum per feature of the product."""
     assert x.summed is not None
     weight, dim = x.summed
     node = _uncast(node) if is_tensor(node) else node
@@ -319,8 +321,8 @@ def _matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     found = tracker.product(node, x, b, transposed=packet(node) is aten.linear)
     if found is not None and found.zero is not None and not _holds(val(node).dtype, found):
-        return None  # what is taken off again would leave the rounding of larger sums
-    # Whole numbers times whole numbers.
+        return None  # subtracting the offset again would leave the rounding error of the larger sums
+    # An integer result is a product of whole numbers.
     return found and replace(found, whole=not val(node).dtype.is_floating_point)
 
 

@@ -1,7 +1,7 @@
-"""Scales of rows: what a tensor is a power of, and whether it is made of the largest numbers of the very rows.
+"""Scales of rows: which power of a tensor a scale is, and whether that tensor holds the largest magnitudes of the rows.
 
-A scale is a tensor whose numbers belong to equal blocks of the rows' memory order, one after another. Views keep that
-order, so that scales are known again by the node they begin with and the length of a block.
+Each number of a scale belongs to one block of the rows; the blocks are equal and follow each other in memory order.
+Views keep that order, so a scale is identified by its root node and the length of a block.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from mla_compile.passes.ir.sizes import Size, quotient, same
 aten = torch.ops.aten
 
 TINY = 2.0**-6
-"""The largest magnitude of a block that a guard against division by zero may take for larger than it is.
+"""The largest magnitude of a block that a guard against division by zero may raise.
 
-Below it rows get fewer steps than the format has; a guard that ordinary rows do not reach is a function of its own."""
+Below a guard's bound, rows get fewer steps than the format has. A guard with a higher bound changes ordinary rows, so
+it counts as a function of the model.
+"""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A power of the numbers of ``root``, one for each ``block`` numbers of the rows, in the order of their memory."""
+    """``root`` to the power ``exponent``, with one number for each ``block`` numbers of the rows in memory order."""
 
     root: fx.Node
     block: Size
@@ -42,16 +44,16 @@ COPIES = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.detach, aten
 
 
 def regrouped(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is a view of that keeps the order of the numbers, in any spelling."""
+    """Return the tensor that ``node`` is a view of, in any spelling, if the numbers keep their order."""
     if packet(node) not in REGROUPS:
         return None
     x: fx.Node = argument(node, 0, "self")
     how = decode(node) if packet(node) in (aten.view, aten.reshape) else Regroup(x, None)
-    return x if isinstance(how, Regroup) else None  # else the bytes are read as another dtype
+    return x if isinstance(how, Regroup) else None  # otherwise the view reinterprets the bytes as another dtype
 
 
 def copied(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is a copy of, perhaps in another dtype."""
+    """Return the tensor that ``node`` copies, perhaps into another dtype."""
     if packet(node) not in COPIES:
         return None
     how = decode(node)
@@ -68,12 +70,12 @@ def covers(scale: tuple[Size, ...], rows: tuple[Size, ...]) -> bool:
 
 
 def block(scale: fx.Node, rows: fx.Node) -> Size | None:
-    """How many numbers of ``rows`` share one of ``scale``."""
+    """Return how many numbers of ``rows`` share one number of ``scale``."""
     return quotient(math.prod(shape(rows)), math.prod(shape(scale)))
 
 
 def power_of(node: fx.Node) -> tuple[fx.Node, int, float]:
-    """``node = factor * root ** exponent``, number by number in the order of memory."""
+    """Return (root, exponent, factor) with ``node = factor * root ** exponent`` elementwise, in memory order."""
     exponent, factor = 1, 1.0
     while True:
         op, args = packet(node), args_of(node)
@@ -93,7 +95,7 @@ def power_of(node: fx.Node) -> tuple[fx.Node, int, float]:
 
 
 def _before(node: fx.Node) -> fx.Node | None:
-    """A tensor with the same numbers in the same order, one step back."""
+    """Take one step back to a tensor with the same numbers in the same order."""
     return regrouped(node) or _float_copy(node) or _turned_back(node)
 
 
@@ -104,7 +106,7 @@ def _float_copy(node: fx.Node) -> fx.Node | None:
 
 
 def _turned_back(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is if its axes are permuted and permuted back, as kernels want scales to lie column by column."""
+    """Undo a pair of inverse permutations around ``node``; kernels want scales stored column by column."""
     back = _order(node)
     if back is None:
         return None
@@ -117,7 +119,7 @@ def _turned_back(node: fx.Node) -> fx.Node | None:
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """Which axis of its operand each axis of ``node`` is, where it permutes them."""
+    """Return the axis of the operand that each axis of ``node`` comes from, if ``node`` is a permutation."""
     order = list(range(len(shape(node))))
     if packet(node) is aten.permute:
         return [axis(d, len(order)) for d in argument(node, 1, "dims")]
@@ -131,7 +133,7 @@ def _order(node: fx.Node) -> list[int] | None:
 
 
 def largest_over(scale: Scale, rows: fx.Node) -> float | None:
-    """The largest |rows| / root, where the root is made of the largest number of each block of the same rows."""
+    """Return the maximum of |rows| / root, if the root is made of the largest number of each block of the same rows."""
     factor, node, floor = 1.0, scale.root, 0.0
     while (below := _at_least(node)) is not None:
         node, by, least = below
@@ -145,7 +147,7 @@ def largest_over(scale: Scale, rows: fx.Node) -> float | None:
 
 
 def _at_least(node: fx.Node) -> tuple[fx.Node, float, float] | None:
-    """``(x, factor, floor)`` with ``node >= max(factor * x, floor)``, where x is positive; one step back."""
+    """Take one step back: return ``(x, factor, floor)`` with ``node >= max(factor * x, floor)`` and x positive."""
     op, args = packet(node), args_of(node)
     x = _before(node)
     if x is not None:
@@ -165,7 +167,7 @@ def _at_least(node: fx.Node) -> tuple[fx.Node, float, float] | None:
 
 
 def _largest(node: fx.Node) -> tuple[fx.Node, Size] | None:
-    """The tensor whose largest magnitudes ``node`` holds, one for each block of so many numbers."""
+    """Return the tensor whose largest magnitudes per block ``node`` holds, and the length of a block."""
     whole = node
     if packet(node) is operator.getitem and args_of(node)[1] == 0:
         whole = args_of(node)[0]
@@ -177,7 +179,7 @@ def _largest(node: fx.Node) -> tuple[fx.Node, Size] | None:
         x, dims = args_of(args[0])[0], argument(whole, 1, "dim")
     else:
         return None
-    if isinstance(dims, fx.Node):  # the larger of two tensors
+    if isinstance(dims, fx.Node):  # `dims` is then the other operand of an elementwise maximum
         return None
     rank = len(shape(x))
     axes = set(range(rank)) if dims in (None, [], ()) else {axis(d, rank) for d in _several(dims)}
@@ -191,7 +193,7 @@ def _several(dims: Any) -> list[int]:
 
 
 def _numbers(node: fx.Node) -> fx.Node:
-    """The first node with the same numbers in the same order as ``node``."""
+    """Return the first node with the same numbers in the same order as ``node``."""
     while (x := _before(node)) is not None:
         node = x
     return node

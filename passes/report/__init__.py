@@ -1,1 +1,1 @@
-"""Verdicts as the records that reports are made of."""
+"""Turn verdicts into the records that reports consist of."""

@@ -1,8 +1,9 @@
-"""The nodes around an attention, as they are drawn in a report.
+"""Draw the nodes around an attention for a report.
 
-What was rewritten is drawn as the difference it made: before, the nodes that are gone; after, the nodes that are new;
-of both, what they read. What was left is drawn back to the projections that make queries, keys and values. Chains of
-views become one node, and so does a weight with all that is computed from weights alone.
+A rewritten attention is drawn as a difference. The drawing before it shows the removed nodes, the drawing after it
+shows the new nodes, and both show the inputs of these nodes. An attention that stays is drawn back to the projections
+of its queries, keys and values. A chain of views becomes one box, and so does a weight with everything that is computed
+from weights alone.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
 MOST = 60
-"""The most nodes that a drawing enters; what lies farther from the attention is drawn as an input.
+"""The most nodes that a drawing expands; nodes farther from the attention are drawn as inputs.
 
-More boxes than that are not readable on one page."""
+More boxes are not readable on one page.
+"""
 
 _VIEWS = (operators.Copy, operators.Regroup, operators.Permute, operators.Broadcast, operators.Slice, operators.Select)
 _JOINS = (operators.Join, operators.Assign, operators.Write, operators.WriteOne, operators.WriteRows)
@@ -42,7 +44,7 @@ _STATE = re.compile(r"_(?:modules|parameters|buffers)_+")
 
 @dataclass
 class Sketch:
-    """Draws attentions of one graph. ``original`` is a copy of it from before anything was rewritten.
+    """Draws attentions of one graph. ``original`` is a copy of the graph from before any rewrite.
 
     ``weights`` are the names of the nodes computed from weights alone.
     """
@@ -55,15 +57,15 @@ class Sketch:
         self._nodes = {node.name: node for node in self.original.nodes}
 
     def left(self, verdict: Verdict) -> SiteDrawing:
-        """An attention that stays as it was."""
+        """Draw an attention that stays as it was."""
         return self.around(verdict.site.node, None if CODES[verdict.code].verdict == "not_mla" else verdict.blame)
 
     def unfollowed(self, node: fx.Node, stop: Stop) -> SiteDrawing:
-        """An attention of which only the softmax is known."""
+        """Draw an attention of which only the softmax is known."""
         return self.around(node, stop.node)
 
     def around(self, node: fx.Node, blame: fx.Node | None) -> SiteDrawing:
-        """What leads to ``node`` from the nearest products with weights."""
+        """Draw the nodes that lead to ``node`` from the nearest products with weights."""
         start = self._nodes[node.name]
         way = _between([self._nodes[blame.name]], start) if blame is not None and blame.name in self._nodes else set()
         draft = _Draft(self.weights, lambda _: True, self._is_projection, blamed=blame.name if blame else "")
@@ -71,14 +73,14 @@ class Sketch:
         return SiteDrawing(draft.drawn(start))
 
     def rewritten(self, verdict: Verdict, absorbed: Absorbed) -> SiteDrawing:
-        """An attention that was rewritten; what it no longer needs is out of the graph."""
+        """Draw a rewritten attention, whose old nodes are no longer in the graph."""
         assert verdict.plan is not None
         site, out = verdict.site, absorbed.out
         rows = {n.name for r in verdict.plan.rows for n in (r.node, whole_rows(r.node))}
         rows |= {view.name for view in absorbed.views}
         nodes = set(out.graph.nodes)
         alive = {node.name for node in nodes}
-        # Folded with the output projection, W_v is gone, and the attended latent is the last of the attention.
+        # If W_v was folded into the output projection, the attended latent is the attention's last node.
         out = out if out in nodes or absorbed.latent is None else absorbed.latent
         start = self._nodes[site.node.name]
         products = [self._nodes[p.node.name] for p in site.products if p.node is not None]
@@ -94,10 +96,10 @@ class Sketch:
 
 @dataclass
 class _Draft:
-    """One drawing in the making: nodes that ``inside`` holds for are entered, the others end it.
+    """A drawing under construction: nodes that satisfy ``inside`` are expanded, all others end the drawing.
 
-    The inputs of a node for which ``ends_at`` holds are drawn, but not entered. Nodes in ``always`` are entered even if
-    the drawing is full.
+    The inputs of a node that satisfies ``ends_at`` are drawn, but not expanded. Nodes in ``always`` are expanded even
+    if the drawing is full.
     """
 
     weights: Collection[str]
@@ -120,11 +122,11 @@ class _Draft:
             entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
             self.boxes[node] = self._box(node, entered=entered)
             self.reads[node] = self._inputs(node) if entered else []
-            # What lies behind an end is an end itself, unless it shows that rows are a cache.
+            # The inputs of an end are ends themselves, unless they show that rows are a cache.
             if node in self.ends or self.ends_at(node):
                 self.ends.update(self.reads[node])
             queue += self.reads[node]
-        # After all boxes are known: a view is only joined to another where nothing else that is drawn reads it.
+        # All boxes must be known first: a view is merged with another only if no other drawn node reads it.
         self._contract(start)
         order = [n for n in start.graph.nodes if n in self.boxes]
         place = {node: i for i, node in enumerate(order)}
@@ -139,7 +141,7 @@ class _Draft:
         return self.inside(node) or self._shows_cache(node)
 
     def _shows_cache(self, node: fx.Node) -> bool:
-        """Whether it is the join of new rows to those that came in, or a view of it: the reader is to see the cache."""
+        """Whether ``node`` joins new rows to an input, or is a view of such a join: readers should see the cache."""
         node = _root(node)
         return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 
@@ -153,7 +155,7 @@ class _Draft:
         return any(_is_join(reader) for reader in readers)
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """Whether it is computed from weights alone, also where a rewrite added it."""
+        """Whether ``node`` is computed from weights alone, even if a rewrite added it."""
         if node not in self.constant:
             sources = node.all_input_nodes
             self.constant[node] = node.name in self.weights or (
@@ -162,7 +164,7 @@ class _Draft:
         return self.constant[node]
 
     def _inputs(self, node: fx.Node) -> list[fx.Node]:
-        """The tensors it reads; a part of a split reads what is split, a member of a tuple what its operator reads."""
+        """Return the tensors that ``node`` reads; a getitem reads the inputs of its operator."""
         if node.target is operator.getitem:
             (parent,) = node.all_input_nodes[:1]
             if _is_view(node) or len(parent.users) == 1:
@@ -197,7 +199,7 @@ class _Draft:
         return "op" if entered else "input"
 
     def _contract(self, start: fx.Node) -> None:
-        """A view of a view that nothing else reads becomes one box with it."""
+        """Merge a view of a view into one box if nothing else reads the inner view."""
         users: dict[fx.Node, list[fx.Node]] = {}
         for node, sources in self.reads.items():
             for source in sources:
@@ -218,26 +220,26 @@ class _Draft:
 
 
 def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
-    """The nodes on the ways from ``sources`` to ``end``, both included."""
+    """Return the nodes on the paths from ``sources`` to ``end``, both included."""
     starts = list(sources)
     before = {end, *ancestors(end, starts)} if starts else set()
     return set(reachable((n for n in starts if n in before), lambda node: (u for u in node.users if u in before)))
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether it holds numbers of the one tensor it reads, and no others."""
+    """Whether ``node`` is a view or a copy: it holds only numbers of the one tensor that it reads."""
     return isinstance(decode(node), _VIEWS)
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The tensor that ``node`` is a view of, through views of views; itself where it is no view."""
+    """Return the tensor that ``node`` is a view of, through nested views; ``node`` itself if it is no view."""
     while isinstance(how := decode(node), _VIEWS):
         node = how.x
     return node
 
 
 def _is_join(node: fx.Node) -> bool:
-    """Whether it puts numbers of several tensors into one."""
+    """Whether ``node`` combines numbers of several tensors into one."""
     return isinstance(decode(node), _JOINS) or packet(node) in _OTHER_JOINS
 
 
@@ -249,13 +251,13 @@ def _label(node: fx.Node) -> str:
 
 
 def _short(name: str) -> str:
-    """A mangled path as its end: ``kv_b_proj.weight`` for ``l_self_modules_kv_b_proj_parameters_weight_``."""
+    """Shorten a mangled path to its end: ``kv_b_proj.weight`` for ``l_self_modules_kv_b_proj_parameters_weight_``."""
     parts = [part.strip("_") for part in _STATE.split(name) if part.strip("_")]
     return ".".join(parts[-2:]) if len(parts) > 1 else _LOCAL.sub("", name)
 
 
 def _state_name(node: fx.Node) -> str:
-    """The weights it is computed from."""
+    """Return the names of the weights that ``node`` is computed from."""
     roots = [n for n in (node, *ancestors(node)) if n.op in ("placeholder", "get_attr")]
     names = list(dict.fromkeys(_short(str(n.target) if n.op == "get_attr" else n.name) for n in roots))
     return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "") if names else "constant"

@@ -1,4 +1,4 @@
-"""What became of an attention that was split by heads: whether the split is worth it, and one report of its groups."""
+"""Attentions that were split by heads: whether the split pays, and one report for all groups."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Folds = Mapping[str, Sequence[Folded]]
 
 
 def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
-    """The groups of heads of an attention that cannot be absorbed as a whole, or of which only one side can."""
-    # What has a plan for the whole was kept for its cost or as asked; groups can only help where there is none.
+    """Return the groups of heads of an attention that cannot be absorbed as a whole, or only on one side."""
+    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only where there is no plan.
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
 
 
 def gains(split: SplitSite, whole: Verdict, verdicts: Mapping[fx.Node, Verdict]) -> bool:
-    """Whether more of the attention is absorbed in groups than was as a whole."""
+    """Whether groups absorb more of the attention than the whole did."""
     if any(g.node not in verdicts for g in split.groups):
         return False
     groups = [verdicts[g.node] for g in split.groups]
     if not any(v.absorb for v in groups):
         return False
-    # A split must not lose a side of any head that the whole attention had absorbed.
+    # Each head must keep the sides that were absorbed without the split.
     before = _sides(whole)
     return not before or (all(before <= _sides(v) for v in groups) and any(before < _sides(v) for v in groups))
 
@@ -49,7 +49,7 @@ def _sides(verdict: Verdict) -> set[str]:
 def reports_of(
     verdicts: Sequence[Verdict], splits: Sequence[SplitSite], checks: Mapping[str, Check], folded: Folds
 ) -> list[SiteReport]:
-    """One report per attention of the model, in the order of their outputs."""
+    """Return one report per attention of the model, in the order of their outputs."""
     by_node = {v.site.node: v for v in verdicts}
     split_of = {g.node: s for s in splits for g in s.groups}
     reports: list[SiteReport] = []
@@ -66,7 +66,7 @@ def reports_of(
 
 
 def attentions(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> dict[str, list[Verdict]]:
-    """For each report of :func:`reports_of` the name that its attention had before it was split, and its groups."""
+    """Return the verdicts behind each report of :func:`reports_of`, by the attention's name before any split."""
     split_of = {g.node: s for s in splits for g in s.groups}
     found: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
@@ -76,16 +76,16 @@ def attentions(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> dict
 
 
 def shown(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[Verdict]:
-    """One verdict for each report of :func:`reports_of`: of a split attention that of the first group absorbed."""
+    """Return one verdict per report of :func:`reports_of`; for a split attention, the first absorbed group's."""
     groups = attentions(verdicts, splits).values()
     return [next((v for v in group if v.absorb), group[0]) for group in groups]
 
 
 @dataclass(frozen=True)
 class Unsplit:
-    """What the groups of an attention say of the whole, where a split does not pay.
+    """What the groups of an attention tell about the whole, where a split does not pay.
 
-    ``kept``: why none of the groups is absorbed, where each of them legally could be.
+    ``kept``: if every group could legally be absorbed, the verdict that tells why none is.
     """
 
     notes: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Unsplit:
 
 
 def unsplit(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> Unsplit:
-    """What could be absorbed of the groups of a split that does not pay."""
+    """Return what could be absorbed in the groups of a split that does not pay."""
     found = [(g, verdicts[g.node]) for g in split.groups if g.node in verdicts]
     legal = [(g, v) for g, v in found if v.plan is not None and CODES[v.code].verdict == "kept"]
     notes = tuple(f"{heads_of(split, g)} alone could be absorbed; {v.reason}" for g, v in legal)
@@ -119,7 +119,7 @@ def split_report(
     folded: Folds,
     counted: set[fx.Node],
 ) -> SiteReport:
-    """One report: what is absorbed of which heads, and what stays, with its reason."""
+    """Report which heads are absorbed, which stay, and why."""
     groups = [(heads_of(split, g), verdicts[g.node]) for g in split.groups]
     done = {w: site_report(index, v, check, folded.get(v.site.node.name), counted) for w, v in groups if v.absorb}
     parts: list[str] = []
@@ -159,7 +159,7 @@ def split_report(
 
 
 def _rows(verdicts: Mapping[fx.Node, Verdict], split: SplitSite) -> int:
-    """The values per token of all row tensors; groups may share some."""
+    """Count the values per token of all row tensors; groups may share some."""
     plans = [verdicts[g.node].plan for g in split.groups]
     rows = {r.node: r for plan in plans if plan is not None for r in plan.rows}
     return sum(r.size * r.count for r in rows.values())
@@ -170,7 +170,7 @@ def _same(values: Sequence[str | None]) -> str | None:
 
 
 def _dims(found: Sequence[Dims | None]) -> Dims | None:
-    """The sizes where all groups have the same, over the heads that are absorbed."""
+    """Return the sizes if all groups agree on them, with H counting the absorbed heads."""
     known = [d for d in found if d is not None]
     if len(known) != len(found) or len({replace(d, H=1) for d in known}) != 1:
         return None

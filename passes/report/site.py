@@ -1,4 +1,4 @@
-"""A verdict as the record that users read."""
+"""Turn a verdict into the record that users read."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def site_report(
     folded: Sequence[Folded] | None = None,
     counted: set[fx.Node] | None = None,
 ) -> SiteReport:
-    """What became of one attention, with the numbers where its sizes are known.
+    """Report what happened to one attention, with figures if its sizes are known.
 
-    ``counted``: the scores of which reports before this one say what they cost; those of this one are added to them.
+    ``counted``: the selection scores whose cost an earlier report includes; this report adds its own.
     """
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
     notes += [verdict.site.node.meta[TOLD]] if TOLD in verdict.site.node.meta else []
@@ -59,11 +59,11 @@ def site_report(
     element = val(verdict.plan.latent.node).element_size()
     after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
     listed = call_sizes(verdict.plan).chosen if verdict.absorb else None
-    # What is kept expanded shows what absorbing it would cost.
+    # A site that stays expanded shows what absorbing it would cost.
     compared: Form = "chained" if not verdict.absorb else after if listed is None else "sparse"
     chooses = choosing(verdict.plan) if verdict.absorb else None
     if chooses is not None and counted is not None:
-        chooses = None if chooses.scores in counted else chooses  # a list that an attention before this one made
+        chooses = None if chooses.scores in counted else chooses  # an earlier attention made this list
         counted |= set() if chooses is None else {chooses.scores}
     errors = [f.error for f in folded or () if f.error is not None]
     return replace(
@@ -90,13 +90,13 @@ _SEVERAL = "its rows lie in {count} memories, which are not joined any more: one
 
 
 def fused_told(fusion: Fusion) -> list[str]:
-    """What is said of an attention over shared rows that became the operator."""
+    """Return the notes on an attention over shared rows that became the operator."""
     several = _SEVERAL.format(count=len(fusion.memories))
     return [*(note for plan in fusion.each for note in _masks(plan)), several if fusion.memories else _FUSED]
 
 
 def _masks(plan: AbsorbPlan) -> list[str]:
-    """What the operator is told in place of masks, and what is left over."""
+    """Return a note on what replaces masks in the operator's arguments, and on what stays a mask."""
     seen = plan.visible
     if not plan.whole or not plan.site.masks:
         return []
@@ -105,7 +105,7 @@ def _masks(plan: AbsorbPlan) -> list[str]:
     told = ["a diagonal"] * seen.causal + [f"a length{of}"] * bool(seen.lengths)
     told += [f"a window of {seen.window} keys"] * bool(seen.window)
     told += ["a list of keys"] * (seen.chosen is not None)
-    told += ["rows that see no key weigh all alike"] * seen.alike
+    told += ["queries that see no key weigh all keys alike"] * seen.alike
     rows = {*plan.heads, *plan.site.queries}
     of_keys = all(m.kind != "add" and not rows & set(flatten(m.operand.axes)) for m in seen.masks)
     left = [f"left as a mask{' of keys' * of_keys}: {why}" for why in seen.left]
@@ -113,7 +113,7 @@ def _masks(plan: AbsorbPlan) -> list[str]:
 
 
 def _roundings(verdict: Verdict) -> list[str]:
-    """What the absorbed form no longer rounds."""
+    """Return a note on the roundings that the absorbed form omits."""
     if not verdict.absorb or verdict.plan is None:
         return []
     visited = (visit.node for term in verdict.plan.terms for visit in term.piece.path)
@@ -122,7 +122,7 @@ def _roundings(verdict: Verdict) -> list[str]:
 
 
 def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
-    """The report on an attention over shared rows, of which a list may name some."""
+    """Complete the report on an attention over shared rows, some of which a list may name."""
     for plan in fusion.each:
         if (listed := call_sizes(plan).chosen) is not None:
             chooses = choosing(plan)
@@ -137,9 +137,9 @@ def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
 
 
 def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:
-    """The report on a site absorbed in part.
+    """Complete the report on a site that is absorbed in part.
 
-    What is cached and computed for a side that stays is not known, so only sites whose rows are all known have figures.
+    The cache and the computation of a side that stays are unknown, so only sites whose rows are all known have figures.
     """
     report = replace(
         report,
@@ -156,7 +156,7 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
-    """An attention of which only ``node`` is known: its softmax, or the operator that computes all of it."""
+    """Report an attention of which only ``node`` is known: its softmax, or the operator that computes all of it."""
     code = Code(stop.code)
     fix = CODES[code].fix
     if code is Code.UNSUPPORTED_OP:

@@ -1,1 +1,1 @@
-"""Changes to a graph that were decided elsewhere."""
+"""Rewrites of a graph that other rooms have decided on."""

@@ -11,13 +11,14 @@ After::
     o~ = mla_compile.decode_attention(q~, c, k_rope, mask, scale)      # [B, S, H, L]; reads L+R values per token
     out = einsum(o~, W_v)
 
-because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
-A bias on the keys adds the same number to every score of a row, which the softmax cancels; a bias on the values comes
-back once, because the probabilities of a row sum to 1.
+because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2). A bias
+on the keys adds the same number to every score of a row, which the softmax cancels; a bias on the values comes back
+once, because the probabilities of a row sum to 1.
 
 Where something other than a softmax stands between the products (``open_core``), or only a part of the attention can be
-absorbed, each product is replaced by itself (:mod:`mla_compile.passes.rewrite.products`). One such part still becomes
-the operator: where some columns of the keys come from rows of each head's own, their scores are added to the mask.
+absorbed, each product is replaced separately (:mod:`mla_compile.passes.rewrite.products`). There is one exception: if
+some columns of the keys come from rows that each head has for itself, the operator is still used, and the scores of
+those columns are added to the mask.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ from mla_compile.passes.rewrite.sides import Sides
 aten = torch.ops.aten
 
 HIDDEN = -1e30
-"""What is added to scores that the model set to a large negative number.
+"""Added to scores that the model set to a large negative number.
 
-Any score vanishes beside it, in float64 too. So a row without a visible key weighs all its keys alike, as it did when
-all of its scores were one and the same number."""
+Any score vanishes beside this number, in float64 too. So a row without a visible key weighs all its keys alike, as the
+model did when all scores of the row were the same number.
+"""
 
 
 def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False) -> Absorbed:
-    """Rewrites one site. The nodes it no longer needs are left to dead code removal.
+    """Rewrite one site. Dead code removal deletes the nodes that are no longer needed.
 
-    ``lengths`` are those written for earlier sites of the graph, which this one shares. ``merges``: weights that are
-    sums are added up, because they will be folded.
+    The site shares ``lengths`` with the sites that were rewritten before it. ``merges``: a weight that is a sum is
+    added up into one tensor, because it will be folded.
     """
     rewriter = (
         Whole(plan, fake_mode, lengths, merges=merges) if plan.whole else Products(plan, fake_mode, merges=merges)
@@ -66,7 +68,7 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths,
 
 
 class Operands(NamedTuple):
-    """What the operator reads: the query [B,S,H,L+R], rows [B,T,L] and [B,T,R], and values where the latent is none."""
+    """The operator's inputs: query [B,S,H,L+R], rows [B,T,L] and [B,T,R], and values if they are not the latent."""
 
     query: fx.Node
     latent: fx.Node
@@ -75,7 +77,7 @@ class Operands(NamedTuple):
 
 
 class Whole(Sides):
-    """The whole attention as one operator."""
+    """Rewrites the whole attention to one operator."""
 
     def __init__(
         self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False
@@ -95,7 +97,7 @@ class Whole(Sides):
         if visible.alike:
             rows = self._rows(plan.values or plan.latent)
             added = [term for term in visible.masks if term.kind == "add"]
-            # Of a mask that came in as numbers each row has its own greatest.
+            # Each row of an additive mask may have a maximum of its own.
             numbers = (self._mask_axes(added[0]), indices, visible.fill) if added else ()
             out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING, *numbers)
         if site.sinks is not None:
@@ -103,13 +105,13 @@ class Whole(Sides):
             wide_out = self.builder.cast(out, val(share).dtype)
             out = self.builder.call(aten.mul.Tensor, wide_out, self.builder.call(aten.unsqueeze.default, share, -1))
             self.mass = arrange(self.builder, self.sizes, share, axes[:3], [(a,) for axis in axes[:3] for a in axis])
-        # The operator gives zero for a row without a visible key. Two things can make that wrong.
+        # The operator returns zero for a row without a visible key. The model may differ in two ways.
         elif not visible.alike and not visible.always and (site.empty == "nan" or self._value_bias()):
             nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
             if site.empty == "nan":  # a plain softmax gives NaN
                 nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
                 out = self.builder.call(aten.masked_fill.Scalar, out, nothing, float("nan"))
-            else:  # the fused attention gives zero, so the bias of the values must not be added
+            else:  # the fused attention gives zero, so the value bias must not be added
                 some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), wide(self.dtype))
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
@@ -123,7 +125,7 @@ class Whole(Sides):
         return self._values(attended)
 
     def attend(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """The operator's output [B,S,H,L] and logarithms of sums [B,S,H], and the list of keys that it was given."""
+        """Return the operator's output [B,S,H,L], the log-sum-exp [B,S,H], and the operator's list of keys."""
         visible = self.plan.visible
         operands = self._operands()
         indices = self._indices(visible.chosen) if visible.chosen else None
@@ -151,12 +153,13 @@ class Whole(Sides):
         )
 
     def _share(self, lse: fx.Node, sinks: Operand) -> fx.Node:
-        """``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H], what a sink leaves to the keys.
+        """Return ``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H], the share of the keys beside a sink.
 
-        1 where there is no sink (minus infinity), 0 in a row without a visible key.
+        The share is 1 where the sink is minus infinity, and 0 in a row without a visible key.
         """
         target = (self.plan.batch, self.site.queries, self.plan.heads)
-        # A bias on the keys is the same for all of them, and left out of the scores; to a sink it is a difference.
+        # A bias on the keys adds the same number to all scores, so the scores omit it. A sink has no such bias, so it
+        # is added here.
         biases = [
             self._bias_scores(self.site.products[t.product], t, self.outer)
             for t in self.plan.keys
@@ -175,11 +178,11 @@ class Whole(Sides):
         return [] if lengths is None else [lengths]
 
     def _indices(self, chosen: Chosen) -> fx.Node:
-        """The list of keys as the operator takes it: int32 [B,S,k], no key twice, no key below 0 and from T on."""
+        """Return the list of keys as int32 [B,S,k], without repeated keys and without keys outside of 0 to T-1."""
         call, device = self.builder.call, val(self.plan.latent.node).device
         listed, flags = (None if o is None else self._listed(o, chosen) for o in (chosen.indices, chosen.flags))
         assert listed is not None
-        # From here on the smallest number is that of no key.
+        # From here on -1 marks an entry that names no key.
         if flags is not None:
             listed = call(aten.masked_fill.Scalar, listed, call(aten.eq.Scalar, flags, 0), -1)
         if not chosen.distinct:
@@ -188,10 +191,10 @@ class Whole(Sides):
                 aten.eq.Tensor, call(aten.slice.Tensor, listed, 2, 1), call(aten.slice.Tensor, listed, 2, 0, -1)
             )
             first = call(aten.slice.Tensor, listed, 2, 0, 1)
-            # Not a pad, which takes symbolic sizes for the numbers that they had in the trace.
+            # A pad would turn symbolic sizes into the numbers seen in the trace.
             again = call(aten.cat.default, [call(aten.ne.Tensor, first, first), again], 2)
             listed = call(aten.masked_fill.Scalar, listed, again, -1)
-        if chosen.any_number:  # those that int32 cannot hold are no keys either
+        if chosen.any_number:  # numbers too large for int32 name no key either
             listed = call(aten.clamp.default, listed, -1, 2**31 // chosen.block - 1)
         if chosen.block > 1:
             inside = call(aten.arange.default, chosen.block, device=val(listed).device)
@@ -200,7 +203,7 @@ class Whole(Sides):
         return self.builder.on_device(self.builder.cast(listed, torch.int32), device)
 
     def _listed(self, operand: Operand, chosen: Chosen) -> fx.Node:
-        """[B,S,k]."""
+        """Return the list laid out as [B,S,k]."""
         atoms = (*self.plan.batch, *self.site.queries, *chosen.count)
         for dim, one in enumerate(operand.axes):
             if one == chosen.count:
@@ -211,7 +214,7 @@ class Whole(Sides):
         return arrange(self.builder, self.sizes, node, tuple((a,) for a in atoms), target)
 
     def _mask(self) -> fx.Node | None:
-        """All mask terms as one: boolean where they only fill in minus infinity, else additive, in float32."""
+        """Merge all mask terms: boolean if they only fill in minus infinity, otherwise additive in float32."""
         keep: fx.Node | None = None
         added: fx.Node | None = None
         extra = self._extra_scores()
@@ -222,7 +225,7 @@ class Whole(Sides):
                 mask = self.builder.cast(mask, dtype)
                 if term.scale != 1.0:
                     mask = self.builder.call(aten.mul.Tensor, mask, term.scale)
-                if term.dtype is not None:  # the model added it in a smaller dtype, where it may become infinite
+                if term.dtype is not None:  # the model added the mask in a smaller dtype, where it may become infinite
                     mask = self.builder.cast(self.builder.cast(mask, term.dtype), wide(term.dtype))
                 added = mask if added is None else self.builder.call(aten.add.Tensor, added, mask)
                 continue
@@ -232,9 +235,9 @@ class Whole(Sides):
             keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
         if keep is None:
             return self._plus(added, extra)
-        # One number: with several, the attention has an open core and is not rewritten here.
+        # There is one fill: an attention with several has an open core and is not rewritten here.
         (fill,) = {term.fill for term in self.plan.visible.masks if term.kind != "add"}
-        # A finite fill is not minus infinity: a row that is filled throughout weighs all keys alike and is no zero.
+        # With a finite fill, a row that is filled throughout weighs all keys alike and does not become zero.
         if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)
         if added is None and extra is None:
@@ -245,7 +248,7 @@ class Whole(Sides):
         return a or b if a is None or b is None else self.builder.call(aten.add.Tensor, a, b)
 
     def _extra_scores(self) -> fx.Node | None:
-        """Scaled scores of the columns of the keys that the operator does not get: [batch, heads, queries, keys]."""
+        """Return the scaled scores of the columns that the operator does not read, [batch, heads, queries, keys]."""
         outside = {rows.node for rows in self.plan.extra}
         order = (*self.plan.batch, *self.plan.heads, *self.site.queries, *self.site.keys)
         total: fx.Node | None = None
@@ -261,7 +264,7 @@ class Whole(Sides):
         return arrange(self.builder, self.sizes, total, tuple((a,) for a in order), target)
 
     def _fill(self, keep: fx.Node, value: float) -> fx.Node:
-        """``value`` where ``keep`` is False, 0 elsewhere."""
+        """Return ``value`` where ``keep`` is False, and 0 elsewhere."""
         cut = self.builder.call(aten.logical_not.default, keep)
         zeros = self.builder.call(aten.zeros_like.default, cut, dtype=torch.float32)
         return self.builder.call(aten.masked_fill.Scalar, zeros, cut, value)
@@ -270,15 +273,15 @@ class Whole(Sides):
         return self._laid_out(term.operand, (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys))
 
     def _laid_out(self, operand: Operand, target: tuple[Axis, ...]) -> fx.Node:
-        """``operand`` with the axes ``target``, 1 long where it does not have them."""
+        """Arrange ``operand`` along the axes ``target``; axes that it lacks get length 1."""
         own = set(flatten(operand.axes))
         atoms = flatten(axis for axis in target if own & set(axis))
         each = tuple((a,) for a in atoms)
         node = self.builder.on_device(operand.node, val(self.plan.latent.node).device)
         for dim, axis in enumerate(operand.axes):
-            if axis and not same(shape(node)[dim], axis_size(axis)):  # the rest of it was never read
+            if axis and not same(shape(node)[dim], axis_size(axis)):  # the model never read the rest of this axis
                 node = self.builder.call(aten.slice.Tensor, node, dim, 0, *self.sizes.shape([axis]))
         node = arrange(self.builder, self.sizes, node, operand.axes, each)
-        # The heads may be a product of atoms of which the operand has one: it is repeated along the others.
+        # The heads may be a product of atoms. An operand that has only one of them is repeated along the others.
         node = spread(self.builder, self.sizes, node, atoms)
         return arrange(self.builder, self.sizes, node, each, target)

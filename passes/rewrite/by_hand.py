@@ -1,4 +1,4 @@
-"""The rewrite of attention that is absorbed by hand: the operator alone, with no weight on either side of it."""
+"""Rewrite attention that was absorbed by hand: it becomes the operator, with no weight on either side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def fuse(fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> Absorbed:
-    """Rewrites one site. The nodes it no longer needs are left to dead code removal."""
+    """Rewrite one site. Dead code removal deletes the nodes that are no longer needed."""
     if fusion.memories:
         several = _Memories(fusion, fake_mode, lengths)
         out = several.run()
@@ -29,7 +29,7 @@ def fuse(fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> 
     rewriter = _ByHand(fusion, fake_mode, lengths)
     given = () if fusion.whole is None else (fusion.whole,)
     out = rewriter.run()
-    views = tuple(rewriter.views.values())  # those that it added
+    views = tuple(rewriter.views.values())  # the nodes that the rewriter added for virtual sources
     return Absorbed(fusion.plan, out, (), None, views, given=given, columns=fusion.columns)
 
 
@@ -39,7 +39,7 @@ class _ByHand(Whole):
         self.columns = fusion.columns
 
     def _operands(self) -> Operands:
-        """Where the values are columns of the keys' rows: those, and the rest of them, as the operator takes them."""
+        """If the values are columns of the keys' rows, give the operator these columns and the remaining ones."""
         if self.columns is None:
             return super()._operands()
         query, rows = self._query(self.plan.latent), self._rows(self.plan.latent)
@@ -54,9 +54,10 @@ class _ByHand(Whole):
 
 
 class _Memories(Whole):
-    """Rows in several memories: the operator over each, put together by the logarithms of their sums.
+    """Rows in several memories: one operator call for each, merged by log-sum-exp.
 
-    The weight of each is ``exp(lse_i - lse)``, and 0 where no key of it is seen (:mod:`mla_compile.kernels.merge`).
+    The weight of each memory is ``exp(lse_i - lse)``, or 0 where none of its keys is visible
+    (:mod:`mla_compile.kernels.merge`).
     """
 
     def __init__(self, fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> None:

@@ -1,14 +1,14 @@
-"""An attention whose K and V are large is computed for a few heads at a time, from the weights to its merged output.
+"""Compute an attention with large K and V for a few heads at a time, from the weights to the merged output.
 
 Before: ``out = merge(attention(heads(linear(x, Wq)), K(linear(c, Wkv)), V(...)))``, of H heads
 
 After: ``out[:, :, a:b] = merge(attention(heads(linear(x, Wq[a:b])), K(linear(c, Wkv[a:b])), V(...)))`` for each group
 
-The same numbers by the same operators, and of each tensor that has heads only one group's part is in memory at a time.
-That needs the groups to run one after the other. A compiler is free to run first what does not wait for anything, the
-keys of all groups for example, and in fact does: so what a group reads of the weights, and a rotary key that it repeats
-for its heads, are copies that are made when the group before it is done (``mla_compile::copy_after``). All copies
-together are as large as the weights, and as rotary keys for as many heads as there are groups.
+The operators are the same, and so are the numbers. Of each tensor that has heads, only one group's part is in memory at
+a time. This requires the groups to run one after the other, but a compiler may run first whatever does not wait for
+anything, such as the keys of all groups, and in fact does. Therefore a group reads copies of its weights, and of a
+rotary key that it repeats for its heads. Each copy is made when the group before is done (``mla_compile::copy_after``).
+All copies together are as large as the weights, plus one rotary key per group.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ aten = torch.ops.aten
 def by_heads(
     region: Region, bounds: Sequence[int], fake_mode: FakeTensorMode | None, *, in_order: bool, pad: bool
 ) -> fx.Node:
-    """What ``region`` computes, in groups that end at ``bounds``; the old nodes stay until they are not read any more.
+    """Compute ``region`` in groups that end at ``bounds``; the old nodes stay in the graph until nothing reads them.
 
-    ``in_order``: the groups are made to wait for each other, for a compiler; else only the graph's order says so.
-    ``pad``: values narrower than keys are padded for torch's fused attention, where it takes no others.
+    ``in_order``: make the groups wait for each other, as a compiler needs; otherwise only the graph's order separates
+    them. ``pad``: pad values narrower than keys for torch's fused attention, where it requires equal widths.
     """
     maker = _GroupMaker(region, fake_mode, pad=pad)
     builder, dim = maker.builder, region.dim
@@ -47,7 +47,7 @@ def by_heads(
         maker.after = rows
         made.append(maker.make(region.out, dim, start, stop))
         if in_order:
-            # Written into its place at once: parts that are joined in the end would all be kept until then.
+            # Each part is written into its place at once. A join at the end would keep all parts alive until then.
             if rows is None:
                 sizes = [builder.size(made[0], k) for k in range(len(shape(region.out)))]
                 sizes[dim] = bounds[-1]
@@ -58,7 +58,7 @@ def by_heads(
 
 
 class _GroupMaker(PartMaker):
-    """Makes parts of heads. ``after``: what has to be there before the next group begins."""
+    """Makes parts of heads. ``after`` is the node that must be computed before the next group begins."""
 
     def __init__(self, region: Region, fake_mode: FakeTensorMode | None, *, pad: bool) -> None:
         super().__init__(region.parts, region.out, fake_mode, region.core)
@@ -68,7 +68,7 @@ class _GroupMaker(PartMaker):
     def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         how = decode(node)
         if isinstance(how, Fill) and not isinstance(how.value, fx.Node):
-            # One number everywhere is made for the group: all of it may have been made like K for all heads.
+            # A constant tensor is made for this group alone: the whole one may be as large as K for all heads.
             wanted = [self.builder.size(node, k) for k in range(len(shape(node)))]
             wanted[dim] = stop - start
             like = {"dtype": val(node).dtype, "device": val(node).device}
@@ -78,14 +78,14 @@ class _GroupMaker(PartMaker):
         return self._in_turn(super()._slice(node, dim, start, stop))
 
     def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
-        # A rotary key that all heads share: its copies for the heads of all groups could be written at once.
+        # All heads share this rotary key. A compiler could write its copies for the heads of all groups at once.
         how = decode(node)
         if part is None and isinstance(how, Broadcast):
             part = self._in_turn(how.x)
         return super()._in_shape(node, dim, length, part)
 
     def _in_turn(self, x: fx.Node) -> fx.Node:
-        """``x``, or a copy that is there only after the group before."""
+        """Return ``x``, or a copy of it that is made only after the previous group."""
         return x if self.after is None else self.builder.call(torch.ops.mla_compile.copy_after.default, x, self.after)
 
     def _again(
@@ -97,8 +97,8 @@ class _GroupMaker(PartMaker):
         wide, narrow = (size(val(n).shape[-1]) for n in (q, v))
         if not isinstance(wide, int) or not isinstance(narrow, int) or narrow >= wide:
             return super()._again(node, op, args, kwargs)
-        # Columns of zeros are summed to zeros, which are cut off again. Not by `constant_pad_nd`: on fake tensors it
-        # makes numbers of symbolic sizes.
+        # The padded columns give zeros, which are cut off again. `constant_pad_nd` on fake tensors would specialise
+        # symbolic sizes.
         query, key, value, *others = args
         assert isinstance(value, fx.Node)
         lead = [self.builder.size(value, k) for k in range(len(shape(value)) - 1)]

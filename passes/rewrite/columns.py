@@ -1,9 +1,10 @@
-"""Columns of a query that was joined from parts are read from the part that has them.
+"""Read columns of a query that was joined from parts from the part that holds them.
 
 Before: ``query = cat([nope, rope], -1)`` by the model, and ``slice(query, -1, 0, N)`` by a rewrite. After: ``nope``.
 
-Models join what the rotation left alone and what it turned; absorbed, each goes another way, and the join is dead. A
-compiler behind us does not look through it: it computes each column under a condition on which part it is of.
+Models join the rotated and the unrotated columns of the query. In the absorbed form each part is used separately, and
+the join is dead. A downstream compiler does not look through the join: it computes each column with a test for the part
+that the column belongs to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mla_compile.passes.ir.walk import remove_dead_code
 
 
 def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Replaces slices that rewrites added and that lie within one part of a join; returns how many."""
+    """Replace slices that rewrites added and that lie within one part of a join; return how many."""
     done = 0
     for node in list(graph.nodes):
         how = decode(node) if OURS in node.meta else None
@@ -41,7 +42,7 @@ def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _part(x: fx.Node, dim: int, taken: range) -> tuple[fx.Node, range]:
-    """The innermost part of joins that has all positions ``taken`` of axis ``dim`` of ``x``, and where it has them."""
+    """Find the innermost part of joins that holds positions ``taken`` of axis ``dim``, and their positions in it."""
     how = decode(x)
     if not isinstance(how, Join) or how.dim != dim:
         return x, taken

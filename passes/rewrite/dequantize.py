@@ -1,4 +1,4 @@
-"""Weights that are dequantized once and kept, instead of in every call.
+"""Dequantize weights once and keep them, instead of dequantizing them in every call.
 
 Before::
 
@@ -8,7 +8,7 @@ After::
 
     q~ = einsum(q, _to_copy(kept, float32))    with kept = w, an input in the precision of the model
 
-Whoever runs the program keeps these inputs up to date, like folded weights (:class:`mla_compile.core.program.Fold`).
+The runtime keeps these inputs up to date, as it does folded weights (:class:`mla_compile.core.program.Fold`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Sequence[Absorbed], mode: Dequantize) -> int:
-    """Makes inputs of the dequantized weights of absorbed sites, where that saves time; returns how many."""
+    """Turn dequantized weights of absorbed sites into inputs where that saves time; return how many."""
     done = 0
     if mode == "step":
         return done
@@ -52,24 +52,24 @@ def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Seque
 
 
 def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype) -> bool:
-    """Whether a step that reads the dequantized weight moves fewer bytes than one that dequantizes it.
+    """Whether a step that reads the dequantized weight moves fewer bytes than a step that dequantizes it.
 
-    For few rows a compiler reads the stored numbers as it goes (:mod:`mla_compile.passes.rewrite.project`), unless an
-    operator of a library stands in between. Else the weight is written in float32 and read again.
+    For few rows a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`), unless a
+    library's operator stands in between. Otherwise the weight is written in float32 and read again.
     """
-    # The stored numbers may be those of K and V, of which this is one.
+    # The stored numbers may hold K and V together, of which this weight is one part.
     share = val(weight).numel() / max(val(n).numel() for n in made_of(weight))
     read = share * sum(val(n).numel() * val(n).itemsize for n in stored)
     products = [n for n in reachable([weight], lambda n: n.users, 4) if packet(n) is aten.einsum and OURS in n.meta]
     few = all(rows_sharing_weight(n) <= FEW_ROWS for n in products)
-    # No CPU converts float8, and the code that does it by hand takes longer than the bytes that it saves.
+    # No CPU converts float8, and emulating the conversion takes longer than the saved bytes.
     slow = val(weight).device.type == "cpu" and any(is_float8(val(n).dtype) for n in stored)
     fused = few and not slow and not dequantized_by_library(weight)
     return val(weight).numel() * dtype.itemsize < read + (0 if fused else 8 * val(weight).numel())
 
 
 def _keep(program: Program, weight: fx.Node, dtype: torch.dtype) -> None:
-    """Has every reader of ``weight`` read an input that holds it in ``dtype``."""
+    """Redirect all readers of ``weight`` to a new input that holds its value in ``dtype``."""
     node, *_ = add_input(program, Expr.leaf(weight, program.fake_mode), dtype, "dequantized", stored=True)
     builder = Builder(weight, program.fake_mode)
     weight.replace_all_uses_with(builder.cast(node, val(weight).dtype))

@@ -1,6 +1,6 @@
-"""Products of a few rows with a weight, by an operator that reads the weight as fast as it comes from memory.
+"""Products of a few rows with a weight, by an operator that reads the weight at memory bandwidth.
 
-Before: ``linear(x, weight, bias)``, or ``mm`` and ``addmm`` with a transposed weight, of a step with one row a request
+Before: ``linear(x, weight, bias)``, or ``mm`` or ``addmm`` with a transposed weight, in a step with one row per request
 
 After: ``mla_compile::few_rows_linear(x, weight, bias, most)``
 """
@@ -33,12 +33,12 @@ def few_rows(
     least_bytes: int,
     most: int,
 ) -> int:
-    """Returns how many products were handed to the operator.
+    """Replace products by the operator; return how many were replaced.
 
-    ``weights``: the nodes computed from weights only; a weight that is made anew in each call is left to the compiler,
-    which may make it as it multiplies. ``pays``: whether the operator is faster for so many rows of a dtype, up to
-    ``most``. A number of rows that is open counts as few if few were seen: the operator takes as many as it pays for,
-    and leaves more of them to torch.
+    ``weights``: the nodes computed from weights only. A weight that each call computes is left to the compiler, which
+    may fuse that computation with the product. ``pays``: whether the operator is faster for a number of rows and a
+    dtype, up to ``most`` rows. A symbolic number of rows counts as few if its hint is small. For more rows than pay
+    off, the operator calls torch.
     """
     done = 0
     for node in list(graph.nodes):
@@ -51,7 +51,8 @@ def few_rows(
         rows = math.prod(shape(x)[:-1])
         if bytes_hint(weight) < least_bytes or math.prod(hint(size(n), n) for n in val(x).shape[:-1]) > most:
             continue
-        counts = (rows,) if isinstance(rows, int) else range(2, most + 1)  # code for one row is made apart
+        # One row is not tried for a symbolic number, because the code for one row is compiled separately.
+        counts = (rows,) if isinstance(rows, int) else range(2, most + 1)
         faster = partial(pays, val(weight).device, val(weight).dtype)
         few = max(itertools.takewhile(faster, counts), default=0)
         if few and all(val(n).dtype == val(node).dtype for n in product if n is not None):
@@ -66,7 +67,7 @@ def few_rows(
 
 
 def _product(node: fx.Node) -> Product | None:
-    """The product that a node is, where its weight is [O,K] or a transposed one."""
+    """Return the operands of a product whose weight is [O,K], or is a transposed [O,K]."""
     if packet(node) is aten.linear:
         return (*args_of(node)[:2], argument(node, 2, "bias"))
     bias, factors = None, args_of(node)
@@ -83,5 +84,5 @@ def _product(node: fx.Node) -> Product | None:
 
 
 def _transposed(weight: fx.Node) -> bool:
-    """Whether a weight's rows do not lie in one piece: then they would be copied in every call."""
+    """Whether the rows of a weight are not contiguous, so that every call would copy them."""
     return val(weight).stride(-1) != 1

@@ -1,4 +1,4 @@
-"""Multiplying weights ahead of time, where it was decided that this pays.
+"""Multiply weights ahead of time where the verdict asks for it.
 
 Before::
 
@@ -8,9 +8,9 @@ After::
 
     q~ = einsum(c', fold)  with fold = W_q W_kc        y = einsum(o~, fold)  with fold = W_v W_o
 
-The folds are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; whoever
-runs the program keeps them up to date (:class:`mla_compile.core.program.Fold`). No pattern is needed to find what can
-be folded: the linear map of q~ over c' *is* the folded weight.
+The folds are extra inputs of the program, computed in float32 or wider and rounded once to the model's dtype. The
+runtime keeps them up to date (:class:`mla_compile.core.program.Fold`). No pattern is needed to find the products to
+fold: the linear map of q~ over c' *is* the folded weight.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ aten = torch.ops.aten
 def fold(
     program: Program, maps: Maps, sites: Sequence[Absorbed], verdicts: Sequence[Verdict]
 ) -> dict[str, list[Folded]]:
-    """Folds what the verdicts ask for; returns what was folded, by the name of each site's original node."""
+    """Fold what the verdicts ask for; return the folded products by the name of each site's original node."""
     done: dict[str, list[Folded]] = {}
     folder = _Folder(program, maps)
     for site, verdict in zip(sites, verdicts, strict=True):
@@ -58,17 +58,17 @@ class _Folder:
     def __init__(self, program: Program, maps: Maps) -> None:
         self.program = program
         self.maps = maps
-        # Layers of one shape are measured once: their errors are alike, and a fold in float64 takes its time.
+        # Layers of one shape are measured once: their errors are alike, and a fold in float64 is slow.
         self.measured: dict[tuple[object, ...], float | None] = {}
 
     def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
-        """``node``, which is q W_kc, becomes one product with the rows that q is projected from."""
+        """Replace ``node``, which is q W_kc, by one product with the rows that q is projected from."""
         (piece, *others) = self.maps.map(node).pieces
         cut = None if others else narrowest_cut(piece, 1)
         return None if cut is None else self._replace(node, cut, "query", dtype)
 
     def output(self, site: Absorbed) -> Folded | None:
-        """The output projection of ``site`` becomes one product with the attended latent."""
+        """Replace the output projection of ``site`` by one product with the attended latent."""
         projection = output_projection(site.out)
         if projection is None or site.latent is None:
             return None
@@ -76,12 +76,12 @@ class _Folder:
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
         (piece, *others) = self.maps.with_sources([source], per_row=True).map(node).pieces
-        # Two weights at least, or there is nothing to multiply ahead of time.
+        # With fewer than two weights there is nothing to multiply ahead of time.
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
         if gathered(n for f in (piece.weight, piece.bias) if f is not None for n in f.expr.leaves()):
             return None
-        # The size of a symbolic atom can only be read where it has an axis to itself.
+        # The size of a symbolic atom can be read only from an axis of its own.
         if any(len(axis) > 1 and not all(isinstance(a.size, int) for a in axis) for axis in piece.source_axes):
             return None
         builder = Builder(node, self.program.fake_mode)
@@ -103,7 +103,7 @@ class _Folder:
         return Folded(side, error)
 
     def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
-        """A new program input that holds ``factor``, and the relative error of rounding it to ``dtype``."""
+        """Add a program input that holds ``factor``; return it and the relative error of rounding it to ``dtype``."""
         node, closed, names = add_input(self.program, factor.expr, dtype, "folded")
         key = (factor.expr.shape, dtype)
         if key not in self.measured:
@@ -124,9 +124,10 @@ class _Folder:
 def add_input(
     program: Program, expr: Expr, dtype: torch.dtype, name: str, *, stored: bool = False
 ) -> tuple[fx.Node, Expr, tuple[str, ...]]:
-    """A new input that holds ``expr`` in ``dtype``; with it the expression over the program's inputs, and their names.
+    """Add an input that holds ``expr`` in ``dtype``.
 
-    ``stored``: the value only writes out what the weights store (:attr:`mla_compile.core.program.Fold.stored`).
+    Return the input, the expression in terms of the program's inputs, and the names of these inputs.
+    ``stored``: the value only decodes what the weights store (:attr:`mla_compile.core.program.Fold.stored`).
     """
     closed, names = _closed(expr)
     exact = wide(dtype)
@@ -135,7 +136,7 @@ def add_input(
         return closed.evaluate_named(live, exact).to(dtype).contiguous()
 
     graph = program.gm.graph
-    # After all other inputs: callers pass those by position.
+    # The new input comes after all others, because callers pass those by position.
     last = list(graph.find_nodes(op="placeholder"))[-1]
     with graph.inserting_after(last):
         node = graph.placeholder(f"{name}_{len(program.folds)}")
@@ -145,7 +146,7 @@ def add_input(
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
-    """``expr`` in terms of the program's inputs alone, and their names: other nodes it reads may be removed."""
+    """Return ``expr`` in terms of the program's inputs, and their names; other nodes that it reads may be removed."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 

@@ -1,11 +1,11 @@
-"""The scores of an indexer as one operator: products of its heads with all keys no longer go through memory.
+"""Compute an indexer's scores by one operator, so that its heads' products with all keys do not go through memory.
 
 Before::
 
     products = relu(q . k * scale)                       # [B, S, J, T], written and read again
     scores = sum_j weights_j products_j                  # [B, S, T]
 
-After: ``scores = mla_compile.index_scores(q, k, weights, scale)``, in float32, cast to what the sum was in.
+After: ``scores = mla_compile.index_scores(q, k, weights, scale)``, in float32, cast to the dtype of the sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def index_scores(found: Indexer, fake_mode: FakeTensorMode | None) -> fx.Node:
-    """Adds what computes the value of ``found.out`` by the operator; nothing reads it yet."""
+    """Emit the operator that computes the value of ``found.out``; nothing reads its result yet."""
     builder = Builder(found.out.node, fake_mode)
     operands = sorted(((o.node, o.axes) for o in (found.query, found.keys, found.weights)), key=lambda pair: pair[0])
     sizes = Sizes(builder, operands)
@@ -40,7 +40,7 @@ def index_scores(found: Indexer, fake_mode: FakeTensorMode | None) -> fx.Node:
 
 
 def _weights(builder: Builder, sizes: Sizes, found: Indexer) -> fx.Node:
-    """[B,S,J], times what the relus are multiplied by."""
+    """Return the weights [B,S,J], multiplied by the factor of the relus."""
     atoms = (*found.batch, *found.queries, *found.heads)
     each = tuple((a,) for a in atoms)
     node = arrange(builder, sizes, found.weights.node, found.weights.axes, each)

@@ -1,4 +1,4 @@
-"""The lengths that masks were found to say, written into the graph: int32 [B], the ``seq_lens`` of the operator."""
+"""Write the lengths that masks express into the graph: int32 [B], the operator's ``seq_lens``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ aten = torch.ops.aten
 
 
 LARGEST = 2**62
-"""What a number read from a tensor is cut to, so that a sentinel such as the largest int64 does not wrap around."""
+"""The bound for numbers read from a tensor, so that a sentinel such as the largest int64 does not wrap around."""
 
 
 class Lengths:
-    """Writes each length once: the layers of a model mask alike, and read the node that the first of them wrote."""
+    """Writes each length once: the layers of a model have equal masks, so later layers read the first layer's node."""
 
     def __init__(self) -> None:
         self._written: dict[Any, fx.Node] = {}
 
     def write(self, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node | None:
-        """The smallest of the plan's lengths for each batch entry; None where all keys are within."""
+        """Return the smallest of the plan's lengths for each batch entry, or None if all keys are within."""
         if not plan.visible.lengths:
             return None
         key = tuple(_key(length, plan) for length in plan.visible.lengths)
@@ -39,14 +39,14 @@ class Lengths:
                 total = one if total is None else builder.call(aten.minimum.default, total, one)
             assert total is not None
             (keys,) = sizes.shape([plan.site.keys])
-            # Before the cast, which would wrap what is longer than any int32.
+            # Clamp before the cast, which would wrap a length beyond int32.
             total = builder.call(aten.clamp.default, total, 0, keys)
             self._written[key] = builder.cast(total, torch.int32)
         return self._written[key]
 
 
 def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
-    """One length, int64 [B]."""
+    """Return one length, int64 [B]."""
     known, offset = offset_of(length.const, dict(plan.visible.numbers))
     assert offset is not None, "a length is made of sizes that nodes hold"
     const = offset if known is None else builder.call(operator.add, known, offset)
@@ -65,7 +65,7 @@ def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -
 
 
 def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
-    """A number for each batch entry, [B], also where several have the same."""
+    """Return one number per batch entry, [B], even where several entries share it."""
     atoms = tuple((a,) for a in plan.batch)
     node = builder.on_device(operand.node, val(plan.latent.node).device)
     node = arrange(builder, sizes, node, operand.axes, atoms)
@@ -74,7 +74,7 @@ def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: Sizes) ->
 
 
 def _key(length: Affine, plan: AbsorbPlan) -> Any:
-    """Equal for equal lengths of sites whose atoms are their own."""
+    """Return a key that is equal for equal lengths, although each site has atoms of its own."""
     terms = [
         (operand.node, factor, tuple(tuple(plan.batch.index(a) for a in axis) for axis in operand.axes))
         for operand, factor in length.terms.items()

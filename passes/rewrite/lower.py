@@ -1,9 +1,9 @@
-"""Replaces the attention operator by plain ATen, for packages and exporters that must stand without this library.
+"""Replace the attention operator by plain ATen, for packages and exporters that must run without this library.
 
 Before: ``out, lse = mla_compile.decode_attention(q, c, k_rope, values, mask, seq_lens, scale, causal, window)``
 
-After: two products, a softmax in float32, one product, in the formulas of :mod:`mla_compile.kernels.reference`. With a
-list of keys, ``indices``, the rows of those keys are gathered first, for each query.
+After: two products, a softmax in float32 and one product, by the formulas of :mod:`mla_compile.kernels.reference`. If
+there is a list of keys (``indices``), the rows of those keys are gathered first for each query.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSORS = ("query", "latent", "rope", "values", "mask", "seq_lens")
 
 
 def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Expands every attention operator of ``graph``; returns how many."""
+    """Expand every attention operator of ``graph``; return how many there were."""
     nodes = [n for n in graph.nodes if packet(n) is torch.ops.mla_compile.decode_attention]
     for node in nodes:
         _expand(node, Builder(node, fake_mode))
@@ -44,7 +44,7 @@ def _alike(
     indices: fx.Node | None = None,
     fill: float = 0.0,
 ) -> fx.Node:
-    """``weigh_alike`` as :mod:`mla_compile.kernels.alike` defines it."""
+    """Emit ``weigh_alike`` as :mod:`mla_compile.kernels.alike` defines it."""
     values = builder.cast(rows, wide(val(rows).dtype))
     if mask is not None and indices is not None:
         mean = _greatest(builder, values, mask, indices, fill)
@@ -57,7 +57,7 @@ def _alike(
 
 
 def _greatest(builder: Builder, values: fx.Node, mask: fx.Node, indices: fx.Node, fill: float) -> fx.Node:
-    """[B,S,H|1,Lv]: the mean of the rows whose number is the greatest."""
+    """Return [B,S,H|1,Lv], the mean of the rows where the mask has its maximum."""
     call = builder.call
     B, S, k = (builder.size(indices, dim) for dim in range(3))
     heads = shape(mask)[1]
@@ -80,7 +80,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
     call = builder.call
     query, latent, rope, values, mask, lengths = (argument(node, i, n) for i, n in enumerate(_TENSORS))
     picked = None if node.kwargs.get("indices") is None else _Picked(builder, node)
-    each = "s" if picked else ""  # rows of a query's own
+    each = "s" if picked else ""  # with a list of keys, each query has rows of its own
     scale = node.kwargs["scale"]
     assert isinstance(scale, (int, float, fx.Node))
     dtype = wide(val(latent).dtype)
@@ -111,7 +111,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
             scores = hidden(builder, scores, future(builder, last, columns))
         if window:
             scores = hidden(builder, scores, call(aten.le.Tensor, columns, call(aten.sub.Tensor, rows, window)))
-    # With more queries than keys, the first ones see none.
+    # With more queries than keys, the first queries see no key.
     more = bool(causal) and not at_least(shape(latent)[1], shape(query)[1])
     some_empty = more or not all(x is None for x in (mask, lengths, picked))
     probs = probabilities(builder, scores, some_empty=some_empty)
@@ -132,14 +132,14 @@ def _expand(node: fx.Node, builder: Builder) -> None:
 
 
 class _Picked:
-    """What each query reads of the keys that its list names."""
+    """The rows, mask entries and positions of the keys that a query's list names."""
 
     def __init__(self, builder: Builder, node: fx.Node) -> None:
         self.builder = builder
         self.S = builder.size(args_of(node)[0], 1)
         T = builder.size(args_of(node)[1], 1)
         whole = builder.cast(argument(node, len(node.args), "indices"), torch.int64)
-        # An entry that names no key reads one, which is hidden.
+        # An entry that names no key is clamped to a valid key, which is hidden later.
         last = builder.call(operator.sub, T, 1) if isinstance(T, fx.Node) else T - 1
         self.at = builder.call(aten.clamp.default, whole, 0, last)
         self.keys = builder.call(aten.unsqueeze.default, self.at, 1)  # [B,1,S,k]
@@ -148,7 +148,7 @@ class _Picked:
         self._taken: dict[fx.Node, fx.Node] = {}
 
     def rows(self, of: fx.Node) -> fx.Node:
-        """[B,S,k,width] of rows [B,T,width]."""
+        """Gather [B,S,k,width] from rows [B,T,width]."""
         if of not in self._taken:
             call = self.builder.call
             batch = call(aten.arange.default, self.builder.size(of, 0), device=val(of).device)
@@ -158,7 +158,7 @@ class _Picked:
         return self._taken[of]
 
     def mask(self, mask: fx.Node) -> fx.Node:
-        """The mask [B|1,H|1,S|1,T|1] at those keys."""
+        """Gather the mask [B|1,H|1,S|1,T|1] at the listed keys."""
         if same(shape(mask)[3], 1):
             return mask
         call, heads = self.builder.call, self.builder.size(mask, 1)

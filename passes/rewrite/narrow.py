@@ -1,9 +1,9 @@
-"""Where only K or only V of an up-projection that makes both is still read, that one is made alone.
+"""Compute K alone, or V alone, where nothing reads the other half of their common up-projection any more.
 
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
-The rows of the weight are those that the linear map of ``k`` names, so every number is the same dot product as before.
-Which nodes qualify was decided before (:mod:`mla_compile.passes.decide.readers`).
+The linear map of ``k`` names the rows of the weight, so every number is the same dot product as before.
+:mod:`mla_compile.passes.decide.readers` has decided which nodes qualify.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ aten = torch.ops.aten
 
 
 def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
-    """Makes each node of ``(node, source)`` from the rows of its source alone; returns how many."""
+    """Compute each node of ``(node, source)`` from the rows of its source alone; return how many were replaced."""
     done = 0
-    # What is read last first: a few tokens of what another site makes alone are read from rows, as they were judged.
+    # In reverse graph order, so that a few tokens of another listed node are read from its rows, as the verdict
+    # assumed.
     for node, source in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
-        # Nothing reads it any more since other sites were rewritten.
+        # Since other sites were rewritten, nothing reads this node.
         if not node.users:
             continue
         if (dim := length_of(node, source)) is not None:
@@ -60,12 +61,12 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     new = builder.call(aten.linear.default, x, weight.emit(builder, memo), bias)
     new = arrange(builder, sizes, new, (*((a,) for a in tokens), tuple(features)), [(a,) for a in order])
     new = arrange(builder, sizes, new, tuple((a,) for a in order), piece.axes)
-    # In the memory order of the old node, so that views of it stay views.
+    # Keep the memory order of the old node, so that views of it stay views.
     return new if _same_order(new, node) else same_layout(builder, new, node)
 
 
 def _memory_order(node: fx.Node, piece: Piece) -> list[Atom]:
-    """The atoms of ``node`` as they lie in memory, outermost first."""
+    """Return the atoms of ``node`` in memory order, outermost first."""
     strides = [hint(size(s), s) for s in val(node).stride()]
     axes = sorted(range(len(strides)), key=lambda d: -strides[d])
     return [a for d in axes for a in piece.axes[d]]
@@ -80,12 +81,12 @@ def _same_order(new: fx.Node, old: fx.Node) -> bool:
 
 
 def _matrix(factor: Factor, rows: Sequence[Atom], columns: Sequence[Atom]) -> Expr:
-    """A weight as [rows, columns]."""
+    """Lay out a weight as [rows, columns]."""
     ordered = factor.expr.permute([factor.atoms.index(a) for a in (*rows, *columns)])
     return ordered.view([-1, fixed_size(columns)])
 
 
 def _vector(factor: Factor, features: Sequence[Atom]) -> Expr:
-    """A bias as one row over all ``features``, also those it does not depend on."""
+    """Lay out a bias as one row over all ``features``, including those that it does not depend on."""
     sizes = [fixed_size([a]) for a in features]
     return aligned(factor, features).call(aten.expand.default, sizes).view([-1])

@@ -1,10 +1,11 @@
-"""Attention that reads float8 rows as they are, instead of a copy in the model's dtype.
+"""Attention that reads float8 rows in place, without a copy in the model's dtype.
 
-Before: ``decode_attention(q, _to_copy(values.to(float32) * scales, bfloat16), rope, ...)``, which writes all rows anew
+Before: ``decode_attention(q, _to_copy(values.to(float32) * scales, bfloat16), rope, ...)``, which writes a copy of all
+rows
 
-After: ``decode_attention(q, values, rope, ..., kv_scale=scales)``: the kernel multiplies as it goes
+After: ``decode_attention(q, values, rope, ..., kv_scale=scales)``, whose kernel multiplies by the scales
 
-A row has one scale, or one for each group of columns, as FlashMLA keeps its rows (512 values, 4 scales).
+Each row has one scale, or one per group of columns, as in FlashMLA's row format (512 values, 4 scales).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callable[[torch.device], bool]) -> int:
-    """Hands float8 rows and their scales to the attentions that can take them; returns to how many.
+    """Hand float8 rows and their scales to the attentions that can read them; return the number of such attentions.
 
-    ``reads``: whether a kernel of the device reads float8. Elsewhere a copy in the model's dtype is the faster way.
+    ``reads``: whether a kernel of the device reads float8. On other devices a copy in the model's dtype is faster.
     """
     done = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
@@ -57,9 +58,9 @@ def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callab
 
 
 def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The float8 values [B,T,L] whose product with scales ``latent`` is, and those: [B,T,1], [B,T,G] or [B,T,G,1].
+    """Return (values, scales) where ``latent`` is float8 values [B,T,L] times scales [B,T,1], [B,T,G] or [B,T,G,1].
 
-    Values are cast exactly. That the product is cast or rounded, reading the rows in place does without.
+    Values are cast exactly. A cast or a rounding of the product is skipped when the rows are read in place.
     """
     product = _moved(latent)
     if packet(product) is not aten.mul or not all(is_tensor(n) for n in args_of(product)):
@@ -75,16 +76,16 @@ def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """What ``node`` is a copy of, in other axes or another dtype."""
+    """Strip conversions of the dtype and changes of the layout."""
     while isinstance(how := decode(node), (Copy, Regroup)):
         node = how.x
     return node
 
 
 def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | None:
-    """The scales that are spread over the columns of a product: one for a row, or for each 2^n columns side by side.
+    """Return the scales that are broadcast over the columns of a product: one per row, or one per 2^n adjacent columns.
 
-    The product is [B,T,L], as ``latent``, or [B,T,G,L/G].
+    The product has the shape of ``latent``, [B,T,L], or [B,T,G,L/G].
     """
     (B, T, L), whole = shape(latent), shape(product)
     if len(whole) == 3 and same_sizes(shape(scales), whole):
@@ -103,6 +104,6 @@ def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | 
 
 
 def _fits(L: Size, groups: Size) -> bool:
-    """Whether the operator takes scales of so many groups of columns."""
+    """Whether the operator accepts this number of column groups."""
     width = quotient(L, groups)
     return isinstance(width, int) and width.bit_count() == 1

@@ -1,8 +1,8 @@
 """Plain attention as nodes: ``softmax(modify(scale * q k) + masks) v``.
 
-Callers add the two products themselves, with the axes they have; what lies between the two comes from here. It is the
-formula of :mod:`mla_compile.kernels.reference`: scores are given in float32 or wider, and a row without a visible key
-is zero, as in PyTorch's fused attention.
+Callers emit the two products with the axes that they have; this module emits what lies between. The formula is that of
+:mod:`mla_compile.kernels.reference`: scores are float32 or wider, and a row without a visible key is zero, as in
+PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def masked_scores(
     masks: Iterable[fx.Node] = (),
     modify: Callable[[fx.Node], fx.Node] | None = None,
 ) -> fx.Node:
-    """``modify(scale * scores)``, then the masks: a floating one is added, a boolean one hides where it is False."""
+    """Return ``modify(scale * scores)`` plus the float masks, hidden where a boolean mask is False."""
     scores = builder.call(aten.mul.Tensor, scores, scale)
     if modify is not None:
         scores = modify(scores)
-    for mask in masks:  # may be a generator that adds nodes: each mask is prepared where it is used
+    for mask in masks:  # a generator may add nodes: it prepares each mask where the mask is used
         if val(mask).dtype == torch.bool:
             scores = hidden(builder, scores, builder.call(aten.logical_not.default, mask))
         else:
@@ -39,17 +39,17 @@ def masked_scores(
 
 
 def hidden(builder: Builder, scores: fx.Node, where: fx.Node) -> fx.Node:
-    """``scores``, minus infinity ``where`` that is True."""
+    """Set ``scores`` to minus infinity where ``where`` is True."""
     return builder.call(aten.masked_fill.Scalar, scores, where, float("-inf"))
 
 
 def positions(
     builder: Builder, queries: tuple[fx.Node, int], keys: tuple[fx.Node, int], lengths: fx.Node | None = None
 ) -> tuple[fx.Node, fx.Node]:
-    """The queries' own positions [S,1], the last query being the token of the last key, and those of the keys [T].
+    """Return the positions of the queries [S,1] and of the keys [T]; the last query is the token of the last key.
 
-    Queries and keys are given as a tensor and the dimension of it that they lie along. With ``lengths`` [B] the last
-    query is the last token of its batch entry, and its positions are [B,1,S,1].
+    Queries and keys are each given as a tensor and the dimension that they lie along. With ``lengths`` [B] the last
+    query is the last token of its batch entry, and the positions of the queries are [B,1,S,1].
     """
     call = builder.call
     s, t = builder.size(*queries), builder.size(*keys)
@@ -69,12 +69,12 @@ def positions(
 
 
 def future(builder: Builder, rows: fx.Node, columns: fx.Node) -> fx.Node:
-    """True where a key comes after the query, of :func:`positions`."""
+    """True where a key comes after the query, given the positions from :func:`positions`."""
     return builder.call(aten.gt.Tensor, columns, rows)
 
 
 def probabilities(builder: Builder, scores: fx.Node, *, some_empty: bool) -> fx.Node:
-    """The softmax over the keys, the last axis; ``some_empty``: a row may have no visible key, and is zero, not NaN."""
+    """The softmax over the last axis, the keys; with ``some_empty``, a row without a visible key is zero, not NaN."""
     probs = builder.call(aten.softmax.int, scores, -1)
     if not some_empty:
         return probs

@@ -1,10 +1,11 @@
-"""Rewrites each product of an attention by itself; everything between the two stays as it was written.
+"""Rewrite each product of an attention separately; the operators between the products stay as they are.
 
 Before: ``scores = q K^T; out = P V`` with K = W_k c, V = W_v c. After: ``scores = (q W_k) c^T; out = (P c) W_v``.
 
-This is for attentions whose core is not a plain softmax, and for those of which only a part can be absorbed: one side,
-or some columns of the keys while the others keep a product of their own. A fused attention is written out first. An
-attention absorbed in part is computed in float32, because the form it replaces rounds less often.
+This rewrite is for attentions whose core is not a plain softmax, and for attentions of which only a part can be
+absorbed: one side, or some columns of the keys while the others keep a product of their own. A fused attention is first
+written out. An attention that is absorbed in part is computed in float32, because the form that it replaces rounds less
+often.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Products(Sides):
         site = self.site
         if self.plan.keys:
             assert site.probs is not None
-            # In the order of the graph, so that a weight emitted for one product stands before the next that uses it.
+            # In graph order, so that a weight emitted for one product precedes the next product that uses it.
             order = {node: k for k, node in enumerate(site.probs.node.graph.nodes)}
-            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # a set: one may be added twice
+            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # a product may be added twice
                 self._replace_scores(product)
         if not self.plan.vals:
             return site.node
@@ -60,7 +61,7 @@ class Products(Sides):
         p_axes = [*outer, *site.keys]
         p = arrange(builder, self.sizes, site.probs.node, site.probs.axes, [(a,) for a in p_axes])
         p = builder.cast(p, self.dtype)
-        if self._value_bias():  # with a sink, or rescaled, the probabilities of a row do not sum to 1
+        if self._value_bias():  # with a sink, or after rescaling, the probabilities of a row do not sum to 1
             over = list(range(len(outer), len(p_axes)))
             self.mass = builder.call(aten.sum.dim_IntList, p, over) if over else p
         attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]] = {}
@@ -72,13 +73,13 @@ class Products(Sides):
         return self._values(attended)
 
     def _replace_scores(self, product: Product) -> None:
-        """``q . K`` becomes the sum over its terms of ``(q W) . rows``, in the same place, shape and dtype."""
+        """Replace ``q . K`` by the sum of ``(q W) . rows`` over its terms, with the same position, shape and dtype."""
         assert product.node is not None
         outer = self.builder
         self.builder = Builder(product.node, outer.fake_mode)
         self.sizes.builder = self.builder
         atoms = list(flatten(product.out))
-        # New nodes go before the product itself: what reads the scores stands before the attention's output.
+        # New nodes go before the product, because the readers of the scores precede the attention's output.
         index = self.site.products.index(product)
         shared = self.outer
         self.outer = (*shared, *selected(self.site, product))
@@ -95,17 +96,17 @@ class Products(Sides):
         self.sizes.builder = outer
 
     def _scores_of(self, product: Product, term: Term, atoms: Sequence[Atom]) -> Iterator[fx.Node]:
-        """What a term of the keys adds to the scores: that of its rows, and that of its bias."""
+        """Yield what a term of the keys adds to the scores: a part from its rows and a part from its bias."""
         if term.piece.source is not None:
             yield self.term_scores(product, term, atoms, self._score_dtype(product, term.piece.source))
         if term.piece.bias is not None:
             yield self._bias_scores(product, term, atoms)
 
     def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
-        """The dtype that scores are computed in: that of the rows where possible, so that no long tensor is converted.
+        """The dtype that scores are computed in: the rows' dtype where possible, so that no long tensor is converted.
 
-        Scores that were computed in float32 stay so. float16 rows are the exception: q W may overflow it where
-        q . (W c) does not.
+        Scores that were computed in float32 stay in float32. So do scores of float16 rows, because q W may overflow
+        float16 where q . (W c) does not.
         """
         assert product.node is not None
         rows = torch.promote_types(val(source).dtype, val(product.node).dtype)

@@ -1,7 +1,7 @@
-"""Applying a weight to an activation, as precisely as the form that the absorbed one replaces.
+"""Multiply an activation by a weight as precisely as the form that the absorbed form replaces.
 
-In half-precision models, what lies between W_kc and the scores, and between the values' rows and W_v, is kept in
-float32: one more rounding on either side would make the absorbed form up to 1.4 times less accurate than the original,
+In half-precision models, the tensors between W_kc and the scores, and between the values' rows and W_v, are kept in
+float32. One more rounding on either side would make the absorbed form up to 1.4 times less accurate than the original,
 and float16 overflows in q W where q . (W c) does not.
 """
 
@@ -23,25 +23,27 @@ from mla_compile.passes.quantized.stored import dequantized_by_library, stored_l
 aten = torch.ops.aten
 
 FEW_ROWS = 4
-"""The most rows for which a product with a weight of two bytes a value is computed as a multiply and a sum.
+"""The most rows for which a product with a weight of two bytes per value is computed as a multiply and a sum.
 
-Converting such a weight first moves ten bytes a value in every call: two are read, four written, and those four read
-again by the product. A fused multiply and sum reads two bytes a value for each row, which is less for up to four rows.
+A product that first converts such a weight moves ten bytes per value in every call: two are read, four are written, and
+these four are read again. A fused multiply and sum reads two bytes per value and row, which is less for up to four
+rows.
 """
 
 
 def project(
     builder: Builder, x: fx.Node, x_atoms: Sequence[Atom], weight: fx.Node, w_atoms: Sequence[Atom], out: Sequence[Atom]
 ) -> fx.Node:
-    """``x`` times ``weight`` in the dtype of ``x``, summed over what is not in ``out``; one dimension for each atom."""
+    """Multiply ``x`` by ``weight`` in the dtype of ``x``, summing over atoms not in ``out``; one dimension per atom."""
     return einsum(builder, x, x_atoms, builder.cast(weight, val(x).dtype), w_atoms, out)
 
 
 def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: Collection[fx.Node]) -> int:
-    """Products of few rows with a converted weight become a multiply and a sum; returns how many.
+    """Turn products of few rows with a converted weight into a multiply and a sum; return how many.
 
-    Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call.
-    After: ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses, reading the weight once as it is.
+    Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call. After:
+    ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses, so that the weight is read once,
+    unconverted.
     """
     done = 0
     for node in list(graph.nodes):
@@ -57,14 +59,14 @@ def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None, weights
 
 
 def _is_converted(weight: fx.Node) -> bool:
-    """Whether ``weight`` is computed in each call, from fewer bytes, by operators that a compiler fuses."""
+    """Whether each call computes ``weight`` from fewer bytes, by operators that a compiler fuses."""
     if packet(weight) is aten._to_copy and val(args_of(weight)[0]).dtype.itemsize == 2:
         return True
     return bool(stored_leaves(weight)) and not dequantized_by_library(weight)
 
 
 def rows_sharing_weight(node: fx.Node) -> int:
-    """How many rows share the weight of an einsum that a rewrite added, at the sizes seen when the graph was traced."""
+    """Return how many rows share the weight of an einsum that a rewrite added, at the sizes seen in the trace."""
     equation, (x, _) = args_of(node)
     lx, lw = equation.split("->")[0].split(",")
     return math.prod(hint(size(d), d) for letter, d in zip(lx, val(x).shape, strict=True) if letter not in lw)

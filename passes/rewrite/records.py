@@ -1,4 +1,4 @@
-"""What a rewrite did, as data."""
+"""Records of what a rewrite did."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mla_compile.passes.decide.records import AbsorbPlan
 class Absorbed:
     """A rewritten site: the node that is now its output, the queries after W_kc, and the attended latent before W_v.
 
-    ``latent`` is None where the values stay expanded. ``views`` are rows of virtual sources, added to the graph.
-    ``weights`` are the nodes of W_kc and W_v. ``given`` are the rows to check it with, where the plan's are parts of
-    the same ones, and ``columns`` which of them are the values.
+    ``latent`` is None where the values stay expanded. ``views`` are the nodes that the rewrite added for rows of
+    virtual sources. ``weights`` are the nodes of W_kc and W_v. ``given`` holds the rows that the check draws if they
+    differ from the plan's rows, and ``columns`` are the columns of these rows that the values read.
     """
 
     plan: AbsorbPlan
@@ -30,7 +30,7 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class Folded:
-    """One folded product: which side, and its relative rounding error where the weights' values are known."""
+    """A folded product: its side, and its relative rounding error where the values of the weights are known."""
 
     side: str
     error: float | None

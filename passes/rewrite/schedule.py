@@ -1,8 +1,8 @@
-"""One schedule for attentions on a GPU that prepare the same: the tiles of a mask are listed once per graph.
+"""Share one schedule between attentions on a GPU, so that each graph lists the tiles of a mask once.
 
 Before, for every layer i::
 
-    mask_i = unsqueeze(mask, 1)                                                 # the same for all of them
+    mask_i = unsqueeze(mask, 1)                                                 # the same in all layers
     out_i, lse_i = mla_compile.decode_attention(q_i, c_i, r_i, None, mask_i)    # lists the tiles of mask_i, every time
 
 After::
@@ -10,7 +10,7 @@ After::
     schedule = mla_compile.decode_schedule(q_0, c_0, r_0, None, mask_0)
     out_i, lse_i = mla_compile.decode_attention(q_i, c_i, r_i, None, mask_0, schedule=schedule)
 
-Lengths alone ask for no preparation over the contiguous caches that rewrites read.
+Rewrites read contiguous caches. Over these, lengths alone need no preparation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from mla_compile.passes.ir.graph import Builder, is_tensor, packet, shape, val
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 
 _ARGUMENTS = [argument.name for argument in ops.decode_attention._schema.arguments]
-_READ = ("mask", "seq_lens")  # of these a schedule depends on the values, of other tensors on shapes, dtypes, devices
-_APART = ("scale", "sinks")  # and of these on nothing
+# A schedule depends on the values of these arguments, and only on the shapes, dtypes and devices of other tensors.
+_READ = ("mask", "seq_lens")
+_APART = ("scale", "sinks")  # a schedule does not depend on these
 
 
 def share_schedules(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Gives attentions that prepare the same a schedule; returns how many schedules that are."""
+    """Give a common schedule to attentions that need the same preparation; return the number of schedules."""
     nodes = [n for n in graph.nodes if packet(n) is torch.ops.mla_compile.decode_attention and _prepares(n)]
     if len(nodes) < 2:
         return 0
@@ -48,7 +49,7 @@ def share_schedules(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _arguments(node: fx.Node) -> dict[str, object]:
-    """The arguments that are given, by name."""
+    """Return the arguments that were given, by name."""
     given = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -60,7 +61,7 @@ def _prepares(node: fx.Node) -> bool:
 
 
 def _depends_on(node: fx.Node, first: dict[fx.Node, fx.Node]) -> Hashable:
-    """Equal for attentions that prepare the same."""
+    """Return a key that is equal for attentions that need the same preparation."""
 
     def told(name: str, value: object) -> object:
         if not is_tensor(value):
@@ -73,7 +74,7 @@ def _depends_on(node: fx.Node, first: dict[fx.Node, fx.Node]) -> Hashable:
 
 def _share(group: list[fx.Node], first: dict[fx.Node, fx.Node], fake_mode: FakeTensorMode | None) -> None:
     for node in group:
-        # One tensor, not equal ones: the compiler behind us may lay those out in different ways.
+        # All readers get the same tensor, because the compiler may lay out equal tensors in different ways.
         for name, value in _arguments(node).items():
             if name in _READ and isinstance(value, fx.Node):
                 node.replace_input_with(value, first[value])

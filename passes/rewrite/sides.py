@@ -1,8 +1,8 @@
-"""The two sides of an absorbed attention: queries brought into the space of the rows, values brought out of it.
+"""The two sides of an absorbed attention: queries go into the space of the rows, and values come out of it.
 
-Two rewrites share this: :mod:`mla_compile.passes.rewrite.absorb`, which makes the whole attention one operator, and
-:mod:`mla_compile.passes.rewrite.products`, which replaces each product by itself. Both rest on q . (W c) = (W^T q) . c
-for the keys and P (W c) = W (P c) for the values.
+Two rewrites share this module: :mod:`mla_compile.passes.rewrite.absorb` makes the whole attention one operator, and
+:mod:`mla_compile.passes.rewrite.products` replaces each product separately. Both rest on q . (W c) = (W^T q) . c for
+the keys and P (W c) = W (P c) for the values.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ aten = torch.ops.aten
 
 
 class Sides:
-    """The state of one rewrite: where new nodes go, and which weight expressions are in the graph already."""
+    """The state of one rewrite: where new nodes go, and which weight expressions the graph already has."""
 
     def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, *, merges: bool = False) -> None:
         self.plan = plan
-        # Weights that are to be multiplied ahead of time: each is one tensor then, adapters and all.
+        # A weight that will be folded is emitted as one tensor, adapters included.
         self.merges = merges
         self.site = plan.site
         self.builder = Builder(plan.site.node, fake_mode)
@@ -42,18 +42,18 @@ class Sides:
         self.views: dict[fx.Node, fx.Node] = {}
         self.joined: dict[Rows, fx.Node] = {}
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
-        # In the order of the graph: what a product reads sizes from has to stand before it.
+        # In graph order: a node must be defined before a product reads sizes from it.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
-        # Keys that are one axis of K may be several of the rows, such as the two of an image.
+        # The keys may be one axis of K and several axes of the rows, such as the two axes of an image.
         known += sorted(((r.node, r.axes) for r in plan.rows if not is_virtual(r.node)), key=lambda pair: pair[0])
         self.sizes = Sizes(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
-        # What folding asks for later: the products q W_kc, and the attended latent before W_v.
+        # Folding reads these later: the products q W_kc, and the attended latent before W_v.
         self.queries: list[fx.Node] = []
         self.latent: fx.Node | None = None
         self.weights: dict[fx.Node, None] = {}
-        # What the probabilities of a row sum to, [batch, queries, heads], where that may not be 1: a bias on the values
-        # comes back that many times.
+        # The sums of the probabilities [batch, queries, heads] where they may not be 1. A bias on the values is
+        # multiplied by them.
         self.mass: fx.Node | None = None
         self.outer: Axis = (*plan.batch, *self.site.queries, *plan.heads)
 
@@ -61,7 +61,7 @@ class Sides:
         return any(term.piece.bias is not None for term in self.plan.vals)
 
     def _query(self, rows: Rows) -> fx.Node:
-        """The queries in the space of ``rows``: [B, S, H, width]."""
+        """Return the queries in the space of ``rows``: [B, S, H, width]."""
         if rows.parts:
             return self.builder.call(aten.cat.default, [self._query(r) for r in rows.parts], -1)
         parts = [
@@ -78,14 +78,14 @@ class Sides:
         return reduce(lambda a, b: self.builder.call(aten.add.Tensor, a, b), parts)
 
     def _absorbed(self, product: Product, term: Term, rows: Rows) -> fx.Node:
-        """``q W`` for one term, one axis per atom: batch, queries, heads, width of the rows."""
+        """Return ``q W`` for one term, with one axis per atom: batch, queries, heads, width of the rows."""
         q, own = self._query_columns(product, term)
         piece = term.piece
-        if piece.weight is None:  # a rotary key that all heads share: its columns are those of the rows
+        if piece.weight is None:  # a rotary key that all heads share has the same columns as the rows
             axes = tuple((a,) for a in (*own, *term.features))
             q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*self.outer, *rows.width)])
         else:
-            # The weight calls a head by the atom of the piece, the query by that of the site.
+            # A head is a different atom in the weight than in the query.
             inner = [term.at.get(a, a) for a in own]
             order = [*(term.at.get(a, a) for a in self.outer), *rows.width]
             known = {*inner, *piece.weight.atoms, *rows.width}
@@ -98,7 +98,7 @@ class Sides:
         return q
 
     def _projected(self, x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom]) -> fx.Node:
-        """``x`` times a weight, term by term where that takes fewer operations than adding the terms up first."""
+        """Multiply ``x`` by a weight, term by term if that takes fewer operations than adding up the terms first."""
         if self.merges or not pays(x, atoms, weight, out):
             return project(self.builder, x, atoms, self._weight(weight), weight.atoms, out)
         return self._total([self._one_by_one(x, atoms, term, out) for term in weight.terms])
@@ -115,7 +115,7 @@ class Sides:
         return node
 
     def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
-        """``q . b``, the same for every key: what a bias on the keys adds to the scores."""
+        """Return ``q . b``, the part of the scores that a bias on the keys adds; it is the same for every key."""
         assert term.piece.bias is not None
         q, own = self._query_columns(product, term)
         bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
@@ -126,9 +126,9 @@ class Sides:
         return aligned(self.builder, q, out, atoms)
 
     def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
-        """The columns of q that meet this term's columns of K, one axis per atom, and its atoms besides the features.
+        """Return the columns of q that meet this term's columns of K, one axis per atom, and the atoms before them.
 
-        In float32 at least: see :mod:`mla_compile.passes.rewrite.project`.
+        The dtype is float32 or wider, for the reason given in :mod:`mla_compile.passes.rewrite.project`.
         """
         q, axes = product.q.node, product.q.axes
         where = next((k for k, a in enumerate(axes) if a and set(a) == set(product.features)), None)
@@ -141,14 +141,14 @@ class Sides:
         return self.builder.cast(q, wide(val(q).dtype)), own
 
     def _rows(self, rows: Rows) -> fx.Node:
-        """The rows as [B, T, width]."""
+        """Return the rows as [B, T, width]."""
         if rows not in self.joined:
             if rows.parts:
                 node = self.builder.call(aten.cat.default, [self._rows(r) for r in rows.parts], -1)
             else:
                 target = (self.plan.batch, self.site.keys, rows.width)
                 node, axes = self._in_graph(rows), rows.axes
-                if not set(self.plan.batch) <= {*flatten(axes)}:  # all groups share them
+                if not set(self.plan.batch) <= {*flatten(axes)}:  # all batch entries share these rows
                     atoms = (*self.plan.batch, *self.site.keys, *rows.width)
                     node = arrange(self.builder, self.sizes, node, axes, [(a,) for a in atoms])
                     node, axes = spread(self.builder, self.sizes, node, atoms), tuple((a,) for a in atoms)
@@ -157,16 +157,16 @@ class Sides:
         return self.joined[rows]
 
     def _in_graph(self, rows: Rows) -> fx.Node:
-        """The rows as a node of the graph, which those of a virtual source become here."""
+        """Return the node of the rows, materialising a virtual source."""
         return materialize(rows.node, self.builder, self.views)
 
     def row_atoms(self, rows: Rows) -> tuple[fx.Node, tuple[Atom, ...]]:
-        """The rows with one axis per atom, and the atoms: batch, heads with rows of their own, keys, width."""
+        """Return the rows with one axis per atom, and the atoms: batch, heads with rows of their own, keys, width."""
         atoms = (*self.plan.batch, *rows.heads, *self.site.keys, *rows.width)
         return arrange(self.builder, self.sizes, self._in_graph(rows), rows.axes, [(a,) for a in atoms]), atoms
 
     def term_scores(self, product: Product, term: Term, atoms: Sequence[Atom], dtype: torch.dtype) -> fx.Node:
-        """``(q W) . rows`` of one term of the keys, in ``dtype``, one axis for each of ``atoms``."""
+        """Return ``(q W) . rows`` of one term of the keys in ``dtype``, with the axes ``atoms``."""
         assert term.piece.source is not None
         rows = self.plan.rows_of(term.piece.source)
         q = self.builder.cast(self._absorbed(product, term, rows), dtype)
@@ -174,7 +174,7 @@ class Sides:
         return einsum(self.builder, q, (*self.outer, *rows.width), self.builder.cast(r, dtype), r_atoms, atoms)
 
     def _values(self, attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]]) -> fx.Node:
-        """W_v applied to the attended rows of each source, in the layout of the site's output."""
+        """Apply W_v to the attended rows of each source; the result has the layout of the site's output."""
         found: dict[fx.Node, fx.Node] = {}
         for source, (node, axes) in attended.items():
             target = [(a,) for a in (*self.outer, *self.plan.rows_of(source).width)]
@@ -190,7 +190,7 @@ class Sides:
         return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
 
     def _out_layout(self) -> list[Atom | None]:
-        """The output's atoms in order, None for its feature axis; last where the output has a single feature."""
+        """Return the output's atoms in order, with None for the feature axis; a single feature comes last."""
         layout: list[Atom | None] = []
         for axis in self.site.out.axes:
             layout += [a for a in axis if a in self.outer]
@@ -199,7 +199,7 @@ class Sides:
         return layout if None in layout else [*layout, None]
 
     def _value_part(self, attended: dict[fx.Node, fx.Node], term: Term) -> fx.Node:
-        """One segment of the output's features, axes as in ``_out_layout``."""
+        """Return one segment of the output's features, with the axes of ``_out_layout``."""
         piece, layout = term.piece, self._out_layout()
         inner = [term.at.get(a, a) for a in self.outer]
         order = [x for a in layout for x in (term.features if a is None else (term.at.get(a, a),))]
@@ -220,12 +220,12 @@ class Sides:
         if piece.bias is not None:
             bias = piece.bias.expr.cast(wide(self.dtype)).emit(self.builder, self.memo)
             bias = aligned(self.builder, bias, piece.bias.atoms, order)
-            # sum_i p_i (W c_i + b) = W (sum_i p_i c_i) + b sum_i p_i, and that sum need not be 1.
+            # sum_i p_i (W c_i + b) = W (sum_i p_i c_i) + b sum_i p_i, where sum_i p_i may differ from 1.
             if self.mass is not None:
                 mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
                 bias = self.builder.call(aten.mul.Tensor, bias, mass)
             out = self.builder.call(aten.add.Tensor, out, bias)
-        if len(term.features) != 1:  # to be joined with other segments, the features have to be one axis
+        if len(term.features) != 1:  # segments are joined along one feature axis
             features = [term.stop - term.start if a is None else self.sizes.of(a) for a in layout]
             out = self.builder.call(aten.reshape.default, out, features)
         return out

@@ -1,13 +1,13 @@
-"""An attention whose heads are made of different things becomes one attention for each group of heads.
+"""Split an attention whose heads come from different sources into one attention per group of heads.
 
 Before: ``K = cat([K_a, K_b], heads); out = attention(q, K, V, mask)``
 
 After: ``out = cat([attention(q[:a], K_a, V_a, mask), attention(q[a:], K_b, V_b, mask)], heads)``
 
-The softmax runs over the keys of each head by itself, so the attention of some heads needs nothing of the others. The
-groups are then found and judged like any attention: heads that are expanded from a latent are absorbed, others stay.
-Nothing is split whose heads meet before the output: a mix of heads, a softmax or a norm over them, probabilities that
-someone else reads.
+The softmax runs over the keys of each head separately, so the attention of some heads does not need the others. Each
+group is then found and judged like any attention: heads that are expanded from a latent are absorbed, others stay. An
+attention is not split if its heads meet before the output: in a mix of heads, in a softmax or norm over heads, or in
+probabilities that something else reads.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ aten = torch.ops.aten
 MOST = 8
 """The most groups of heads that one attention is split into.
 
-Every group is an attention with launches of its own in each step. More groups than these mean that nearly every head
-has rows of its own, and then there is nothing to share."""
+Each group is an attention with kernel launches of its own in each step. If there are more groups than this, nearly
+every head has rows of its own, and there is nothing to share.
+"""
 
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Where the heads of ``site``, axis ``dim`` of its output, change what they are made of."""
+    """The bounds between groups of heads of ``site``; the heads are axis ``dim`` of its output."""
 
     site: AttentionSite
     dim: int
@@ -51,7 +52,7 @@ class HeadGroups:
 
 @dataclass(frozen=True)
 class Group:
-    """The attention of heads ``start`` to ``stop``."""
+    """The attention of the heads from ``start`` to ``stop``."""
 
     node: fx.Node
     start: int
@@ -60,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SplitSite:
-    """An attention that was split: ``name`` was its output, ``site`` what it was, ``joined`` is now its output."""
+    """A split attention: ``name`` was its output node, ``site`` the original site, and ``joined`` is its new output."""
 
     name: str
     site: AttentionSite
@@ -73,8 +74,9 @@ class SplitSite:
 
 
 def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
-    """The groups of neighbouring heads whose keys and values come from the same rows; None where there are no two."""
-    if site.problem is not None or flex_of(site.node) is not None:  # its functions count heads
+    """Return groups of neighbouring heads that share the rows of keys and values; None if there is only one group."""
+    # The functions of flex_attention take the index of the head.
+    if site.problem is not None or flex_of(site.node) is not None:
         return None
     products = {p.node or site.node for p in site.products}
     ends = {o.node for o in (*(p.q for p in site.products), *(m.operand for m in site.masks))}
@@ -85,18 +87,18 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
         if not axis or not set(axis) <= set(site.lead) or not isinstance(length, int):
             continue
         core = parts.core(site.node, dim, products)
-        # Scores or probabilities that someone else reads have to be there for all heads at once.
+        # If something else reads the scores or probabilities, they must exist for all heads at once.
         if core is None or _leaves({node for node, _ in core}, site.node):
             continue
         runs = parts.runs(site.node, dim)
-        # Heads with a latent each share no rows: that would be an attention for every head.
+        # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head.
         if 1 < len(runs) <= MOST and any(_expanded(r.made) and r.stop - r.start > 1 for r in runs):
             return HeadGroups(site, dim, tuple(r.stop for r in runs), parts, core)
     return None
 
 
 def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -> list[SplitSite]:
-    """Splits each attention; its old output, no longer read, is left to dead code removal."""
+    """Split each attention. Dead code removal deletes its old output, which is no longer read."""
     done: list[SplitSite] = []
     for groups in found:
         node, dim = groups.site.node, groups.dim
@@ -112,7 +114,7 @@ def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -
 
 
 def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
-    """Makes slices of joined heads from the heads they show: the others may not be needed any more."""
+    """Build slices of joined heads from the selected heads alone, since the other heads may not be needed any more."""
     for node, dim in parts.visited():
         how = parts.step(node, dim)
         if node.target is not aten.slice.Tensor or not isinstance(how, Joined):
@@ -125,7 +127,7 @@ def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _made_of(node: fx.Node, maps: Maps) -> Made:
-    """The rows that weights expand into ``node``; one and the same for everything else."""
+    """Return the rows that weights expand into ``node``; anything else counts as "itself"."""
     made: set[object] = set()
     for piece in maps.map(node).pieces:
         found = cut(piece, proper=True) if piece.source is not None else None
@@ -138,5 +140,5 @@ def _expanded(made: Made) -> bool:
 
 
 def _leaves(inside: Collection[fx.Node], out: fx.Node) -> bool:
-    """Whether something between the products and the output is read elsewhere."""
+    """Whether something outside reads a node between the products and the output."""
     return any(user not in inside for node in inside if node is not out for user in node.users)

@@ -1,15 +1,15 @@
-"""Applying a weight that is a sum of products of weights, such as W + B A of an adapter.
+"""Multiply by a weight that is a sum of products of weights, such as W + B A of an adapter.
 
 Before::
 
-    x (W + s B A)            # in each call: B A as large as W, written; read with W, the sum written; read again
+    x (W + s B A)            # in each call, writes B A, which is as large as W, reads it, writes the sum and reads it
 
 After::
 
     x W + (x s B) A          # for few rows x: the narrow products cost next to nothing
 
-Both are the same numbers up to rounding. Which one takes fewer multiply-adds depends on the number of rows; sizes are
-those seen when the graph was traced.
+Both forms are equal up to rounding. Which one takes fewer multiply-adds depends on the number of rows, for which the
+sizes seen in the trace are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mla_compile.passes.ir.sizes import hint, size
 
 
 class Step(NamedTuple):
-    """The next factor to multiply by, the atoms of the result, and the multiply-adds that it takes."""
+    """A factor to multiply by, the atoms of the result, and the number of multiply-adds."""
 
     factor: Factor
     out: tuple[Atom, ...]
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 def pays(x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom]) -> bool:
-    """Whether ``x`` times each term of ``weight`` takes fewer multiply-adds than adding up the terms, then one."""
+    """Whether multiplying ``x`` by each term of ``weight`` takes fewer multiply-adds than by the sum of the terms."""
     if not weight.terms:
         return False
     separate = sum(step.operations for term in weight.terms for step in cheapest(x, atoms, term, out))
@@ -44,7 +44,7 @@ def pays(x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom])
 
 
 def cheapest(x: fx.Node, atoms: Sequence[Atom], term: Sequence[Factor], out: Sequence[Atom]) -> tuple[Step, ...]:
-    """The order in which ``x`` is best multiplied by the factors of ``term``, one after another."""
+    """Return the cheapest order of multiplying ``x`` by the factors of ``term``, one after another."""
     sizes = _sizes(x, atoms)
     orders = (tuple(_steps(sizes, atoms, order, out)) for order in itertools.permutations(term))
     return min(orders, key=lambda steps: sum(step.operations for step in steps))
@@ -62,7 +62,7 @@ def _steps(
 
 
 def _added_up(weight: Factor) -> int:
-    """Multiply-adds of making the weight itself, as the analysis wrote it: products first, then their sum."""
+    """Count the multiply-adds of computing the weight as the analysis wrote it: first the products, then their sum."""
     whole = math.prod(weight.expr.shape)
     products = sum(_product({}, [a for f in term for a in f.atoms]) for term in weight.terms if len(term) > 1)
     return products + whole * (len(weight.terms) - 1)

@@ -1,9 +1,9 @@
-"""A fused attention written out as two products with a softmax between them, so that one product can be rewritten.
+"""Write out a fused attention as two products with a softmax between them, so that one product can be rewritten.
 
 Before: ``out = scaled_dot_product_attention(q, K, V, mask, scale)``
 
-After: ``scores = q K^T; P = softmax(scale * scores + mask); out = P V``, all of it in float32 or wider, as the fused
-kernels compute it inside.
+After: ``scores = q K^T; P = softmax(scale * scores + mask); out = P V``, all in float32 or wider, which fused kernels
+use internally.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, posi
 
 
 def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> AttentionSite:
-    """Replaces the fused attention of ``site``; returns the same site over the nodes that now compute it."""
+    """Replace the fused attention of ``site``; return the same site over the nodes that now compute it."""
     writer = _Writer(site, fake_mode)
     scores = writer.scores()
     probs = writer.probabilities(scores)
@@ -41,9 +41,10 @@ def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> Attent
 
 
 class _Writer:
-    """The nodes of one attention; scores and probabilities have one axis for each of ``atoms``: lead, queries, keys.
+    """Emits the nodes of one attention. Scores and probabilities have one axis per atom: lead, queries, keys.
 
-    The product of q and K has only those it depends on (``present``): the values may have a lead axis of their own.
+    The product of q and K has only the atoms that it depends on (``present``), because a lead axis may belong to the
+    values alone.
     """
 
     def __init__(self, site: AttentionSite, fake_mode: FakeTensorMode | None) -> None:
@@ -58,7 +59,7 @@ class _Writer:
         self.dtype = wide(val(site.node).dtype)
 
     def scores(self) -> fx.Node:
-        """The plain product: what a rewrite of the keys replaces."""
+        """Emit the plain product, which a rewrite of the keys replaces."""
         (q, q_atoms), (k, k_atoms) = self._by_atoms(self.product.q), self._by_atoms(self.product.k)
         return einsum(self.builder, q, q_atoms, k, k_atoms, self.present)
 
@@ -70,24 +71,24 @@ class _Writer:
         masks = (self._arranged(m.operand.node, m.operand.axes, each) for m in site.masks)
         scores = masked_scores(self.builder, scores, site.scale, masks)
         if site.causal:
-            # Queries and keys are the last axis but one of q and k.
+            # Queries and keys are the second-to-last axes of q and k.
             s, t = ((o.node, val(o.node).dim() - 2) for o in (self.product.q, self.product.k))
             later = self._arranged(
                 future(self.builder, *positions(self.builder, s, t)), (site.queries, site.keys), each
             )
             scores = hidden(self.builder, scores, later)
-        # One axis for the keys, however many factors its size has.
+        # The keys become one axis, however many factors their size has.
         joined = [*((a,) for a in (*site.lead, *site.queries)), site.keys]
         scores = self._arranged(scores, each, joined)
         probs = probabilities(self.builder, scores, some_empty=bool(site.masks))
         return spread(self.builder, self.sizes, self._arranged(probs, joined, each), self.atoms)
 
     def _modified(self, flex: Flex, scores: fx.Node) -> fx.Node:
-        """The weights where ``score_mod`` makes something else of the scores [B,H,S,T] before the softmax."""
+        """Return the probabilities where ``score_mod`` changes the scores [B,H,S,T] before the softmax."""
         site, each = self.site, [(a,) for a in self.atoms]
         target = (*site.out.axes[:2], site.queries, site.keys)
         scores = self._arranged(scores, [(a,) for a in self.present], each)
-        # `score_mod` is given the indices of batch, head, query and key, so each has to be one axis.
+        # `score_mod` takes the indices of batch, head, query and key, so each must be one axis.
         scores = self._arranged(scores, each, target)
         scores = masked_scores(
             self.builder, scores, site.scale, modify=lambda s: self.builder.trace(flex.modified, [s, *flex.buffers])

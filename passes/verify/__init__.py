@@ -1,1 +1,1 @@
-"""Rewritten attentions against the untouched graph, in float64 and in the model's precision."""
+"""Compare rewritten attentions with the untouched graph, in float64 and in the model's precision."""

@@ -1,4 +1,4 @@
-"""What is compared to check an attention that is computed by groups of heads."""
+"""Choose what to compare for an attention that is computed by groups of heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mla_compile.passes.verify.sites import nearest_known
 def by_heads_comparison(
     site: AttentionSite, region: Region, new: fx.Node, untouched: Mapping[str, fx.Node], weights: Collection[str]
 ) -> Comparison | str:
-    """``new`` beside the region's output in the ``untouched`` graph, at the sizes of the trace; or why not.
+    """Compare ``new`` with the region's output in the ``untouched`` graph at the traced sizes, or tell why not.
 
     ``untouched``: the nodes of that graph by name.
     """
@@ -30,7 +30,7 @@ def by_heads_comparison(
     sizes = symbols([*boundary.values(), *region.whole, *region.inside])
     scores = number(axis_size((*site.lead, *site.queries, *site.keys)), sizes)
     tensors = max(math.prod(number(n, sizes) for n in shape(node)) for node in region.inside)
-    # Eight bytes a value in float64, and room for four tensors of that size.
+    # A float64 value takes eight bytes; four tensors of this size are budgeted.
     if 32 * max(scores, tensors) > BUDGET_BYTES:
         return "groups of heads not checked numerically: too many tokens for a float64 run"
     return Comparison(old, new, boundary, [Run(sizes)])

@@ -1,8 +1,8 @@
-"""Two nodes compared by their numbers, in float64 and in the model's own precision; equal comparisons are made once.
+"""Compare two nodes numerically, in float64 and in the model's own precision; equal comparisons are made once.
 
-Both nodes are computed from the same random values, four times: the untouched and the rewritten one, in float64 and as
-they are. In float64 the two must agree to rounding, which is the proof obligation seen from the outside. In the model's
-dtype the rewritten error may not exceed what the original allows.
+The untouched and the rewritten node are each computed twice from the same random values: in float64 and in the model's
+dtype. In float64 the two must agree up to rounding, which checks the proof from outside. In the model's dtype, the
+error of the rewritten node must stay within a factor of the original's.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ EXACT = 1e-8
 Float64 has 16 digits; sums over a context and a softmax of large scores lose several of them. A wrong formula differs
 in the first digits."""
 ALLOWED = 1.5
-"""Largest error of the rewritten site, in errors of the original (plus two units in the last place).
+"""The largest error of the rewritten site, as a multiple of the original's error (plus two units in the last place).
 
-The absorbed form rounds at other places than the original, and no more often: the ratio is near 1, and quantiles of
-a sample scatter around it."""
+The absorbed form rounds at other places than the original, and no more often. So the ratio is near 1, and the quantiles
+of a sample scatter around it.
+"""
 ROWS, TRIALS, MORE = 128, 16, 128
-"""Rows of output wanted for a comparison of errors, and the most draws of inputs made to get them.
+"""ROWS output rows are wanted for a comparison of errors, from at most TRIALS draws of the inputs.
 
-The 0.9 quantile of 128 rows has a dozen rows beyond it. A decode step of one head has a single row per draw, so the
-draws are limited too. But the 0.9 quantile of two dozen rows is luck: it takes ``MORE`` draws to condemn a site."""
+Beyond the 0.9 quantile of 128 rows lie a dozen rows. A decode step of one head gives a single row per draw, so the
+number of draws is limited too. But the 0.9 quantile of two dozen rows is luck, so a site is condemned only after
+``MORE`` draws.
+"""
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
-"""What one comparison may cost: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""
+"""The budget of one comparison: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""
 LONG = 613
 """A context longer than any block of the kernels, for graphs whose context is symbolic."""
 
-_SCALES = (1.0, 8.0)  # ordinary inputs, and large ones whose softmax is near one-hot
+_SCALES = (1.0, 8.0)  # ordinary inputs, and large inputs whose softmax is near one-hot
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a comparison found: the ratio of errors (None if not known), and what is wrong (None if nothing)."""
+    """The result of a comparison: the ratio of errors (None if unknown) and the problem (None if there is none)."""
 
     ratio: float | None
     problem: str | None = None
@@ -53,7 +56,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Run:
-    """The sizes at which two nodes are compared; which inputs are ``counts`` and ``lists``: see :func:`draw`."""
+    """The sizes at which two nodes are compared; :func:`draw` explains the inputs in ``counts`` and ``lists``."""
 
     sizes: Mapping[sympy.Symbol, int]
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -62,12 +65,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that a comparison depends on, besides the values of weights.
+    """Everything that a comparison depends on, except the values of weights.
 
     Attributes:
-        old, new: the node of the untouched graph, and the one that is to compute the same.
+        old, new: the node of the untouched graph, and the node that must compute the same.
         boundary: the nodes of the untouched graph whose values are drawn, by name; both nodes are computed from these.
-        runs: the sizes, one after the other.
+        runs: the sizes to compare at, in order.
         note: what is not compared, and why.
     """
 
@@ -78,11 +81,11 @@ class Comparison:
     note: str | None = None
 
     def key(self, weights: Mapping[str, torch.Tensor | None]) -> Hashable:
-        """Equal for comparisons of the same computations on other tensors.
+        """Return a key that is equal for comparisons of the same computations on other tensors.
 
-        It is made of what the comparison reads, not of what a plan says of it: nothing can be left out. Layers name
-        their sizes differently (each cache has symbols of its own); a symbol counts by the place where it appears, and
-        by its number in each run.
+        The key consists of what the comparison reads, not of what a plan tells about it, so nothing can be left out.
+        Layers name their sizes differently, since each cache has symbols of its own. A symbol counts by the place of
+        its first appearance and by its value in each run.
         """
         known = Computations(self.boundary, weights, self.runs[0].sizes if self.runs else {})
         computed = known.of(self.old), known.of(self.new)
@@ -97,7 +100,7 @@ class Comparison:
         return computed, runs, self.note
 
     def check(self, weights: Mapping[str, torch.Tensor | None], seed: int = 0) -> Check:
-        """Draws values and compares, at the sizes of each run until one shows a difference."""
+        """Draw values and compare, at the sizes of each run until a run shows a difference."""
         ratios: list[float] = []
         for run in self.runs:
             found = self._at(run, weights, seed)
@@ -110,7 +113,7 @@ class Comparison:
         old, new = self.old, self.new
         ours: list[torch.Tensor] = []
         theirs: list[torch.Tensor] = []
-        rounds = val(old).dtype != torch.float64  # else the model runs in the precision of the truth: no error is seen
+        rounds = val(old).dtype != torch.float64  # a float64 model is as precise as the truth and shows no error
         for trial in range(MORE):
             generator = torch.Generator().manual_seed(seed + trial)
             scale = _SCALES[trial % len(_SCALES)]
@@ -131,14 +134,15 @@ class Comparison:
             theirs.append(_row_errors(reference, truth, reference))
             if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
                 break
-            # Looked at once before the end, not after every draw: whoever looks often enough finds a lucky moment.
+            # The errors are judged once before the end. Judging after every draw would sooner or later accept by
+            # chance.
             if trial + 1 == TRIALS and (not rounds or _judged(ours, theirs, old).problem is None):
                 break
         return _judged(ours, theirs, old) if rounds else Check(None)
 
 
 class Checks:
-    """Comparisons, each kind of which is made once; its result is given to all that are the same computation."""
+    """Runs each kind of comparison once and reuses the result for equal computations."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor | None]) -> None:
         self.weights = weights
@@ -157,7 +161,7 @@ def _judged(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], old: f
 
 
 def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:
-    """What is wrong with the errors of the rewritten rows, if anything, and the ratio of the median errors.
+    """Return the problem with the errors of the rewritten rows, if any, and the ratio of the median errors.
 
     Errors are heavy-tailed (a softmax near a tie is as good as a coin toss), so quantiles are compared, not means.
     """
@@ -170,7 +174,7 @@ def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative RMS difference over the entries where the truth ``b`` is finite; inf where only one of them is."""
+    """Return the relative RMS difference where the truth ``b`` is finite, or inf if ``a`` is not finite there."""
     finite = torch.isfinite(b)
     if not torch.isfinite(a)[finite].all():
         return math.inf
@@ -180,7 +184,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Relative error of every row of features that is finite in ``where`` and in the truth."""
+    """Return the relative error of every row of features that is finite in ``where`` and in the truth."""
     finite = (torch.isfinite(where) & torch.isfinite(truth)).all(-1)
     truth, result = truth[finite], result[finite].double()
     norm = truth.norm(dim=-1)

@@ -1,4 +1,4 @@
-"""What nodes compute from given inputs and weights, as values that are equal for equal computations."""
+"""Describe what nodes compute from given inputs and weights, by values that are equal for equal computations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor
 from mla_compile.passes.ir.sizes import Size, size
 from mla_compile.passes.ir.stand_in import original_of
 
-_FEW = 64  # numbers of a constant are compared; larger ones are alike where they are one object
+_FEW = 64  # constants with at most this many numbers are compared by value, larger ones by identity
 
 
 class Computations:
     """The computations of several nodes, of one graph or two, from the same inputs and weights.
 
     Attributes:
-        given: the names of the inputs, in the order in which they are met.
-        symbols: the symbols of all sizes, likewise.
+        given: the names of the inputs, in the order of their first use.
+        symbols: the symbols of all sizes, in the order of their first use.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Computations:
         self._sizes: dict[sympy.Expr, Hashable] = {}
 
     def of(self, node: fx.Node) -> Hashable:
-        """The computation of ``node``, in terms of inputs, weights and nodes that were met before."""
+        """Return the computation of ``node`` in terms of inputs, weights and nodes that were described before."""
         first = len(self._calls)
-        pending = [node]  # a stack of its own: a graph of many layers is deeper than Python's recursion limit
+        pending = [node]  # an explicit stack, because a graph of many layers is deeper than Python's recursion limit
         while pending:
             current = pending[-1]
             missing = [n for n in self._read_by(current) if self._identity(n) not in self._places]
@@ -59,7 +59,7 @@ class Computations:
         return tuple(self._calls[first:]), self._places[self._identity(node)]
 
     def _identity(self, node: fx.Node) -> fx.Node | str:
-        """What is drawn or given goes by its name, which is the same in both graphs."""
+        """Identify drawn or given nodes by their names, which are the same in both graphs."""
         if (name := node.meta.get(ORIGIN)) in self._boundary:
             return str(name)
         return node.name if self._is_drawn(node) else node
@@ -72,7 +72,7 @@ class Computations:
         if node.op == "get_attr" or node.meta.get(ORIGIN) in self._boundary or self._is_drawn(node):
             return True
         value = node.meta.get("val")
-        # As it is evaluated: such a number is not computed. What counts tokens may go back to the first layer.
+        # The evaluation does not compute such a number either. A count of tokens may depend on the first layer.
         return isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self._known_sizes
 
     def _read_by(self, node: fx.Node) -> list[fx.Node]:
@@ -93,7 +93,7 @@ class Computations:
         return node.target, self._told(args_of(node)), self._told(node.kwargs), known, stands_for
 
     def _held(self, node: fx.Node) -> Hashable:
-        """A function by its text, a constant by its numbers; a weight is any of its kind."""
+        """Describe a function by its text and a constant by its numbers; weights of one kind are interchangeable."""
         if node.op != "get_attr" or node.name in self._weights:
             return None
         held: Any = node.graph.owning_module
@@ -112,7 +112,7 @@ class Computations:
         return self._size(size(value)) if isinstance(value, (int, torch.SymInt)) else str(type(value))
 
     def _told(self, value: Any) -> Hashable:
-        """An argument; 1, 1.0 and True differ, and NaN equals itself."""
+        """Describe an argument so that 1, 1.0 and True differ, and NaN equals itself."""
         if isinstance(value, fx.Node):
             return "node", self._places[self._identity(value)]
         if isinstance(value, (tuple, list)):

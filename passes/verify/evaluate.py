@@ -1,4 +1,4 @@
-"""Values of one node, computed from values drawn for its inputs and from live weights."""
+"""Compute the value of a node from values drawn for its inputs and from live weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
-    """The shape symbols of the nodes, at the values seen when the graph was traced."""
+    """Return the shape symbols of the nodes, with the values seen in the trace."""
     return of_sizes(dim for node in nodes for dim in val(node).shape)
 
 
@@ -38,7 +38,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
         env = environments.setdefault(id(dim.node.shape_env), dim.node.shape_env)
         seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
         expr = sympy.sympify(size(dim))
-        # Those it was written in too: an axis may have been read before a guard replaced them.
+        # The original expression counts too, because an axis may have been read before a guard replaced its symbols.
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     for env in environments.values():
@@ -47,7 +47,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
 
 
 def _replaced(env: ShapeEnv, found: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """The symbols that are replaced by known ones; looked for once, as all layers ask with the same."""
+    """Return the symbols that are replaced by known ones; cached, because all layers ask for the same ones."""
     known = _known.setdefault(env, {})
     key = len(env.replacements), frozenset(found.items())
     if key not in known:
@@ -62,7 +62,7 @@ def _closed(
     replacements: Mapping[sympy.Symbol, sympy.Expr], found: Mapping[sympy.Symbol, int]
 ) -> dict[sympy.Symbol, int]:
     closed, known = dict(found), -1
-    while known < len(closed):  # what replaces a symbol may itself be replaced
+    while known < len(closed):  # the replacement of a symbol may itself be replaced
         known = len(closed)
         for symbol, instead in replacements.items():
             if symbol not in closed and instead.free_symbols <= closed.keys():
@@ -71,10 +71,10 @@ def _closed(
 
 
 def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """The value of a size; ``sizes`` has all of its symbols."""
+    """Return the value of a size; ``sizes`` has all of its symbols."""
     if isinstance(expr, int):
         return expr
-    # Not ``subs``, which puts all that is given in an order first: that of a deep model is long.
+    # ``subs`` would first sort all given symbols, and a deep model has many.
     return int(expr.xreplace({symbol: sympy.Integer(sizes[symbol]) for symbol in expr.free_symbols}))
 
 
@@ -86,9 +86,9 @@ def draw(
     counts: int | None = None,
     lists: Listed | None = None,
 ) -> torch.Tensor:
-    """A random value for one input of a site: rows and queries normal, masks with some tokens hidden.
+    """Draw a random value for one input of a site: rows and queries are normal, masks hide some tokens.
 
-    ``counts``: the input is how many of so many keys there are, give or take a few. ``lists``: it names keys.
+    ``counts``: the input is a count near this number of keys. ``lists``: the input names keys.
     """
     fake = val(node)
     shape = [number(size(d), sizes) for d in fake.shape]
@@ -98,7 +98,7 @@ def draw(
         return torch.randint(-2, counts + 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     if lists is not None:
         return _named(shape, lists, generator).to(fake.dtype).to(fake.device)
-    # Zero and one are valid as an index, a flag or a count of anything.
+    # Zero and one are valid as an index, as a flag and as a count.
     if not fake.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
@@ -106,7 +106,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Listed:
-    """What an input that names keys holds: how many there are, along which axis they are named, and whether once."""
+    """An input that names keys: the number of keys, the axis that names them, and whether each occurs only once."""
 
     keys: int
     axis: int
@@ -122,17 +122,17 @@ def _named(shape: list[int], of: Listed, generator: torch.Generator) -> torch.Te
 
 
 def _mask(shape: list[int], generator: torch.Generator) -> torch.Tensor:
-    """Any tokens hidden, or those before and after a range in each row: padded, ragged, full or empty."""
+    """Hide random tokens, or the tokens outside of a range in each row: padded, ragged, full or empty."""
     if not shape or torch.rand((), generator=generator) < 0.5:
         return torch.rand(shape, generator=generator) < 0.8
-    # Ends beyond the row, so that rows without padding on a side are as frequent as others.
+    # Ends may lie beyond the row, so that rows without padding on one side are frequent too.
     ends = torch.randint(-shape[-1], 2 * shape[-1] + 1, (2, *shape[:-1], 1), generator=generator)
     token = torch.arange(shape[-1])
     return (token >= ends.amin(0)) & (token < ends.amax(0))
 
 
 class Evaluation:
-    """Evaluates one node from given inputs and live weights; with ``dtype`` all floating numbers are of that dtype."""
+    """Evaluates one node from given inputs and live weights; floating tensors get ``dtype`` unless it is None."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Evaluation:
 
     def value(self, node: fx.Node) -> torch.Tensor:
         with torch.no_grad():
-            # A stack of its own: a graph of many layers is deeper than Python's recursion limit.
+            # An explicit stack, because a graph of many layers is deeper than Python's recursion limit.
             pending = [node]
             while pending:
                 current = pending[-1]
@@ -159,7 +159,8 @@ class Evaluation:
                     pending.pop()
                     continue
                 leaf = self._leaf(current)
-                # In its own precision the model runs its quantized operators, and what they stand for in any other.
+                # In the model's own precision quantized operators run as they are; in other precisions their stand-ins
+                # run.
                 original = original_of(current) if self.dtype is None and leaf is None else None
                 needed = [] if leaf is not None else current.all_input_nodes if original is None else [original]
                 missing = [n for n in needed if n not in self._values]
@@ -182,31 +183,31 @@ class Evaluation:
         if isinstance(held, fx.GraphModule):  # a function that an operator of this graph calls
             return _Widened(held, self.dtype).run
         if isinstance(held, torch.Tensor) and node.name not in self.weights and not _is_fake(held):
-            return self._cast(held)  # a constant of such a function, written out
+            return self._cast(held)  # a constant of such a function
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
-            return number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
-        # Nobody else computes with us now: what comes from other ranks is drawn.
+            return number(size(value), self.sizes)  # not computed: it may count values that are drawn here
+        # No other rank takes part here, so results of collectives are drawn.
         inner = node.op not in ("placeholder", "get_attr") and node.name not in self.weights
         if inner and not (is_collective(node) and is_tensor(node)):
             return None
         known = self.weights.get(node.name)
         if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):
             return self._cast(known.detach())
-        # An input that is no part of the site may have symbols of its own.
+        # An input outside of the site may have symbols of its own.
         if not is_tensor(node):
             if not isinstance(value, (int, torch.SymInt)):
                 return value
             return number(size(value), {**of_sizes([value]), **self.sizes})
         sizes = {**symbols([node]), **self.sizes}
-        # Not int(): that would fix a symbolic size to the traced one for good.
+        # int() would specialise a symbolic size to the traced one for good.
         width = max(1, number(size(val(node).shape[-1]), sizes)) if val(node).dim() else 1
-        # Seeded by the name, so that both graphs draw the same weight. Not by hash(), which differs from run to run.
+        # The name seeds the generator, so that both graphs draw the same weight. hash() would differ from run to run.
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
         return self._cast(draw(node, sizes, width**-0.5, generator))
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
-        # A tensor of several tensors is read through its parts, which are cast one by one.
+        # A tensor subclass is read through its inner tensors, which are cast one by one.
         whole = self.dtype is None or is_traceable_wrapper_subclass(value)
         return value.to(self.dtype) if not whole and value.is_floating_point() else value
 
@@ -216,18 +217,18 @@ class Evaluation:
         if limit is not None:
             args = (_within(args[0], limit), *args[1:])
         kwargs = {k: widened(fx.map_arg(v, self._values.__getitem__), self.dtype) for k, v in node.kwargs.items()}
-        if node.target is aten.view.default:  # the values drawn here may lie in another order
+        if node.target is aten.view.default:  # the drawn values may have another memory layout
             return aten.reshape.default(*args)
         assert callable(node.target)
         if self.dtype is not None and is_foreign(node.target):
             return self._in_own_precision(node)
         value = node.target(*_promoted(node.target, args, self.dtype), **kwargs)
-        # What is made of no tensor, and told no dtype, is of torch's default one.
+        # A tensor that is made from no tensor, without a dtype, has torch's default dtype.
         made = isinstance(value, torch.Tensor) and not any(map(is_tensor, node.all_input_nodes))
         return self._cast(value) if made else value
 
     def _in_own_precision(self, node: fx.Node) -> object:
-        """What an operator of a library computes from the dtypes it knows, in the precision of the evaluation."""
+        """Run an operator of a library in the dtypes that it supports; cast the result to the evaluation's dtype."""
 
         def as_it_was(n: fx.Node) -> Any:
             value = self._values[n]
@@ -239,7 +240,7 @@ class Evaluation:
 
 
 def _narrowed_to(node: fx.Node) -> float | None:
-    """The largest number of the dtype that ``node`` casts its operand to, where the operand's dtype has larger ones."""
+    """Return the largest number of the dtype that ``node`` casts to, if the operand's dtype has larger numbers."""
     dtype = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)), None)
     x = next(iter(node.args), None)
     if dtype is None or not isinstance(x, fx.Node) or not is_tensor(x):
@@ -251,12 +252,12 @@ def _narrowed_to(node: fx.Node) -> float | None:
 
 
 def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """What is beyond ``limit`` as infinity: a cast that is done in float64 keeps the digits, and not the range."""
+    """Replace numbers beyond ``limit`` by infinity: a narrowing cast that runs in float64 must still overflow."""
     return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
 
 
 def _promoted(op: object, args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """Whole numbers that meet a float, as numbers of ``dtype``: torch would compute in its default dtype, float32."""
+    """Cast integer tensors that meet a float to ``dtype``; torch would compute in its default dtype, float32."""
     pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
     if dtype is None or not pointwise or not any(isinstance(a, float) for a in args):
         return args
@@ -265,7 +266,7 @@ def _promoted(op: object, args: tuple[Any, ...], dtype: torch.dtype | None) -> t
 
 
 class _Widened(fx.Interpreter):
-    """A function that an operator calls, computed in the precision of the evaluation like the graph around it."""
+    """Runs a function that an operator calls in the precision of the evaluation, like the graph around it."""
 
     def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None) -> None:
         super().__init__(module)
@@ -282,7 +283,7 @@ class _Widened(fx.Interpreter):
 
 
 def _held(node: fx.Node) -> object:
-    """What a ``get_attr`` node reads."""
+    """Return the value that a ``get_attr`` node reads."""
     value: object = node.graph.owning_module
     for name in str(node.target).split("."):
         value = getattr(value, name, None)

@@ -1,4 +1,4 @@
-"""What is compared to check the scores of an indexer in one operator."""
+"""Choose what to compare for an indexer's scores that became one operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mla_compile.passes.verify.sites import nearest_known
 def index_comparison(
     found: Indexer, new: fx.Node, untouched: Mapping[str, fx.Node], weights: Collection[str]
 ) -> Comparison:
-    """``new`` beside the same scores in the ``untouched`` graph, at the sizes of the trace and with a longer context.
+    """Compare ``new`` with the same scores in the ``untouched`` graph, at the traced sizes and with a longer context.
 
     ``untouched``: the nodes of that graph by name.
     """
@@ -29,7 +29,7 @@ def index_comparison(
     if len(free) == 1:
         contexts.append({**seen, free[0]: LONG})
     products = (*found.batch, *found.queries, *found.heads, *found.tokens)
-    # Eight bytes a value in float64, and room for four tensors of that size.
+    # A float64 value takes eight bytes; four tensors of this size are budgeted.
     fits = [sizes for sizes in contexts if 32 * number(axis_size(products), sizes) <= BUDGET_BYTES]
     note = None if len(fits) == len(contexts) else "not checked numerically: the context is too long"
     return Comparison(untouched[found.out.node.meta[ORIGIN]], new, boundary, [Run(sizes) for sizes in fits], note)

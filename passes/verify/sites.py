@@ -1,7 +1,7 @@
-"""What is compared to check a rewritten attention: the part of the graph between its inputs and its output.
+"""Choose what to compare for a rewritten attention: the part of the graph between its inputs and its output.
 
-Its inputs (rows, queries, masks, weights) get random values. They are ordinary, large (a softmax near one-hot) and
-padded; a symbolic context is also taken long.
+The inputs (rows, queries, masks, weights) get random values: ordinary ones, large ones (a softmax near one-hot) and
+padded ones. A symbolic context is also checked at a large length.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mla_compile.passes.verify.evaluate import Listed, number, of_sizes, symbols
 def site_comparison(
     plan: AbsorbPlan, new: fx.Node, untouched: Mapping[str, fx.Node], given: Sequence[fx.Node], weights: Collection[str]
 ) -> Comparison:
-    """The rewritten output ``new`` beside the same site in the ``untouched`` graph, whose nodes these are by name.
+    """Compare the rewritten output ``new`` with the same site in the ``untouched`` graph, given as nodes by name.
 
-    ``given``: the rows that get random numbers, where they are others than the plan's.
+    ``given``: the rows that get random numbers, if they differ from the plan's rows.
     """
     inputs = [
         *(n for source in given or plan.sources for n in decides(source)),
@@ -37,16 +37,16 @@ def site_comparison(
     ]
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: untouched[name] for name in nearest_known([*inputs, *beside], weights)}
-    # What the plan's rows are cut from need not be as long as they are.
+    # The tensor that the plan's rows are cut from may have another length than the keys.
     longer = all(node in plan.sources for node in given)
     return compared(plan, untouched[old], new, boundary, longer=longer)
 
 
 def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
-    """Where both graphs are compared: the name in the untouched one, the node in the rewritten one, what else it reads.
+    """Return the node to compare, by its name in the untouched graph and in the rewritten graph, and its other inputs.
 
-    That is the site's output, unless canonicalisation took it out of a larger operator (a product out of ``baddbmm``):
-    then it is what that operator computed.
+    The node is the site's output, unless canonicalisation extracted the output from a larger operator (a product from
+    ``baddbmm``). Then it is the result of that operator.
     """
     if ORIGIN in site.meta:
         return site.meta[ORIGIN], new, []
@@ -61,15 +61,15 @@ def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]
 def nearest_known(
     nodes: Iterable[fx.Node], weights: Collection[str], without: Collection[fx.Node] = ()
 ) -> dict[str, fx.Node]:
-    """The nearest nodes behind ``nodes`` that compute what a node of the untouched graph does, by the names there.
+    """Find the nearest nodes behind ``nodes`` that have a counterpart in the untouched graph, by that node's name.
 
-    Given values for these, both graphs say the same. ``without``: what is given already; what is computed from it is
-    computed, not given.
+    Given values for these nodes, both graphs must compute the same. ``without``: nodes that already have values; a node
+    that depends on them is computed, not given.
     """
     found: dict[str, fx.Node] = {}
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
-        # Zeros that something is written into are no input, but zeros.
+        # Zeros that are written into are constants and no input.
         if node in without or node.name in weights or isinstance(decode(node), Fill):
             return ()
         if is_tensor(node) and ORIGIN in node.meta and not depends_on(node, without):
@@ -90,9 +90,9 @@ def compared(
     *,
     longer: bool = True,
 ) -> Comparison:
-    """``new`` and ``old``, both from the same values of ``boundary``.
+    """Compare ``new`` with ``old``, both computed from the same values of ``boundary``.
 
-    ``share``: how many of the heads that are computed are those of ``plan``. ``longer``: with more keys, too, than in
+    ``share``: the part of the computed heads that belongs to ``plan``. ``longer``: also compare with more keys than in
     the trace.
     """
     runs: list[Run] = []
@@ -109,33 +109,33 @@ def compared(
 
 
 def _lists(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> dict[str, Listed]:
-    """The input that lists the keys of each query, if one does, by its name in the untouched graph."""
+    """Return the input that lists the keys of each query, if there is one, by its name in the untouched graph."""
     chosen = plan.visible.chosen
     if chosen is None or chosen.scores is not None or ORIGIN not in chosen.indices.node.meta:
         return {}
     axes = chosen.indices.axes
-    # Of one key there is no axis, and any that is as short will do.
+    # A list with one key has no axis for it, and any axis of length 1 will do.
     along = axes.index(chosen.count) if chosen.count in axes else len(axes) - 1
     return {chosen.indices.node.meta[ORIGIN]: Listed(number(chosen.names, sizes), along, chosen.distinct)}
 
 
 def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.Symbol, int]]:
-    """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
+    """Return values for the shape symbols: the traced ones, and a long context if the shapes allow it."""
     operands = [plan.site.v, *(p.k for p in plan.site.products), *plan.site.between]
     operands += [p.q for p in plan.site.products]
     boundary = list(boundary)
-    # What decides a mask or a slice of rows need not have the symbols of what it decides.
+    # The nodes that a mask or a slice of rows is computed from may have symbols of their own.
     nodes = [*boundary, plan.site.node, *(o.node for o in operands), *(whole_rows(n) for n in plan.sources)]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
     if any(whole_rows(n) is not n for n in plan.sources):
-        return [seen]  # only some of the rows are read, and their number need not be that of the keys
+        return [seen]  # the slice reads only some rows, and their number may differ from the number of keys
     context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
     if len(context) != 1 or len(context[0].free_symbols) != 1:
         return [seen]
     (symbol,) = context[0].free_symbols
     if not any(symbol in sympy.sympify(n).free_symbols for o in operands for n in shape(o.node)):
-        return [seen]  # a guard has since replaced it by another
-    # A length that no operand has is of something that is read at positions, such as a mask: as many more there.
+        return [seen]  # a guard has since replaced this symbol by another
+    # Lengthen the symbols that size only position-indexed inputs, such as masks, by the same number of tokens.
     beside = _sized_by(boundary) - _sized_by(o.node for o in operands)
     longer = {**seen, **{s: seen[s] + LONG - seen[symbol] for s in beside}, symbol: LONG}
     sizes: dict[object, int] = {}
@@ -152,7 +152,7 @@ def _sized_by(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
 
 
 def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
-    """The symbols that say which rows are sliced out; no shape need have them (the newest 8 of n)."""
+    """Return the symbols that tell which rows are sliced out (the newest 8 of n); they may appear in no shape."""
     told: dict[sympy.Symbol, int] = {}
     for node in rows:
         while is_virtual(node):
@@ -164,10 +164,10 @@ def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
 def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
     b, s, t = (number(x, sizes) for x in plan.sizes())
     d = plan.dims
-    # Of rows that are sliced the original expands all.
+    # For sliced rows, the original graph expands all of them.
     whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
     expanded = b * t * d.expanded_values / share * whole
-    # Eight bytes a value in float64, and room for four tensors of that size.
+    # A float64 value takes eight bytes; four tensors of this size are budgeted.
     return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
 
 

@@ -166,7 +166,7 @@ def test_expanded_forms_that_do_not_fit_are_left_out(surveyed, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "give one of the two"),
+        ((), "give either a MODEL"),
         ((".", "--dims", "H=1"), "--dims has no L, R, N, V, D"),
         (("--dims", "H=2 L=3 R=2 N=4 V=5 D=6 X=7"), "--dims has 'X=7'"),
         (("--dims", "H=2 L=3 R=3 N=4 V=5 D=6"), "R is 3, expected an even number"),

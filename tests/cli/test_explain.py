@@ -272,7 +272,7 @@ def test_what_is_not_known_of_a_core_alone(explained_models):
     """Queries that come in as they are: nothing tells how wide what projects them is, so folds have no figures."""
     done = call("python:explained_models:alone")
     assert done.exit_code == 0, done.output
-    assert "fold verdict: not known here" in done.output
+    assert "fold verdict: unknown" in done.output
     assert "with both folded" not in done.output
     (choice,) = json.loads(call("python:explained_models:alone", "--json").stdout)["choices"]
     assert (choice["folds"], choice["folded_s"]) == ([], None)

@@ -149,7 +149,7 @@ def test_notes_say_what_is_known_of_drafting():
     (note,) = plan(V3, H200, Request(draft_tokens=1)).notes
     assert note == "the config names no layers that draft (multi-token prediction): only verifying is counted"
     (note,) = plan(V3_MTP, H200, Request(draft_tokens=1)).notes
-    assert note == "tokens are drafted by one more layer with 11.61 billion weights, taken to be like the last"
+    assert note == "tokens are drafted by one more layer with 11.61 billion weights, assumed to be like the last"
     (note,) = plan(replace(V3, drafting=Drafting(2, V3_LAYER)), H200, Request(draft_tokens=1)).notes
     assert note.startswith("tokens are drafted by 2 more layers, each with 11.61 billion weights")
 

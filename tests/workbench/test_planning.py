@@ -280,6 +280,6 @@ def test_what_was_published_is_below_the_bound(weights, rows, published):
 def test_heads_that_do_not_divide_are_not_split():
     result = plan(V3, H200, Request(context=4096, users=8, tp=6))
     assert [row.layout for row in result.layouts] == ["data", "experts"]
-    assert "tp is 6, which does not divide the 128 heads of an attention: none is split" in result.notes
+    assert "tp is 6, which does not divide the 128 heads of an attention: heads stay whole" in result.notes
     without = replace(V3, weights=replace(V3_WEIGHTS, experts=0))
     assert [row.layout for row in plan(without, H200, Request(users=8, tp=6)).layouts] == ["data"]

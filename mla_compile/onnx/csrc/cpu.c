@@ -1,11 +1,11 @@
-// Decode attention on the CPU, plainly: for sessions that have the library and run without a GPU. The function body
-// that ONNX Runtime uses without the library is faster; this one is right for every input, and small.
+// A plain decode attention on the CPU, for sessions that have the library and run without a GPU. The function body that
+// ONNX Runtime uses without the library is faster. This kernel is small, and correct for every input.
 //
 // Blocks of query rows walk tiles of keys with the running softmax (m: maximum, l: sum):
 //
 //     s = scale (q . k);  m' = max(m, s);  p = e^(s - m');  l = l e^(m - m') + sum p;  acc = acc e^(m - m') + p v
 //
-// A key that a row does not see is not read for it, so what a hidden row of the cache holds does not matter.
+// A query row does not use the keys that are hidden from it, so the contents of hidden cache rows do not matter.
 
 #include <math.h>
 #include <stdlib.h>
@@ -30,15 +30,15 @@ static uint32_t bits_of(float value) {
 static float half_to_float(uint16_t half) {
   const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
   if (rest >= 0x7c00) return of_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // The exponents' biases differ by 112; a product by 2^112 makes normal numbers of subnormal ones too.
+  // The exponents' biases differ by 112; multiplying by 2^112 also normalises subnormal numbers.
   return of_bits(sign | bits_of(of_bits(rest << 13) * 0x1p112f));
 }
 
 static uint16_t float_to_half(float value) {
   const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
   if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-  if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // from 65520 on: infinity
-  if (rest < 0x38800000)  // subnormal: the sum's last bit is worth 2^-24, and it rounds to nearest even
+  if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // infinity from 65520 on
+  if (rest < 0x38800000)  // subnormal: the last bit of the sum is worth 2^-24, and the sum rounds to nearest even
     return (uint16_t)(sign | (bits_of(of_bits(rest) + 0.5f) - 0x3f000000));
   return (uint16_t)(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
 }
@@ -67,7 +67,7 @@ static void write_floats(int dtype, const float* from, int64_t count, void* to, 
     for (int64_t i = 0; i < count; i++) ((uint16_t*)to)[at + i] = float_to_bfloat(from[i]);
 }
 
-static float dot(const float* a, const float* b, int64_t count) {  // several sums at once, which compilers vectorise
+static float dot(const float* a, const float* b, int64_t count) {  // separate lanes, which compilers vectorise
   float lane[LANES] = {0}, sum = 0;
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES)
@@ -77,7 +77,7 @@ static float dot(const float* a, const float* b, int64_t count) {  // several su
   return sum;
 }
 
-typedef struct {  // of one block of query rows, in floats
+typedef struct {  // buffers for one block of query rows
   float* query;   // [BLOCK, La+Lb]
   float* sums;    // [BLOCK, Lv]
   float* keys;    // [TILE, La+Lb]
@@ -85,7 +85,7 @@ typedef struct {  // of one block of query rows, in floats
   float top[BLOCK], total[BLOCK];
 } Block;
 
-// The additive mask's entry, or minus infinity where the key is hidden from the row.
+// Returns the entry of the additive mask, or minus infinity if the key is hidden from the query row.
 static float bias(const Node* node, const Call* c, int64_t b, int64_t s, int64_t h, int64_t length, int64_t t) {
   const int64_t own = length - c->S + s;
   if (t >= length || (node->causal && t > own) || (node->window > 0 && t <= own - node->window)) return -INFINITY;
@@ -119,7 +119,7 @@ static void one_tile(const Node* node, const Call* c, Block* k, int64_t b, int64
       score[t] += value;
       if (score[t] > top || score[t] != score[t]) top = score[t];
     }
-    if (top == -INFINITY) continue;  // nothing seen so far
+    if (top == -INFINITY) continue;  // the row has seen no key so far
     const float decay = k->top[m] == -INFINITY ? 0 : expf(k->top[m] - top);
     float* sums = k->sums + m * c->Lv;
     if (decay != 1)

@@ -26,7 +26,7 @@ static Kernel request(int role, int arch) {
                   .block_n = ANY};
 }
 
-// The attention kernels of a node, whatever its mask. False where a width is no int.
+// Requests a node's attention kernels for any mask. Returns false if a width does not fit an int.
 static int attention(const Node* node, const Call* c, int arch, Kernel* out) {
   *out = request(ATTEND, arch);
   out->dtype = c->dtype;
@@ -105,7 +105,7 @@ static size_t piece(size_t* bytes, int64_t count, int64_t each) {
   return at;
 }
 
-// The two kernels that turn a mask into lists of tiles (kernels/triton/tiles_triton.py), and what they need.
+// Plans the two kernels that turn a mask into lists of tiles (kernels/triton/tiles_triton.py), and their scratch.
 static OrtStatus* plan_mask(const OrtApi* api, const Node* node, const Call* c, const Kernel* attend, int block_n,
                             Plan* p) {
   Kernel scan = request(SCAN, attend->arch), list = request(LIST, attend->arch);
@@ -131,8 +131,8 @@ OrtStatus* mla_plan(const OrtApi* api, const Gpu* gpu, const Node* node, const C
   TRY(mask_type(api, c));
   TRY(sizes(api, c));
   *p = (Plan){.S = c->S, .H = c->H};
-  // Without an order among the queries S tokens of H heads are one token of S*H heads, whose last key is the last one:
-  // the kernels that were compiled for a causal call serve, and there need be no others.
+  // If the order of the queries does not matter, S tokens of H heads are one token of S*H heads, which sees all keys.
+  // So the kernels for causal calls also serve calls that are not causal.
   const int ordered = c->S > 1 && (node->causal || node->window > 0);
   if (!ordered && !c->mask_h && !c->mask_s) p->S = 1, p->H = rows;
   if (!attention(node, c, gpu->arch, &attend)) return not_covered(api, node, gpu->arch, c);
@@ -141,7 +141,7 @@ OrtStatus* mla_plan(const OrtApi* api, const Gpu* gpu, const Node* node, const C
   const Kernel* tile = mla_tile(&attend, rows);
   if (!tile) return not_covered(api, node, gpu->arch, c);
   p->splits = mla_splits(tile, gpu, c->B, rows, c->T);
-  // The result is written at once where there is one split, no sink, and a kernel for it.
+  // A single split without sinks writes the result directly if there is a kernel for that.
   attend.max_rows = tile->max_rows;
   attend.direct = 1;
   p->attend = p->splits == 1 && !c->sinks ? mla_find(&attend, 0) : NULL;
@@ -220,7 +220,7 @@ OrtStatus* mla_run(const OrtApi* api, Device* device, const Node* node, const Ca
   const int64_t attend[3] = {ceil_div(rows, p->attend->block_m), p->splits, c->B};
   TRY(mla_launch(api, device, p->attend, stream, attend, a));
   if (!p->combine) return NULL;
-  a[A_H].integer = c->H;  // a sink is for each head
+  a[A_H].integer = c->H;  // there is one sink per head
   const int64_t combine[3] = {c->B * rows, ceil_div(c->Lv, columns), 1};
   return mla_launch(api, device, p->combine, stream, combine, a);
 }

@@ -47,7 +47,7 @@ static struct {
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static char why_not[256];  // empty: the driver is there
+static char why_not[256];  // empty if the driver was found
 static Device* devices[DEVICES];
 
 static void open_driver(void) {
@@ -89,7 +89,7 @@ int mla_device_arch(int ordinal) {
   return *why_not || cuda.device_get(&device, ordinal) ? -1 : capability(device);
 }
 
-// The newest of ours that the device can run: machine code from sm_90 on is for that architecture alone.
+// Returns the newest architecture of the library that the device runs; code from sm_90 on runs on its own only.
 static int best_arch(int has) {
   int best = -1;
   for (int i = 0; i < mla_kernel_count; i++) {
@@ -176,7 +176,7 @@ static OrtStatus* load_one(const OrtApi* api, Device* device, const Kernel* kern
                      kernel->arch, kernel->shared, device->gpu.smem);
   TRY(failed(api, cuda.load(&module, mla_images + kernel->offset), "loading a kernel"));
   TRY(failed(api, cuda.get(&function, module, kernel->name), "finding a kernel"));
-  // Asking for an attribute makes drivers that load lazily load now: a captured stream would not have it.
+  // Reading an attribute makes lazy drivers load the kernel now; a stream that is being captured forbids loading.
   TRY(failed(api, cuda.function_attribute(&registers, REGISTERS, function), "loading a kernel"));
   if (kernel->shared > 48 * 1024)
     TRY(failed(api, cuda.set_attribute(function, DYNAMIC_SHARED, kernel->shared), "reserving shared memory"));
@@ -201,7 +201,7 @@ OrtStatus* mla_launch(const OrtApi* api, Device* device, const Kernel* kernel, C
   void *none = NULL, *given[ARGUMENTS + 2];
   int pushed;
   for (int i = 0; i < kernel->count; i++) given[i] = (void*)(uintptr_t)(arguments + kernel->arguments[i]);
-  given[kernel->count] = given[kernel->count + 1] = &none;  // Triton's global and profile scratch, of 0 bytes here
+  given[kernel->count] = given[kernel->count + 1] = &none;  // Triton's global and profile scratch, both empty
   CUfunction* place = device->functions + (kernel - mla_kernels);
   CUfunction function = __atomic_load_n(place, __ATOMIC_ACQUIRE);
   TRY(enter(api, device, &pushed));

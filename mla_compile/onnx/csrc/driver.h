@@ -1,4 +1,4 @@
-// The CUDA driver, found at run time: a machine without one can load the library and use its CPU kernel.
+// The CUDA driver, looked up at run time, so that a machine without a driver can load the library for its CPU kernel.
 
 #ifndef MLA_DRIVER_H
 #define MLA_DRIVER_H
@@ -14,20 +14,20 @@ typedef struct CUfunc_st* CUfunction;
 typedef struct CUstream_st* CUstream;
 typedef uint64_t CUdeviceptr;
 
-enum { MAX_BATCH = 65535 };  // blocks along a grid's second and third axis
+enum { MAX_BATCH = 65535 };  // the most blocks along a grid's second and third axis
 
 typedef struct {
   int ordinal;
   Gpu gpu;
-  CUcontext context;       // the device's primary one, which ONNX Runtime uses too
-  CUdeviceptr no_lengths;  // int64 [MAX_BATCH], each beyond any length: what a node without seq_lens passes
-  CUfunction* functions;   // one for each entry of mla_kernels; NULL: not loaded yet
+  CUcontext context;       // the device's primary context, which ONNX Runtime uses too
+  CUdeviceptr no_lengths;  // int64 [MAX_BATCH], beyond any length, passed by a node without seq_lens
+  CUfunction* functions;   // one per entry of mla_kernels; NULL if not loaded yet
 } Device;
 
-// The device of this number, opened once. An error where there is no driver, no such device, or no kernels for it.
+// Opens a device once. Returns an error if there is no driver, no such device, or no kernel for it.
 OrtStatus* mla_device(const OrtApi* api, int ordinal, Device** out);
 
-// Loads every kernel that a request fits on the device.
+// Loads every kernel that fits a request on the device.
 OrtStatus* mla_load(const OrtApi* api, Device* device, const Kernel* request);
 
 typedef union {
@@ -36,11 +36,11 @@ typedef union {
   float real;
 } Argument;
 
-// Launches on a stream; the kernel is loaded now where it was not, which a stream that is being captured forbids.
+// Launches on a stream. A kernel that is not loaded yet is loaded now, which a stream that is being captured forbids.
 OrtStatus* mla_launch(const OrtApi* api, Device* device, const Kernel* kernel, CUstream stream, const int64_t grid[3],
                       const Argument* arguments);
 
-// The architecture of a device as in `sm_90`; -1 where there is none. Changes nothing.
+// Returns the number of a device's architecture, as in `sm_90`; -1 if there is no device. Changes nothing.
 int mla_device_arch(int ordinal);
 
 #endif

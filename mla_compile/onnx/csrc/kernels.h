@@ -1,4 +1,4 @@
-// The compiled kernels that a library holds, as build.py writes them into a generated table.c, and the look-up in it.
+// The compiled kernels of a library, in the table.c that build.py generates, and the look-up in this table.
 
 #ifndef MLA_KERNELS_H
 #define MLA_KERNELS_H
@@ -6,10 +6,10 @@
 #include <stdint.h>
 
 enum { ATTEND, SCAN, LIST, COMBINE };                         // what a kernel does
-enum { NO_MASK, LISTED_MASK, BOOL_MASK, FLOAT_MASK, MASKS };  // what the attention loop reads of the mask
+enum { NO_MASK, LISTED_MASK, BOOL_MASK, FLOAT_MASK, MASKS };  // what the attention loop reads from the mask
 enum { ANY = -1 };
 
-// Parameters of the kernels by name; build.py refers to them as A_<name>. Addresses first, then numbers.
+// The kernels' parameters by name; build.py refers to them as A_<name>. Addresses come first, then numbers.
 enum {
   A_query,
   A_latent,
@@ -50,24 +50,24 @@ enum {
   ARGUMENTS
 };
 
-// One kernel for one architecture. Fields that mean nothing for a role are ANY; a field of a request that is ANY
-// matches.
+// One kernel for one architecture. Fields that do not apply to a role are ANY. In a request, a field that is ANY
+// matches every value.
 typedef struct {
-  int role, arch, dtype;         // of the rows; of the mask for SCAN, of the result for COMBINE, ANY for LIST
+  int role, arch, dtype;         // dtype: of the rows; SCAN: of the mask; COMBINE: of the result; LIST: ANY
   int query;                     // ATTEND: dtype of query and result
-  int La, Lb, Lv, values;        // ATTEND, COMBINE (Lv); values: read from a tensor of their own
+  int La, Lb, Lv, values;        // ATTEND, COMBINE (Lv); values: whether values are a separate tensor
   int mask;                      // ATTEND: one of the enumeration above
-  int softcap, window;           // ATTEND, SCAN (window): compiled for it
+  int softcap, window;           // ATTEND, SCAN (window): whether it is compiled for this feature
   int causal, direct, sinks;     // ATTEND: causal, direct. SCAN: causal. COMBINE: sinks
-  int max_rows;                  // ATTEND: for up to so many query rows S*H; 0: any number
-  int block_m, block_n;          // the tile; SCAN has block_n
-  int occupancy, smem;           // blocks a multiprocessor can hold; the plan's bound on a block's shared memory
-  int depth;                     // tiles on their way while one is worked on
-  double t0_us, tile_us;         // the plan's times of a block and of a tile
-  const char* name;              // in the image
-  uint64_t offset, bytes;        // of the image, in mla_images
-  int shared, threads, spilled;  // of a launch; bytes of registers in memory, for each thread
-  int count;                     // of arguments
+  int max_rows;                  // ATTEND: the most query rows S*H; 0: any number
+  int block_m, block_n;          // the tile; SCAN has only block_n
+  int occupancy, smem;           // blocks per multiprocessor; the plan's bound on a block's shared memory
+  int depth;                     // tiles being loaded while one is computed
+  double t0_us, tile_us;         // the plan's times for a block and for a tile
+  const char* name;              // the kernel's name in the image
+  uint64_t offset, bytes;        // of the image within mla_images
+  int shared, threads, spilled;  // per launch: shared bytes, threads; per thread: spilled bytes
+  int count;                     // the number of arguments
   const uint8_t* arguments;
 } Kernel;
 
@@ -76,18 +76,18 @@ extern const int mla_kernel_count;
 extern const uint8_t mla_images[];
 extern const char mla_manifest[];
 
-// The first kernel of the table that a request fits, at or after `from`; NULL where there is none.
+// Returns the first kernel at or after `from` that fits a request; NULL if there is none.
 const Kernel* mla_find(const Kernel* request, int from);
 
-// The attention kernels' tile for `rows` query rows: the first row of the table is the tile for the fewest.
+// Returns the attention kernel whose tile is for `rows` query rows. The table lists tiles for the fewest rows first.
 const Kernel* mla_tile(const Kernel* request, int64_t rows);
 
 typedef struct {
   int arch, multiprocessors, smem;
-  double bandwidth;  // bytes/s; 0: unknown, and the architecture's usual one is taken
+  double bandwidth;  // bytes/s; 0 if unknown, which selects the architecture's usual bandwidth
 } Gpu;
 
-// The number of splits of each request's tokens that takes least, as kernels/plan.py has it.
+// Returns the fastest number of splits of each request's tokens, by the model of kernels/plan.py.
 int64_t mla_splits(const Kernel* tile, const Gpu* gpu, int64_t batch, int64_t rows, int64_t tokens);
 
 #endif

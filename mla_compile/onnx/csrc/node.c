@@ -1,4 +1,4 @@
-// Reads and checks what a node was given. Every message says what was got and what was expected.
+// Reads and checks the inputs of a node. Every message tells what was got and what was expected.
 
 #define _POSIX_C_SOURCE 200809L
 #include "node.h"
@@ -9,7 +9,7 @@
 #include <string.h>
 
 OrtStatus* mla_error(const OrtApi* api, int code, const char* format, ...) {
-  if (!api) return (OrtStatus*)(uintptr_t)1;  // nobody reads it: see mla_compile_onnx_plan
+  if (!api) return (OrtStatus*)(uintptr_t)1;  // the caller only tests for an error: see mla_compile_onnx_plan
   char text[640] = "mla_compile.DecodeAttention: ";
   const size_t used = strlen(text);
   va_list arguments;
@@ -40,7 +40,7 @@ int64_t mla_dtype_bytes(int dtype) {
   return dtype == ORT_FLOAT ? 4 : dtype == ORT_FLOAT16 || dtype == ORT_BFLOAT16 ? 2 : dtype == ORT_BOOL ? 1 : 0;
 }
 
-// An attribute that may be left out.
+// Reads an optional attribute.
 #define ATTRIBUTE(kind, name)                                                             \
   do {                                                                                    \
     OrtStatus* absent = ORT(api, KernelInfoGetAttribute_##kind)(info, #name, &out->name); \
@@ -71,7 +71,7 @@ OrtStatus* mla_read_node(const OrtApi* api, const OrtKernelInfo* info, Node* out
 
 typedef struct {
   const char* name;
-  const void* data;  // NULL: absent
+  const void* data;  // NULL if absent
   int type;
   size_t rank;
   int64_t shape[4];
@@ -89,7 +89,7 @@ static OrtStatus* describe(const OrtApi* api, const OrtValue* value, Tensor* t) 
 
 static OrtStatus* input(const OrtApi* api, const OrtKernelContext* context, size_t count, size_t index,
                         const char* name, size_t rank, int type, Tensor* t) {
-  // A tensor without elements has an address here, so that it differs from one that is absent.
+  // A tensor without elements gets this address, to distinguish it from an absent tensor.
   static const _Alignas(16) char nothing[16];
   const OrtValue* value = NULL;
   *t = (Tensor){.name = name};

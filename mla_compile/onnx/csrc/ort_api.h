@@ -1,7 +1,7 @@
-// What we use of ONNX Runtime's C interface, at version 21 (ONNX Runtime 1.21), so that no header of it is needed.
+// The part of ONNX Runtime's C interface that we use, version 21 (ONNX Runtime 1.21), so that no headers are needed.
 //
-// The interface is a table of function pointers that is only ever appended to: a slot keeps its number and its type in
-// every later version, and GetApi(21) is NULL in every earlier one. OrtCustomOp is versioned by its first field.
+// The interface is a table of function pointers that only grows at its end: a slot keeps its number and type in every
+// later version, and GetApi(21) returns NULL in every earlier version. The first field of OrtCustomOp is its version.
 
 #ifndef MLA_ORT_API_H
 #define MLA_ORT_API_H
@@ -30,7 +30,7 @@ enum {  // ONNXTensorElementDataType
 };
 
 enum { ORT_REQUIRED = 0, ORT_OPTIONAL = 1 };  // OrtCustomOpInputOutputCharacteristic
-enum { ORT_DEFAULT_MEMORY = 0 };              // OrtMemType: that of the execution provider
+enum { ORT_DEFAULT_MEMORY = 0 };              // OrtMemType: the memory of the execution provider
 
 typedef struct OrtStatus OrtStatus;
 typedef struct OrtCustomOp OrtCustomOp;
@@ -88,7 +88,7 @@ SLOT(132, void, ReleaseAllocator, (OrtAllocator * allocator))
 SLOT(193, OrtStatus*, KernelContext_GetGPUComputeStream, (const OrtKernelContext* context, void** out))
 SLOT(230, OrtStatus*, KernelInfo_GetInputCount, (const OrtKernelInfo* info, size_t* out))
 SLOT(234, OrtStatus*, KernelInfo_GetInputTypeInfo, (const OrtKernelInfo* info, size_t index, OrtTypeInfo** out))
-// The caller gives the buffer back to the allocator of the same memory.
+// The caller frees the buffer with the allocator of the same memory.
 SLOT(277, OrtStatus*, KernelContext_GetScratchBuffer,
      (const OrtKernelContext* context, const OrtMemoryInfo* memory, size_t bytes, void** out))
 SLOT(278, OrtStatus*, KernelInfoGetAllocator, (const OrtKernelInfo* info, int memory_type, OrtAllocator** out))

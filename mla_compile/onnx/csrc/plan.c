@@ -1,5 +1,5 @@
-// Which kernel, and how many splits: kernels/plan.py in C, for what a library holds. Numbers are computed in the same
-// order as there, in double, so that both choose the same.
+// Chooses the kernel and the number of splits: kernels/plan.py in C, for the kernels of a library. The order of the
+// computations is the same, in double, so that both make the same choice.
 
 #include <stddef.h>
 
@@ -90,7 +90,7 @@ int64_t mla_splits(const Kernel* k, const Gpu* gpu, int64_t batch, int64_t rows,
   double least = 0;
   for (int64_t splits = 1; splits <= most; splits++) {
     const int64_t per = ceil_div(tiles, splits);
-    if (ceil_div(tiles, per) != splits) continue;  // some would be empty: fewer do the same work
+    if (ceil_div(tiles, per) != splits) continue;  // some splits would be empty, and fewer do the same work
     const double time = microseconds(k, gpu, batch, rows, tiles, splits);
     if (splits == 1 || time < 0.995 * least) best = splits, least = time;
   }

@@ -1,7 +1,7 @@
-// The library as ONNX Runtime meets it: one domain, one operator, a kernel for each element type on CPU and on CUDA.
+// Registers the library with ONNX Runtime: one domain, one operator, a kernel per element type on CPU and on CUDA.
 //
-// A registered operator takes the place of the model's own function of that name, and there is no way back to it: so
-// every element type that a model of ours can have is here, also where only the CPU's plain kernel can serve it.
+// A registered operator replaces the model's own function of the same name, and ONNX Runtime cannot fall back to the
+// function. So every element type of our models is registered, even if only the plain CPU kernel supports it.
 
 #include <stdlib.h>
 
@@ -10,19 +10,19 @@
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct {
-  OrtCustomOp op;        // first: the callbacks get its address
-  const char* provider;  // NULL: CPU
-  int query, dtype;      // of query and result, and of the rows
+  OrtCustomOp op;        // must come first, because the callbacks get its address
+  const char* provider;  // NULL means CPU
+  int query, dtype;      // query: of query and result; dtype: of the rows
 } Operator;
 
 typedef struct {
   const OrtApi* api;
   Node node;
   int query, dtype;
-  // CUDA only.
+  // The fields below are for CUDA only.
   Device* device;
   OrtAllocator* allocator;
-  const OrtMemoryInfo* memory;  // of the allocator
+  const OrtMemoryInfo* memory;  // the allocator's memory
 } Instance;
 
 static const Operator* of(const OrtCustomOp* op) { return (const Operator*)(const void*)op; }
@@ -46,7 +46,7 @@ static int input_type(const OrtCustomOp* op, size_t index) {
     case QUERY:
       return of(op)->query;
     case MASK:
-      return ORT_ANY;  // bool or a float, which is checked with the call
+      return ORT_ANY;  // bool or a float; the call checks the type
     case SEQ_LENS:
       return ORT_INT64;
     case SINKS:
@@ -56,8 +56,8 @@ static int input_type(const OrtCustomOp* op, size_t index) {
   }
 }
 
-// The type of an input and its last axis, as far as the model says it: 0 where the input is absent, ANY where it is not
-// known.
+// Reads the dtype and the last axis of an input from the model: 0 if the input is absent, ANY if the model does not
+// tell.
 static void foresee(const OrtApi* api, const OrtKernelInfo* info, size_t index, size_t rank, int* dtype,
                     int64_t* width) {
   OrtTypeInfo* type = NULL;
@@ -77,7 +77,7 @@ static void foresee(const OrtApi* api, const OrtKernelInfo* info, size_t index, 
     if (!status && axes == rank && shape[rank - 1] > 0) *width = shape[rank - 1];
     ORT(api, ReleaseTypeInfo)(type);
   }
-  if (status) ORT(api, ReleaseStatus)(status);  // what it says of an input that is absent
+  if (status) ORT(api, ReleaseStatus)(status);  // an absent input returns a status
 }
 
 static OrtStatus* create_cuda(const OrtApi* api, const OrtKernelInfo* info, Instance* it) {
@@ -88,14 +88,14 @@ static OrtStatus* create_cuda(const OrtApi* api, const OrtKernelInfo* info, Inst
   TRY(ORT(api, AllocatorGetInfo)(it->allocator, &it->memory));
   TRY(ORT(api, MemoryInfoGetId)(it->memory, &ordinal));
   TRY(mla_device(api, ordinal, &it->device));
-  // Kernels are loaded now, where the model says the widths, and at the first call where it does not.
+  // Kernels are loaded now if the model tells the widths, otherwise at the first call.
   foresee(api, info, LATENT, 3, &dtype, &call.La);
   foresee(api, info, ROPE, 3, &dtype, &call.Lb);
   foresee(api, info, VALUES, 3, &dtype, &values);
   foresee(api, info, MASK, 4, &call.mask_dtype, &ignored);
   if (call.La <= 0) return NULL;
   call.Lv = values ? values : it->node.value_width ? it->node.value_width : call.La;
-  call.values = values ? info : NULL;  // any address: there are some
+  call.values = values ? info : NULL;  // any address marks the values as present
   call.mask = call.mask_dtype ? info : NULL;
   return mla_prepare(api, it->device, &it->node, &call);
 }
@@ -138,8 +138,8 @@ static OrtStatus* compute_cuda(void* kernel, OrtKernelContext* context) {
   if (call.B * call.S * call.H * call.Lv == 0) return NULL;
   TRY(mla_plan(api, &it->device->gpu, &it->node, &call, &plan));
   TRY(ORT(api, KernelContext_GetGPUComputeStream)(context, &stream));
-  // Memory that is taken for a stream may be given back as soon as its work is queued. Without a stream of its own ONNX
-  // Runtime queues everything on the default one, and needs no such care.
+  // Scratch that belongs to a stream may be freed as soon as the work is queued. Without a stream, ONNX Runtime queues
+  // everything on the default stream, where plain allocations are safe.
   if (plan.bytes && stream)
     TRY(ORT(api, KernelContext_GetScratchBuffer)(context, it->memory, plan.bytes, &scratch));
   else if (plan.bytes)
@@ -167,30 +167,30 @@ static OrtStatus* compute_cuda(void* kernel, OrtKernelContext* context) {
    .dtype = of_rows}
 #define BOTH(of_query, of_rows) CPU(of_query, of_rows), CUDA(of_query, of_rows)
 
-// A model in half precision keeps its absorbed queries in float32: their products overflow float16.
+// A half-precision model keeps its absorbed queries in float32, because their products overflow float16.
 static const Operator operators[] = {BOTH(ORT_FLOAT, ORT_FLOAT), BOTH(ORT_FLOAT16, ORT_FLOAT16),
                                      BOTH(ORT_BFLOAT16, ORT_BFLOAT16), BOTH(ORT_FLOAT, ORT_FLOAT16),
                                      BOTH(ORT_FLOAT, ORT_BFLOAT16)};
 
-// The entry of every library of custom operators. Success without registering on an ONNX Runtime that is older than the
-// interface we use: the model's function is run there.
+// The entry point of every library of custom operators. On an ONNX Runtime older than our interface it succeeds without
+// registering, and the model's function runs.
 EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(ORT_API);
   OrtCustomOpDomain* domain;
   if (!api) return NULL;
-  TRY(ORT(api, CreateCustomOpDomain)("mla_compile", &domain));  // lives as long as the process: sessions refer to it
+  TRY(ORT(api, CreateCustomOpDomain)("mla_compile", &domain));  // never freed, because sessions refer to it
   for (size_t i = 0; i < sizeof operators / sizeof *operators; i++)
     TRY(ORT(api, CustomOpDomain_Add)(domain, &operators[i].op));
   return ORT(api, AddCustomOpDomain)(options, domain);
 }
 
-// What the library holds, as JSON.
+// Returns the contents of the library as JSON.
 EXPORT const char* mla_compile_onnx_manifest(void) { return mla_manifest; }
 
-// The architecture of a CUDA device as in `sm_90`; -1 where there is none.
+// Returns the number of a CUDA device's architecture, as in `sm_90`; -1 if there is no device.
 EXPORT int mla_compile_onnx_device(int ordinal) { return mla_device_arch(ordinal); }
 
-typedef struct {  // the sizes of a call, and the plan for it
+typedef struct {  // the sizes of a call, and its plan
   int32_t arch, multiprocessors, smem, query, dtype, causal, has_values, has_sinks, has_lens, mask;
   double bandwidth, softcap;
   int64_t window, B, S, H, T, La, Lb, Lv, mask_b, mask_h, mask_s;
@@ -198,7 +198,7 @@ typedef struct {  // the sizes of a call, and the plan for it
   int64_t splits, lists, scratch;
 } Question;
 
-// For tests: the plan of sizes, without a device and without tensors. 0 where the library has no kernel for them.
+// For tests: plans a call from sizes alone, without device and tensors. Returns 0 if the library has no kernel for it.
 EXPORT int mla_compile_onnx_plan(Question* q) {
   static const float something;
   const Node node = {.scale = 1, .softcap = (float)q->softcap, .causal = q->causal, .window = q->window};

@@ -1,1 +1,1 @@
-"""The report as one HTML page: what it says, where its boxes and marks are, and how the file is written."""
+"""The report as one HTML page: its content, the layout of its drawings and charts, and the writing of the file."""

@@ -10,7 +10,7 @@ from mla_compile.core.quantities import scaled
 
 WIDTH, HEIGHT = 360.0, 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 16.0, 40.0
-_ROOM_BELOW = 0.15  # of a decade, for the name of the lowest line
+_ROOM_BELOW = 0.15  # in decades, for the name of the lowest line
 _BAR, _BAR_GAP, _BAR_LEFT, _BAR_RIGHT = 22.0, 12.0, 44.0, 62.0
 
 
@@ -51,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """One line in a ``style`` of the page's palette; its name is written at ``label``."""
+    """One line in a ``style`` of the page's palette; its name stands at ``label``."""
 
     name: str
     style: str
@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Tick:
-    """A place on an axis."""
+    """A position on an axis."""
 
     at: float
     text: str
@@ -87,7 +87,7 @@ class LineChart:
 
 @dataclass(frozen=True)
 class Series:
-    """A line's values at the chart's places."""
+    """A line's values at the chart's positions."""
 
     name: str
     style: str
@@ -95,7 +95,7 @@ class Series:
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, bool]], unit: str) -> BarChart:
-    """A bar for each (name, value, whether it is the model's own)."""
+    """Return a bar for each (name, value, whether it is the model's own)."""
     most = max(value for _, value, _ in rows)
     room = WIDTH - _BAR_LEFT - _BAR_RIGHT
     drawn = tuple(
@@ -116,7 +116,7 @@ def lines(
     unit: str,
     limit: tuple[float, str] | None = None,
 ) -> LineChart:
-    """A chart of series over ``places``, with marks at the ``marked`` ones."""
+    """Return a chart of series over ``places``, with marks at the ``marked`` places."""
     scale = _Scale.of(places, series)
     drawn = tuple(
         _line(one, places, marked, scale, unit, above=one is series[0] or one is not series[-1]) for one in series
@@ -132,7 +132,7 @@ def lines(
 
 
 def short(number: int) -> str:
-    """A whole number, with k for multiples of 1,024 and M for multiples of 1,048,576."""
+    """Format a whole number, with k for multiples of 1,024 and M for multiples of 1,048,576."""
     for sign, size in (("M", 1024**2), ("k", 1024)):
         if number % size == 0:
             return f"{number // size:,}{sign}"

@@ -1,4 +1,4 @@
-"""What the page says: the report and the tables of ``explain``, ready for the template."""
+"""The content of the page: the report and the tables of ``explain``, prepared for the template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mla_compile.report.wording import WORDS, headline, queries, rows_of
 from mla_compile.version import __version__
 
 PLACES = tuple(2**i for i in range(11, 20))
-"""Contexts of the cost charts, among them those of the tables."""
+"""The contexts of the cost charts, which include those of the tables."""
 QUERIES = tuple(2**i for i in range(13))
 _QUERY_CONTEXT = 32768
 _STYLES = {"expanded": "before", "as it is": "before", "absorbed": "after", "sparse": "listed"}
@@ -34,7 +34,7 @@ _FAMILIES: dict[Family, str] = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its name and all of its nodes, for those who cannot see it."""
+    """A drawing with its name and a list of all its nodes for readers who cannot see it."""
 
     name: str
     graph: Graph
@@ -43,7 +43,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Quote:
-    """A line of the user's source, and what it has to do with the verdict."""
+    """A line of the user's source, and its role in the verdict."""
 
     what: str
     place: str
@@ -67,7 +67,7 @@ class SiteView:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption; the first column names the rows, ``numbers`` are the columns of numbers."""
+    """A table with a caption; the first column names the rows, and ``numbers`` are the columns with numbers."""
 
     caption: str
     head: tuple[str, ...]
@@ -88,7 +88,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Content:
-    """The whole page."""
+    """The content of the whole page."""
 
     title: str
     facts: tuple[str, ...]
@@ -108,7 +108,7 @@ class Content:
 
 
 def content(result: Explained, title: str) -> Content:
-    """Everything the page shows of one explained model."""
+    """Return everything that the page shows about one explained model."""
     model = result.facts
     tone, verdict = _verdict(model)
     costs = result.costs
@@ -256,7 +256,7 @@ def _cost_table(costs: Sequence[TokenCost]) -> Table:
 
 
 def crossing(costs: Sequence[TokenCost], values: Callable[[TokenCost], Sequence[int]]) -> float | None:
-    """The context at which the first two forms, both linear in it, cost the same; ``None`` if there is none."""
+    """Return the context at which the first two forms, both linear in it, cost the same; ``None`` if there is none."""
     if len(costs) < 2:
         return None
     (a, b), (T, U) = [values(row) for row in costs[:2]], CONTEXTS[:2]

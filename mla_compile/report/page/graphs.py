@@ -1,4 +1,4 @@
-"""A drawing as boxes and curves with positions, which the template writes as SVG."""
+"""Lay out a drawing as boxes and curves, which the template writes as SVG."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mla_compile.report.page.layout import place
 
 _HEIGHT = 40.0
 _MARGIN = 6.0
-_NAME_WIDTH, _SHAPE_WIDTH = 6.9, 6.3  # of a character, slightly more than in the page's fonts
+_NAME_WIDTH, _SHAPE_WIDTH = 6.9, 6.3  # per character, slightly wider than the page's fonts
 _LONGEST = 30
 TIMES = " \N{MULTIPLICATION SIGN} "
 
 
 @dataclass(frozen=True)
 class Box:
-    """One node with its corner, its size, and its text as shown."""
+    """One node with its corner, its size, and the text that is shown."""
 
     node: DrawnNode
     x: float
@@ -29,12 +29,12 @@ class Box:
 
     @property
     def lowered(self) -> float:
-        """How far below its usual place the text is: a drum has a lid."""
+        """How far the text is shifted down, because the drum of a cache has a lid."""
         return 3.0 if self.node.role == "cache" else 0.0
 
     @property
     def outline(self) -> str:
-        """The path of its border. Each role has a shape of its own, so that it can be told without colour."""
+        """The path of the border. Each role has its own shape, so that roles can be told apart without colour."""
         x, y, w, h = self.x, self.y, self.width, self.height
         if self.node.role == "weight":  # a parallelogram
             return f"M{x + 10:g},{y:g}h{w - 10:g}l-10,{h:g}h{10 - w:g}z"
@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Graph:
-    """A drawing, laid out; curves are SVG paths."""
+    """A drawing that is laid out; curves are SVG paths."""
 
     boxes: tuple[Box, ...]
     curves: tuple[str, ...]
@@ -62,7 +62,7 @@ class Graph:
 
 
 def laid_out(drawing: Drawing) -> Graph:
-    """Lays a drawing out, with sources at the top."""
+    """Lay out a drawing with its sources at the top."""
     labels = [_cut(node.label) for node in drawing.nodes]
     shapes = [_shape(node) for node in drawing.nodes]
     widths = [
@@ -79,7 +79,7 @@ def laid_out(drawing: Drawing) -> Graph:
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:
-    """From box to box downwards, straight past the layers that it only crosses."""
+    """Draw a curve downwards from box to box that runs straight through layers that it only crosses."""
     half = _HEIGHT / 2
     (x, y), rest = points[0], points[1:]
     path = f"M{x:.1f},{y + half:.1f}"
@@ -103,7 +103,7 @@ def _cut(text: str) -> str:
 
 
 def _in_words(drawing: Drawing) -> str:
-    """How many nodes there are of each kind, and the attention operator; the table below the picture has them all."""
+    """Count the nodes of each kind and name the attention operator; the table below the picture lists all nodes."""
     names = {"op": "operators", "weight": "weights", "cache": "caches", "latent": "latent rows", "input": "inputs"}
     counts = [f"{sum(n.role == role for n in drawing.nodes)} {name}" for role, name in names.items()]
     attention = ", ".join(dict.fromkeys(n.label for n in drawing.nodes if n.role == "attention"))

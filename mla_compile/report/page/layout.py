@@ -1,7 +1,7 @@
-"""Where the boxes of a small graph go: layers by distance from the end, few crossings, short straight edges.
+"""Place the boxes of a small graph: layers by distance from the end, few crossings, short straight edges.
 
-The method of Sugiyama, Tagawa and Toda (1981): layers, then orders within layers, then positions. Edges that span
-several layers pass through points of their own. The same graph always gets the same picture.
+The method is that of Sugiyama, Tagawa and Toda (1981): first layers, then the order within each layer, then positions.
+An edge that spans several layers passes through a point in each of them. The same graph always gets the same picture.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import pairwise
 
 GAP_X, GAP_Y = 16.0, 30.0
 _SWEEPS = 12
-_POINT = 8.0  # width kept free for an edge that passes a layer
+_POINT = 8.0  # the width kept free for an edge that crosses a layer
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Centres of the boxes, the points that each edge passes through, and the size of the whole."""
+    """The centres of the boxes, the points that each edge passes through, and the total size."""
 
     boxes: tuple[tuple[float, float], ...]
     edges: tuple[tuple[tuple[float, float], ...], ...]
@@ -27,7 +27,7 @@ class Placed:
 
 
 def place(widths: Sequence[float], edges: Sequence[tuple[int, int]], box_height: float) -> Placed:
-    """Lays out boxes of these widths; edges go down from source to reader, and form no cycle."""
+    """Lay out boxes of these widths; edges go down from source to reader and form no cycle."""
     if not widths:
         return Placed((), (), 0.0, 0.0)
     layer = _layers(len(widths), edges)
@@ -56,7 +56,7 @@ def place(widths: Sequence[float], edges: Sequence[tuple[int, int]], box_height:
 
 
 def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The layer of each box: as close to its readers as possible."""
+    """Return the layer of each box, as close to its readers as possible."""
     readers: list[list[int]] = [[] for _ in range(count)]
     for source, reader in edges:
         readers[source].append(reader)
@@ -72,7 +72,7 @@ def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _ordered(layer: Sequence[int], links: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Boxes and points of every layer from left to right: barycentres, downwards and upwards; the best order seen."""
+    """Order the boxes and points of every layer by barycentres, downwards and upwards; keep the best order."""
     above, below = _neighbours(len(layer), links)
     rows: list[list[int]] = [[] for _ in range(max(layer) + 1)]
     for i in _depth_first(above, [i for i in range(len(layer)) if not below[i]]):
@@ -125,7 +125,7 @@ def _crossings(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]]) 
 
 
 def _positions(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], sizes: Sequence[float]) -> list[float]:
-    """Centres, each as close to the mean of its neighbours as the order and the widths allow."""
+    """Return centres, each as close to the mean of its neighbours as the order and the widths allow."""
     above, below = _neighbours(len(sizes), links)
     x = [0.0] * len(sizes)
     for row in rows:
@@ -145,11 +145,11 @@ def _positions(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], 
 
 
 def _apart(wanted: Sequence[float], widths: Sequence[float]) -> list[float]:
-    """The centres closest to the wanted ones (least squares) that keep order and gaps: pool adjacent violators."""
+    """Return the centres closest to ``wanted`` (least squares) that keep order and gaps: pool adjacent violators."""
     offsets = [0.0]
     for left, right in pairwise(widths):
         offsets.append(offsets[-1] + (left + right) / 2 + GAP_X)
-    blocks: list[tuple[float, int]] = []  # mean of the wanted centres, members
+    blocks: list[tuple[float, int]] = []  # (mean of the wanted centres, number of members)
     for want, offset in zip(wanted, offsets, strict=False):
         mean, size = want - offset, 1
         while blocks and blocks[-1][0] > mean:

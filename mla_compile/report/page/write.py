@@ -1,4 +1,4 @@
-"""The page as a file: it loads nothing from elsewhere, runs no script, and is the same for equal reports."""
+"""Write the page as a file that loads nothing, runs no script, and is the same for equal reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_report(
     title: str = "",
     dtype: str = "bf16",
 ) -> None:
-    """The page of a report by itself; see :meth:`mla_compile.Report.to_html`."""
+    """Write the page of a report alone; see :meth:`mla_compile.Report.to_html`."""
     target = checked(path)
     _write(render_report(sites, messages, title=title, dtype=dtype), target)
 
@@ -31,7 +31,7 @@ def write_report(
 def render_report(
     sites: tuple[SiteReport, ...], messages: tuple[str, ...], *, title: str = "", dtype: str = "bf16"
 ) -> str:
-    """The page of a report as text."""
+    """Return the page of a report as text."""
     if dtype not in BYTES:
         raise OptionError(f"dtype is {dtype!r}, expected one of {', '.join(BYTES)}{nearest(str(dtype), BYTES)}")
     facts = facts_of(sites, messages, "this model")
@@ -39,12 +39,12 @@ def render_report(
 
 
 def write_page(result: Explained, path: Path, title: str = "") -> None:
-    """Writes the page of an explained model; what was at ``path`` stays until the new page is complete."""
+    """Write the page of an explained model; an existing file stays until the new page is complete."""
     _write(render(result, title), path)
 
 
 def _write(page: str, path: Path) -> None:
-    data = page.encode("utf-8", "replace")  # a lone surrogate has no place in a page
+    data = page.encode("utf-8", "replace")  # a lone surrogate cannot be encoded
     try:
         handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
         try:
@@ -52,7 +52,7 @@ def _write(page: str, path: Path) -> None:
                 file.write(data)
             os.chmod(draft, _mode(path))
             os.replace(draft, path)
-        except BaseException:  # raised again: not even an interrupt leaves a draft behind
+        except BaseException:  # raised again; an interrupt must not leave a draft behind either
             os.unlink(draft)
             raise
     except OSError as error:
@@ -60,12 +60,12 @@ def _write(page: str, path: Path) -> None:
 
 
 def render(result: Explained, title: str = "") -> str:
-    """The page as text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # on use: only pages need it
+    """Return the page as text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # imported on use, because only pages need it
 
     environment = Environment(
         loader=PackageLoader("mla_compile", "report/page/templates"),
-        autoescape=True,  # names of models and lines of source may be any text
+        autoescape=True,  # names of models and source lines may contain any text
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -75,8 +75,8 @@ def render(result: Explained, title: str = "") -> str:
 
 
 def checked(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file can be written there, asked before anything takes time. Raises :class:`InputError`."""
-    target = Path(path).resolve()  # a link stays and leads to the new file
+    """Return the path if a file can be written there; called before slow work. Raises :class:`InputError`."""
+    target = Path(path).resolve()  # a symbolic link stays and points to the new file
     if target.is_dir():
         raise InputError(f"{target} is a directory, expected the name of a file")
     if not target.parent.is_dir():
@@ -91,7 +91,7 @@ def checked(path: str | os.PathLike[str]) -> Path:
 
 
 def _mode(path: Path) -> int:
-    """The permissions of the file that is replaced, or those of a new file."""
+    """Return the permissions of the replaced file, or those of a new file."""
     if path.exists():
         return path.stat().st_mode & 0o777
     return 0o666 & ~umask()
