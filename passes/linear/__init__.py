@@ -1,1 +1,1 @@
-"""Which tensors are fixed linear images of which rows: records, transfer rules, the analysis."""
+"""Linear maps: which tensors are fixed linear images of which rows. Records, transfer rules and the analysis."""
