@@ -1,4 +1,4 @@
-"""Finds attention operators of libraries, and puts a plain attention beside each that can be told as one."""
+"""Finds library attention operators and adds a plain attention as a stand-in for each that can be expressed as one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mla_compile.passes.ir.stand_in import CORE, REFUSED, STANDS_FOR, WAITS, sta
 
 
 def has_fused(graph: fx.Graph) -> bool:
-    """Whether ``graph`` has an attention operator of a library that is known."""
+    """Whether ``graph`` has a known attention operator of a library."""
     return any(_known(node) is not None for node in graph.nodes)
 
 
 def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Puts a stand-in beside the result of every known operator; returns how many.
+    """Add a stand-in for the result of every known operator; return how many.
 
-    What cannot be told as a plain attention is left with the reason in its metadata (``REFUSED``).
+    An operator that is not a plain attention keeps its place, with the reason in its metadata (``REFUSED``).
     """
     found = 0
     for call in list(graph.nodes):
@@ -60,7 +60,7 @@ def _known(node: fx.Node) -> Fused | None:
 
 
 def _is_triangular(node: fx.Node) -> bool:
-    """Whether torch's own attention sees a triangle of the scores that is no diagonal to the last key."""
+    """Whether torch's own attention is causal with unequal numbers of queries and keys."""
     if packet(node) is not torch.ops.aten.scaled_dot_product_attention:
         return False
     plain = argument(node, 3, "attn_mask") is None and argument(node, 4, "dropout_p", 0.0) == 0.0
@@ -76,7 +76,7 @@ def _seen_from_the_first(plain: Plain) -> str:
 
 
 class _UntoldError(Exception):
-    """A call is no plain attention, for the reason in words."""
+    """A call is not a plain attention; the message says why."""
 
     def __init__(self, why: str, code: str = "unsupported_op") -> None:
         super().__init__(why)
@@ -91,7 +91,7 @@ def _only_result(call: fx.Node) -> fx.Node:
         raise _UntoldError("its results are used as a whole")
     others = sorted({args_of(n)[1] for n in read} - {0})
     if others:
-        # Behind the results are the arguments that it may have written into, as they are afterwards.
+        # The results are followed by the arguments that the operator may write into, as they are afterwards.
         own = len(_schema(call).returns)
         of = {1: "the logarithm of the sums, beside the output,", own: "an argument that it may write into"}
         raise _UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")
@@ -101,7 +101,7 @@ def _only_result(call: fx.Node) -> fx.Node:
 
 
 def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict[str, Any]:
-    """The arguments that decide over the result, by the words of the library."""
+    """Return the arguments that affect the result, by the words of the library table."""
     found: dict[str, Any] = {}
     for name, given, default in _arguments(call, fake_mode):
         word = known.words.get(name)
@@ -117,7 +117,7 @@ def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict
 
 
 def _arguments(call: fx.Node, fake_mode: FakeTensorMode | None) -> list[tuple[str, Any, object]]:
-    """Name, value and default of each argument. One that the operator says it writes into is what it was before."""
+    """Return name, value and default of each argument; an argument that the operator may mutate has its old value."""
     try:
         functional = not isinstance(call.target, torch._ops.OpOverload)
         told = functionalized(call, fake_mode) if functional else named_arguments(call)
@@ -133,7 +133,7 @@ def _schema(call: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class _Sight:
-    """Which keys around the diagonal a query sees; None: all on that side."""
+    """The keys before and after the diagonal that a query sees; None: all on that side."""
 
     left: int | None
     right: int | None
@@ -191,7 +191,7 @@ def _check_shapes(q: fx.Node, k: fx.Node, v: fx.Node, known: Fused) -> None:
         raise _UntoldError("queries, keys and values in dtypes that have scales of their own")
     rank = min(ranks)
     if rank < 4 and not known.heads_first:
-        return  # packed, where the heads are looked at below, or without heads
+        return  # packed, where the heads are checked below, or without heads
     heads = [shape(x)[1 if known.heads_first else -2] for x in (q, k, v)]
     if not same(heads[0], heads[1]) and not all(isinstance(h, int) for h in heads):
         raise _UntoldError("numbers of heads that are no constants")
@@ -219,7 +219,7 @@ def _sight(told: dict[str, Any]) -> _Sight:
 
 
 def _as_many(q: fx.Node, k: fx.Node, known: Fused, starts_q: object, starts_k: object) -> bool:
-    """Whether there are as many queries as keys, of each sequence where they are packed."""
+    """Whether there are as many queries as keys, in each sequence if they are packed."""
     if starts_q is not None:
         return starts_q is starts_k
     dim = -2 if known.heads_first else 1
