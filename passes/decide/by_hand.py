@@ -1,8 +1,8 @@
 """Attentions whose heads share one row per token, which is key and value at once.
 
-Code that is absorbed by hand projects queries into the latent space itself (``q' = [q_n W_k | q_r]``), reads ``[c |
-r]`` as keys and ``c`` as values, and applies ``W_v`` to the output. No weight lies between rows and attention, so there
-is no plan. For its user this is Multi-head Latent Attention all the same, with nothing left to do.
+Code that is absorbed by hand projects queries into the latent space itself (``q' = [q_n W_k | q_r]``), reads
+``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to the output. No weight lies between rows and attention,
+so there is no plan. For its user this is Multi-head Latent Attention all the same, with nothing left to do.
 
 Other models are built in that form (DeepSeek-V4, whose queries are normed and rotated for each head). The path of their
 queries does not show a ``W_k``, and need not: the attention is the same.
@@ -97,7 +97,7 @@ def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:
 
 
 def _unmasked(site: AttentionSite) -> list[Atom]:
-    """Return the only axis of fixed length that just the queries, of rank four, have and no mask varies along."""
+    """Return the only query axis of fixed length that no mask has, for queries with more than three axes."""
     masked = {a for mask in site.masks for a in flatten(mask.operand.axes)}
     several = all(len(p.q.axes) > 3 for p in site.products)
     found = [a for a in site.queries if several and isinstance(a.size, int) and a not in masked]

@@ -63,7 +63,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
             found = None if source is None else explained(source, search)
             # If all heads share K and V, as in MQA, nothing can depend on the head.
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
-                # If a cache cannot be kept as rows, its attention is the reason.
+                # If the attention cannot be rewritten anyway, its problem is the reason, and not the cache.
                 return site.problem if found.code == "expanded_cache" and site.problem is not None else found
     if too_wide is not None:
         return too_wide

@@ -3,10 +3,10 @@
 The forms (one layer, one call with S queries per sequence against T cached tokens, batch B):
 
 * ``expanded``: K and V of every cached token are computed from the latent, then plain attention follows. This is the
-trained form.
+  trained form.
 * ``chained``: absorbed. q' = (c' W_qc) W_kc^T, attention over the latent rows, then W_v, then W_o.
 * ``sparse``: chained, where each query attends only to J chosen keys (DeepSeek-V3.2, arXiv 2512.02556). The cost of
-choosing them is the same in every form and left out.
+  choosing them is the same in every form and left out.
 * ``folded_query``, ``folded_output``, ``folded`` (both): absorbed with W_qc W_kc^T, W_v W_o multiplied ahead of time.
 
 Each form is a sequence of stages, and each stage counts multiply-adds, weight values and activation values. Everything

@@ -59,7 +59,7 @@ def judge(
 
 
 def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:
-    """Drop the code's advice to add a rule if the operator has one, which fails here."""
+    """Drop the code's advice to use other operators if this operator has a rule, which fails here."""
     if verdict.code is Code.UNSUPPORTED_OP and verdict.fix is None and verdict.blame is not None:
         return replace(verdict, fix="" if maps.follows(verdict.blame) else None)
     return verdict
@@ -97,7 +97,7 @@ class _Judge:
         if site.problem is not None:
             problem = site.problem
             return Verdict(site, Code(problem.code), problem.detail, problem.node, fix=problem.fix)
-        # Rows that are cached in any case leave only the work to compare.
+        # For rows that are cached in any case, only the work is left to compare.
         if not saves_cache(plan.dims) and not are_cached(plan.latent.node):
             rows, whole = plan.dims.latent_values, plan.dims.expanded_values
             reason = f"the latent rows hold {rows} values, K and V {whole}"

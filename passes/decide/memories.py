@@ -146,7 +146,7 @@ def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> li
         parts = [part for part in how.parts if not same(shape(part)[dim], 0)]
         return list(parts) if same_sizes([shape(part)[dim] for part in parts], sizes) else None
     x = _before_zeros(node, dim)
-    hides = term.kind == "keep"  # A pad adds 0 or False, which hides nothing, unless the mask keeps only True
+    hides = term.kind == "keep"  # a pad adds 0 or False, which hides nothing, unless the mask keeps only True
     return None if x is None or hides or len(sizes) != 2 or not same(shape(x)[dim], sizes[0]) else [x, None]
 
 

@@ -4,7 +4,7 @@ The proof obligations, checked here one by one on the refined maps:
 
 * every key-token atom is a token of every source (else tokens are mixed);
 * no weight or bias depends on a token atom (else it depends on the position); it may depend on a batch atom, such as a
-group of heads with its own rows;
+  group of heads with its own rows;
 * no column of the rows stands for several columns of K or V, unless a weight sums those into the query;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
 * the keys come from at most two row tensors, the values from one; the joined sources of a sum count as one.

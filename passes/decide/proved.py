@@ -1,9 +1,9 @@
 """Whether the statement of a code was shown for an attention, and the reason that replaces it otherwise.
 
-A walk ends at an operator because no rule covers it, which does not yet say what the operator does. The axis that holds
-the key tokens does: it is followed from K and V back to the operator. A factor is position-dependent if it has that
-axis and is made from positions; tokens are mixed if other positions along that axis are read. An operator for which
-neither is shown is reported as having no rule.
+A walk ends at an operator because no rule covers it. That does not yet say what the operator does. To find out, the
+axis of the key tokens is followed from K and V back to the operator. A factor is position-dependent if it has that axis
+and is made from positions. Tokens are mixed if other positions along that axis are read. An operator for which neither
+is shown is reported as having no rule.
 """
 
 from __future__ import annotations

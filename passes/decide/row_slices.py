@@ -1,9 +1,9 @@
 """Slices of K or V along the tokens as images of the same slices of their rows.
 
-In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with ``c[:,
-:n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no graph
-contains it until an attention that reads it is absorbed. Static caches are read like this: expanded from rows of full
-length, then cut to the length in use. Zero tokens before or behind K and V work alike, ``pad(c W) = pad(c) W``.
+In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
+``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no
+graph contains it until an attention that reads it is absorbed. Static caches are read like this: expanded from rows of
+full length, then cut to the length in use. Zero tokens before or behind K and V work alike, ``pad(c W) = pad(c) W``.
 """
 
 from __future__ import annotations

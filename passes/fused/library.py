@@ -5,12 +5,12 @@ diagonal is aligned if there are more keys than queries. Argument names mean the
 release with more arguments is therefore read too, as long as the new arguments have their defaults.
 
 * FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), also as built for vLLM and for the ``kernels`` package of
-Hugging Face, whose namespaces end in the hash of a build: docstrings of ``flash_attn_func`` and
-``flash_attn_with_kvcache``.
+  Hugging Face, whose namespaces end in the hash of a build: docstrings of ``flash_attn_func`` and
+  ``flash_attn_with_kvcache``.
 * xformers: docstring of ``memory_efficient_attention``. It checks that no diagonal from the first key reaches
-FlashAttention, not even torch's.
+  FlashAttention, not even torch's.
 * torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere the alignment of ``is_causal`` is not documented,
-so it is only read if there are as many queries as keys.
+  so it is only read if there are as many queries as keys.
 """
 
 from __future__ import annotations

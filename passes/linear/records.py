@@ -6,9 +6,10 @@ A tensor X is described by
 
 where ``z`` is a node (the source), and ``W`` and ``b`` are expressions of weights only. Every axis of X, z, W and b is
 a product of :class:`~mla_compile.passes.ir.axes.Atom`. An atom of X is a *token* of z if it is also in z's axes, a
-*feature* if it is in W's or b's, and *broadcast* if it is in neither. So the map is one einsum over atoms, and ``W =
-None`` means the identity. X may also consist of segments along one axis, each with its own source (keys = [latent part
-| rotary part]), and each segment may be a sum of maps of several sources (keys = W c + a row that all heads share).
+*feature* if it is in W's or b's, and *broadcast* if it is in neither. So the map is one einsum over atoms, and
+``W = None`` means the identity. X may also consist of segments along one axis, each with its own source (keys = [latent
+part | rotary part]), and each segment may be a sum of maps of several sources (keys = W c + a row that all heads
+share).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transfer rules for sums: of a map and a weight, of maps of one source, and of maps of several sources.
 
-Maps of one source become one map, whose weight is the sum (LoRA). Maps of several sources are kept side by side: ``W_a
-a + W_b b`` is the image of the joined rows ``[a | b]`` by ``[W_a ; W_b]``, and so is ``W c + r`` with a row ``r`` that
-all heads share.
+Maps of one source become one map, whose weight is the sum (LoRA). Maps of several sources are kept side by side:
+``W_a a + W_b b`` is the image of the joined rows ``[a | b]`` by ``[W_a ; W_b]``, and so is ``W c + r`` with a row ``r``
+that all heads share.
 """
 
 from __future__ import annotations
