@@ -157,8 +157,8 @@ def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
     if not all(is_tensor(given[k]) for k in dims):
         raise OpaqueError
     rank = max(len(shape(given[k])) for k in dims)
-    # The axes of the indices replace the first indexed dimension. If other axes lie between the indices, they come
-    # first.
+    # The axes of the indices replace the first indexed dimension. If another axis lies between the indices, the index
+    # axes come first.
     first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     own, rest = place[first : first + rank], iter([*place[:first], *place[first + rank :]])
     return x, [next(rest) if i is None else _found(i, broadcast(shape(i), own)) for i in given]
@@ -254,7 +254,7 @@ _COMPARED: dict[object, Callable[[float, float], bool]] = {
 
 
 def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
-    """Return the tensor that ``node`` compares with a number or casts, and what it computes of each element.
+    """Return the tensor that ``node`` compares with a number or casts, and the function of each element.
 
     The function raises :class:`OpaqueError` for an element whose result is not known.
     """

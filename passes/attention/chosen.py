@@ -167,7 +167,7 @@ _REDUCTIONS = (aten.any, aten.sum, aten.amax)
 
 
 def _matched(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
-    """Read whether an entry of the list equals the key, or how many do, by ``eq`` or ``one_hot``."""
+    """Read a reduction over the list of ``eq(entry, key)`` or ``one_hot(entry)``: any, sum or maximum."""
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     x = argument(node, 0, "self")

@@ -200,8 +200,8 @@ def _close(
     out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
     shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
     rows = [a for a in flatten(scores.axes) if a not in keys]
-    # Atoms that only the queries have are query tokens. Of several such atoms the innermost is; the others are heads
-    # (MQA).
+    # Atoms that only the queries have are query tokens. Of several such atoms, only the innermost counts
+    # queries; the others are heads (MQA).
     own = [a for a in rows if a not in shared]
     queries = tuple(own[-1:])
     lead = tuple(a for a in rows if a not in queries)

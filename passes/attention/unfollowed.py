@@ -156,7 +156,7 @@ def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
-    """Whether a tensor has a query axis and a key axis; a product of which an operand is attention weights has not."""
+    """Whether a tensor has a query axis and a key axis, as scores have; a value product has not."""
     scores = tracer.trace(node)
     if scores is None:
         return False

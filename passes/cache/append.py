@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
     """Return the strides of a tensor whose memory runs along ``dim`` first; dense strides if that is the same."""
-    # Strides of axes of length 1 mean nothing, but guards compare them: they are those of the result of `cat`.
+    # Strides of axes of length 1 mean nothing, but guards compare them, so they equal those of `cat`'s result.
     ahead = [] if all(isinstance(n, int) and n == 1 for n in sizes[:dim]) else [dim]
     order = [*ahead, *(d for d in range(len(sizes)) if d not in ahead)]
     strides = {d: math.prod(sizes[later] for later in order[place + 1 :]) for place, d in enumerate(order)}

@@ -42,7 +42,7 @@ def _up(n: int, to: int) -> int:
 
 
 def pack(rows: X, width: int, call: Call[X]) -> X:
-    """Pack rows [..., width] into bytes [..., packed_width(width)]; ``call`` runs an operator or adds it."""
+    """Pack rows [..., width] into bytes [..., packed_width(width)]; ``call`` runs or emits an operator."""
     x = call(aten._to_copy.default, rows, dtype=torch.float32)
     largest = call(aten.amax.default, call(aten.abs.default, x), [-1], keepdim=True)
     # The scale of a row of zeros must not be 0, or its values would be NaN.

@@ -125,7 +125,7 @@ def _most(top: fx.Node, T: Size) -> int | None:
 
 
 def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]) -> fx.Node | None:
-    """Collect the attentions' inputs that are this list; return another reader of the list, if there is one."""
+    """Collect the nodes through which attentions read this list; return another reader, if there is one."""
     for reader in node.users:
         if packet(reader) is torch.ops.mla_compile.decode_attention:
             if argument(reader, INDICES, "indices") is not node:

@@ -97,7 +97,7 @@ class _Rewriter:
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
         self._make_once()
         remove_dead_code(self.graph)
-        # Only without dead code do the remaining readers of an input show.
+        # Dead code goes first, so that only real readers of an input remain.
         by_name = {n.name: n for op in ("placeholder", "get_attr") for n in self.graph.find_nodes(op=op)}
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
             self._let_go(node, by_name)

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 def share_rows(program: Program) -> str | None:
     """Rewrite a program to this rank's share of the rows in ``program.shared``; return None, or why it needs all rows.
 
-    With a reason, the rows stay whole. The rewritten caches are listed in ``program.appends``.
+    If there is a reason, the rows stay whole. The rewritten caches are listed in ``program.appends``.
     """
     sharing, graph = program.sharing, program.gm.graph
     assert sharing is not None

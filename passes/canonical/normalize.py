@@ -117,7 +117,10 @@ _NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: None}
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is no input and no view of one: a tensor like a buffer may be written back to clear it."""
+    """Whether ``node`` is neither an input nor a view of one.
+
+    A tensor like a buffer may be written back to clear the buffer.
+    """
     while node.op == "call_function" and (how := decode(node)) is not None:
         if isinstance(how, (Write, WriteOne, WriteRows)):
             node = how.base
@@ -151,7 +154,7 @@ def _is_write_of_all(node: fx.Node) -> bool:
 
 
 def _is_write_over_all(node: fx.Node) -> bool:
-    """Whether a whole tensor is overwritten by an earlier write of the same size: ``k[:B]`` where B is its size."""
+    """Whether ``node`` overwrites all of a tensor with an earlier write: ``k[:B]`` where B is its size."""
     how = decode(node)
     if not isinstance(how, Write) or not isinstance(decode(how.x), (Write, WriteRows)):
         return False

@@ -313,4 +313,4 @@ _RULES: dict[object, Callable[[fx.Node], Spelling | None]] = {
     **dict.fromkeys((aten.concat, aten.concatenate), _cat),
     **dict.fromkeys(_STACKS, _stack_along),
 }
-"""The rule that rewrites an operator; its result is None if the node stays as it is."""
+"""Rules by operator; a rule returns None if the node stays as it is."""

@@ -54,8 +54,8 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         if _by_weights_alone(plan):
             return plan
     illegal = [k for k, plan in enumerate(at_cuts[1:]) if not _shared(plan)]
-    # The rows are tried as sources too: the weights of two projections may be one map from the input of the first, with
-    # no map from the rows.
+    # The search also starts from the rows: two projections may form one map from the input of the first, although no
+    # map leads to the rows.
     for one in (maps, at_rows):
         search = Search(one, own, rows, Proofs(site, one))
         of_sides = [[one.map(n) for n in nodes] for nodes in operands]
@@ -91,7 +91,7 @@ def _shared(plan: AbsorbPlan | Stop) -> bool:
 
 
 def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
-    """Whether weights or views mix tokens, or treat them differently, which ends no walk."""
+    """Whether weights or views mix tokens or treat them differently, although no walk ends there."""
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
 
 

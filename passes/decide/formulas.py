@@ -109,7 +109,10 @@ def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
 
 @cache
 def part_gain() -> sympy.Expr:
-    """Return the multiply-adds that absorbing such a part saves per sequence; two with K = H make up MLA."""
+    """Return the multiply-adds that absorbing such a part saves per sequence.
+
+    With K = H, the savings of two parts (keys and values) add up to those of MLA.
+    """
     expanded, absorbed = (sympy.Add(*(s.multiply_adds for s in part_stages(absorbed=a))) for a in (False, True))
     return sympy.collect(sympy.expand((expanded - absorbed) / B), (S, T))
 

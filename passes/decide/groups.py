@@ -48,7 +48,7 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
             stops = [at.reasons[end] for end in ends]
             found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
-            # A sum with such a product, or a part of it, ended too.
+            # A sum with such a product, or a part of it, ends the walk too.
             further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in (aten.add, aten.sub))
             return [n for stopped in further for n in at.operands(stopped)]
 

@@ -119,8 +119,8 @@ class _Judge:
         if not found.pays:
             why = _PROMPT if found.choice.absorbed else found.choice.reason
             note = f"the {sides} alone could be absorbed; {why}"
-            # Even a part that a latent makes is MLA, whatever the obstacle for the rest, and it stays because of its
-            # cost.
+            # If a latent makes a part, the attention is MLA, whatever the obstacle for the rest. It stays because of
+            # its cost.
             if refused.code in SYMPTOMS:
                 return replace(refused, code=Code.COST_PREFILL, reason=note, blame=None)
             return replace(refused, notes=(note,))

@@ -66,7 +66,7 @@ def _may_sink(one: AbsorbPlan) -> bool:
 
 
 def _adds_numbers(mask: MaskTerm) -> bool:
-    """Whether ``mask`` may add other numbers than 0 and minus infinity."""
+    """Whether ``mask`` may add numbers other than 0 and minus infinity."""
     try:
         _, fill = Masks(any_numbers=False).term(mask)
     except OpaqueError:

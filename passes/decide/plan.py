@@ -1,4 +1,4 @@
-"""From an attention whose keys and values are linear images of narrow rows to the plan of its absorbed form.
+"""Plan the absorbed form of an attention whose keys and values are linear images of narrow rows.
 
 The proof obligations, checked here one by one on the refined maps:
 
@@ -166,8 +166,8 @@ def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis,
             heads.append(atom)
         else:
             return Stop(site.node, "per_head_rope", "some of the rows differ from head to head, the latent does not")
-    # These are score positions of which some are selected behind the softmax: like heads, their keys have to come from
-    # the same rows.
+    # Some positions along these axes of the scores are selected behind the softmax. Their keys have to come from the
+    # same rows, as those of heads do.
     for atom in (a for p in site.products for a in selected(site, p)):
         if any(t.kind(atom) == "token" for t in terms):
             return Stop(site.node, "head_dependent_latent", "keys that are selected together have rows of their own")
@@ -186,7 +186,7 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None
                 return Stop(node, "token_mixing", "a key row is not the image of one row of the source")
         known = {*t.piece.source_atoms, *(t.piece.weight.atoms if t.piece.weight else ())}
         # Repeated columns of K add up in q . K. Repeated columns of V would each have to be written to the output.
-        summed = t.product is not None and t.piece.weight is not None  # into the query, repeated columns too
+        summed = t.product is not None and t.piece.weight is not None  # the weight sums repeated columns into the query
         if t.piece.source is not None and not summed and not known.issuperset(t.features):
             return Stop(node, "unsupported_op", "one column of the rows stands for several")
         # A weight that differs from token to token cannot be moved past the sum over tokens.
@@ -265,7 +265,7 @@ def _columns(site: AttentionSite, terms: Sequence[Term]) -> int:
 
 
 def _copies(site: AttentionSite, product: int | None) -> int:
-    """Return how many scores per query, key and head ``product`` makes, of which some are selected."""
+    """Return how many scores ``product`` makes per query, key and head; some of them are selected later."""
     return 1 if product is None else fixed_size(selected(site, site.products[product]))
 
 

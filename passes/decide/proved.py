@@ -1,4 +1,4 @@
-"""Whether the statement of a code was shown for an attention, and the reason that replaces it otherwise.
+"""Whether the code of a refusal is proved for an attention, and the reason that replaces it otherwise.
 
 A walk ends at an operator because no rule covers it. That does not yet say what the operator does. To find out, the
 axis of the key tokens is followed from K and V back to the operator. A factor is position-dependent if it has that axis
@@ -52,7 +52,7 @@ class Proofs:
     maps: Maps
 
     def shown(self, stop: Stop) -> Stop:
-        """Return ``stop`` if its code was shown; else the code that was shown, or the operator by its name."""
+        """Return ``stop`` if its code is proved; else a reason that is, or one that names the operator."""
         node = stop.node
         if stop.code not in _STATED or not is_tensor(node) or node.op != "call_function":
             return stop

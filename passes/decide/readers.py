@@ -142,13 +142,13 @@ def of_few_rows(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
     taken = taken_of(node)
     if taken is None or taken.padded is not None:
         return None
-    # The slices known for K and V are left out, so that the pass that makes it alone later finds the same.
+    # The slices known for K and V are left out, so that the pass that makes `node` alone finds the same map.
     maps = with_slices_of([[node]], maps.with_virtual(VirtualSources()).with_sources([source]))
     pieces = maps.map(node).pieces
     if len(pieces) != 1 or pieces[0].source is None or not is_virtual(pieces[0].source) or not pieces[0].projected:
         return None
     rows = pieces[0].source
-    # A slice whose length may grow with the context has as many rows.
+    # A slice whose length may grow with the context may take many rows.
     fixed = all(isinstance(s, int) or any(same(s, t) for t in shape(source)[:1]) for s in shape(rows))
     few = 2 * bytes_hint(rows) <= bytes_hint(source)
     return pieces[0] if args_of(rows)[0] is source and fixed and few and _can_be_made_alone(node, pieces[0]) else None

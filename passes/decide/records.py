@@ -191,7 +191,7 @@ def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
 
 
 def selected(site: AttentionSite, product: Product) -> Axis:
-    """Return the axes of the scores of ``product`` along which some are selected behind a softmax."""
+    """Return the axes of the scores of ``product`` along which positions are selected behind a softmax."""
     return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 

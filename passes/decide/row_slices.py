@@ -1,4 +1,4 @@
-"""Slices of K or V along the tokens as images of the same slices of their rows.
+"""Slices of K or V along the tokens are images of the same slices of their rows.
 
 In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
 ``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no

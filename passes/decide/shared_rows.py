@@ -49,9 +49,9 @@ def find_shared_rows(
 
 @dataclass
 class _Walk:
-    """The tensors behind an axis of K or V that are constant along it, but not by a plain copy, with that axis.
+    """Tensors behind K or V, each with an axis along which it is constant without being a plain copy.
 
-    ``made``: a weight makes some of its positions, as it makes heads.
+    ``made``: a weight makes some positions of the axis of K or V, as it makes heads.
     """
 
     found: list[tuple[fx.Node, int]] = field(default_factory=list)

@@ -124,7 +124,7 @@ class _Writer:
         return self.call(aten.masked_fill.Scalar, self.plain.bias, dropped, float("-inf"))
 
     def _seen(self, q: fx.Node, k: fx.Node) -> tuple[fx.Node | None, bool]:
-        """Return a boolean mask of the keys that are seen, or None and whether the attention is just causal."""
+        """Return a boolean mask of the keys that are seen; or None, and whether the attention is causal."""
         plain = self.plain
         if plain.starts is not None:
             return self._seen_packed(q, k, *plain.starts), False
@@ -232,7 +232,7 @@ class _Writer:
         return (product, out), call(aten.flatten.using_ints, out, -4, -3) if group > 1 else out
 
     def _grouped(self, mask: fx.Node, group: int) -> fx.Node:
-        """Give a mask [..., H, S, T], which may lack leading axes, one axis for key heads and one for their queries."""
+        """Split the heads of a mask [..., H, S, T], which may lack leading axes, into key heads and groups."""
         if len(shape(mask)) < 3:
             return mask
         if same(shape(mask)[-3], 1):

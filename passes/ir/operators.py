@@ -1,8 +1,8 @@
 """The only decoder of operators that move values without computing any: a record says what a node does.
 
 :func:`decode` knows the positions and defaults of each operator's arguments and how negative positions count. All other
-code reads the records. It expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`. A few operators
-remain outside them (splits at sizes that are only known at run time); of these it reads as much as is known.
+code reads the records. It expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`. Some operators
+have none, such as splits at sizes that are only known at run time; of these it reads as much as is known.
 
 Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
 """
@@ -291,7 +291,7 @@ def _index(told: object, length: object) -> int | None:
 
 def _cat(node: fx.Node) -> Join:
     rank = len(shape(node))
-    parts = (x for x in argument(node, 0, "tensors") if len(shape(x)) == rank)  # torch joins empty 1-D tensors to any
+    parts = (x for x in argument(node, 0, "tensors") if len(shape(x)) == rank)  # torch skips empty 1-D tensors
     return Join(tuple(parts), axis(argument(node, 1, "dim", 0), rank))
 
 

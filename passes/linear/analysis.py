@@ -32,8 +32,8 @@ class LinearMaps:
 
     ``sources``: nodes that were chosen as sources, so the walk ends there although it could go on. ``per_row``: weights
     may differ along an axis of the source's rows. Otherwise such a weight ends the walk, because a table of rotations
-    would pass for one. It is needed if the attention's output is the source, since W_v differs along the heads.
-    ``virtual``: rows that are not nodes of the graph.
+    would pass for one. ``per_row`` is needed if the attention's output is the source, since W_v differs along the
+    heads. ``virtual``: rows that are not nodes of the graph.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class LinearMaps:
                 pending.pop()
                 continue
             rule = self._rule(current)
-            # The analysis of whole rows answers for a slice of rows and for rows with a factor each, so their operands
-            # need no maps here.
+            # The analysis of whole rows maps slices of rows and rows with a factor each, so their operands need no
+            # maps here.
             ends = rule is None or (rule in (some_rows, gated_rows) and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:

@@ -76,7 +76,7 @@ def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap
 
 
 def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
-    """Return the same rows, or none, repeated along ``dim`` as by ``expand``."""
+    """Repeat the same rows, or zeros, along ``dim`` as ``expand`` does; None if the pieces differ."""
     first = pieces[0]
     if first.weight is not None or first.bias is not None or first.added:
         return None

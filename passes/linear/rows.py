@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Taken:
-    """Some rows of ``x`` along axis ``dim``, or all rows ``padded`` by numbers of zero rows before and behind.
+    """Some rows of ``x`` along axis ``dim``, or all rows, ``padded`` with this many zero rows before and behind.
 
     ``index``: one position is selected, and the axis is dropped.
     """
@@ -181,7 +181,7 @@ class Gated:
 
 
 def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
-    """Return the operands if ``node`` multiplies rows by fewer numbers that are not a weight; None otherwise."""
+    """Return the operands if ``node`` scales rows by a smaller tensor that is not a weight; None otherwise."""
     if packet(node) not in (aten.mul, aten.div) or node.kwargs:
         return None
     a, b = args_of(node)
