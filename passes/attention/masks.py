@@ -268,7 +268,7 @@ def _not(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Pa
 
 
 def _asked(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
-    """Read a boolean, cast to numbers, that is compared with a number; otherwise read compared positions."""
+    """Read a boolean that is cast to numbers and compared with a number, or else a comparison of positions."""
     found = asked(node)
     x = None if found is None else _boolean(found[0])
     if found is None or x is None:

@@ -176,8 +176,8 @@ class Visible:
         chosen: t is in this list, if there is one.
         masked: the same keys described without a list, if there is one.
         always: every query sees a key, whatever the tensors hold.
-        alike: a query that sees no key weighs all keys alike; with a list and an additive mask, it weighs those keys
-            alike that have the greatest number, which is the mask's at listed keys and ``fill`` at all others.
+        alike: a query that sees no key weighs all keys alike. With a list and an additive mask, it weighs the keys with
+            the greatest number alike: listed keys have the mask's number, and all others have ``fill``.
         left: why each of ``masks`` remains, if masks were analysed.
     """
 

@@ -188,6 +188,6 @@ def _pools(softmax: fx.Node) -> bool:
 
 
 def _over_one(softmax: fx.Node) -> bool:
-    """Whether each score is alone, so that its weight is always 1: the first token without a past."""
+    """Whether the softmax runs over one score, whose weight is always 1: the first token without a past."""
     sizes = shape(softmax)
     return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)

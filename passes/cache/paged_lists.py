@@ -144,7 +144,7 @@ def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]
 
 
 def made_anew(lists: Iterable[PagedList]) -> set[fx.Node]:
-    """Return every node without readers once the lists are made over pages."""
+    """Return every node that has no readers once the lists are made over pages."""
     lists = list(lists)
     gone = {node for one in lists for node in one.region}
     kept = {n for one in lists for n in (args_of(one.scores)[0], args_of(one.scores)[2])}

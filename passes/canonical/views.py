@@ -177,7 +177,7 @@ def _sizes(node: fx.Node, axes: Iterable[tuple[fx.Node, int]], first: int = 0) -
 
 def _size_of(x: fx.Node, dim: int, reader: fx.Node) -> fx.Node:
     """Return a node before ``reader`` that reads the size of an axis of ``x``."""
-    # Tracing often made a `sym_size` already. It must stand before the reader.
+    # Tracing often added a `sym_size` already, which is reused if it stands before the reader.
     for user in x.users:
         if user.target is aten.sym_size.int and user.args == (x, dim) and user < reader:
             return user

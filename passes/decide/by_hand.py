@@ -42,7 +42,7 @@ NO_WEIGHT = "heads share one row per token, key and value at once, and no weight
 
 
 def over_shared_rows(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
-    """Update verdicts without a latent whose heads share rows that are key and value at once."""
+    """Return ``verdicts``, with separate codes for attentions whose heads share rows that are key and value."""
     if all(v.code not in _OUT_OF_SIGHT for v in verdicts):
         return list(verdicts)
     first = first_equals(graph)

@@ -26,7 +26,7 @@ from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.linear.records import Maps
 
 MOST_QUERIES = 8
-"""The most queries per call. A call with more is a prompt, for whose large products nothing here compares speeds."""
+"""The most queries per call for which the operator is used; a prompt has more."""
 MOST_ROWS = 48
 """The most query rows (queries times heads) on a CPU.
 

@@ -197,8 +197,8 @@ class _Judge:
         """
         site = verdict.site
         assert verdict.plan is not None
-        # The projection that is still alive makes the latent itself: the rows behind it are narrower, but it is
-        # computed in any case, so the walk has to end at its result.
+        # The projection that is still alive makes the latent itself. The rows behind it are narrower, but the
+        # projection is computed in any case, so the walk has to end at its result.
         if not verdict.plan.part and depends_on(verdict.plan.latent.node, [node]):
             computed.add(node)
             closer = self.whole(site, computed)

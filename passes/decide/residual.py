@@ -38,7 +38,7 @@ def is_hidden_state(rows: fx.Node) -> bool:
     count = _elements(rows)
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
-        # A norm or a gate keeps the number of elements; its weights, means and variances have other numbers.
+        # A norm or a gate keeps the number of elements; its weights, means and variances have a different number.
         inputs = () if packet(node) in CONTRACTIONS else node.all_input_nodes
         return (n for n in inputs if is_tensor(n) and _elements(n) == count)
 

@@ -77,7 +77,7 @@ def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offse
         start, offset = divmod(offset, value)
         length = axes[order[digit]][0] if digit < len(order) else 1
         node = builder.call(aten.slice.Tensor, node, digit, start, start + length)
-    # Sizes alone place the last digit and the axes of size 1.
+    # The last digit and axes of size 1 hold no data, so they are only squeezed or unsqueezed.
     node = builder.call(aten.squeeze.dim, node, len(order))
     node = builder.call(aten.permute.default, node, [order.index(k) for k in sorted(order)])
     for k, (n, _) in enumerate(axes):
