@@ -241,9 +241,9 @@ class _Writer:
     def _rows_of(self, cache: _Cache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         """Return the rows of the tokens at ``positions``, whether each is this rank's, and the token to write there.
 
-        Another rank's token may have the same row number as one of this rank's, and the order of two writes to one row is
-        undefined. A rank with any of the tokens therefore repeats one of its own in place of those that it does not
-        own.
+        Another rank's token may have the same row number as one of this rank's tokens, and the order of two writes to
+        one row is undefined. A rank with any of the tokens therefore repeats one of its own in place of those that it
+        does not own.
         """
         by_number = packet(cache.joined) is aten.index_put
         key = positions, cache.before, by_number
