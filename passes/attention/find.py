@@ -230,10 +230,10 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     # In a row where every key is masked, the softmax sees only the fills. A kernel that only knows "hidden" cannot
     # reproduce how several fills compare.
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
-        return "masks of several kinds, whose order shows in rows without a visible key"
+        return "masks with different fills, whose order matters in rows without a visible key"
     products = {q.node for q in scores.products if q.node is not None}
     if scores.sinks is not None and depends_on(scores.sinks.node, products):
-        return "a sink is made of the scores"
+        return "a sink is computed from the scores"
     inside = {p}
     queue = [p]
     masks = {m.operand.node for m in scores.masks}

@@ -65,7 +65,7 @@ class Part:
         """Explain why the part remains a mask."""
         if self.bound is None:
             return said(self.node)
-        return f"{operator_name(self.node)} is no length, and no diagonal that ends at the last key"
+        return f"{operator_name(self.node)} is neither a length nor a diagonal that ends at the last key"
 
     @property
     def named(self) -> bool:
@@ -340,7 +340,7 @@ def said(node: fx.Node, why: str = "") -> str:
     if not why and numbers is not None and val(node).dtype.is_floating_point:
         why = "adds {1:g} to the scores of listed keys and {0:g} to all others".format(*numbers)
     if not why:
-        why = "shows what one mask or another does" if packet(node) in _OR else "compares no positions"
+        why = "shows a key if either mask does" if packet(node) in _OR else "compares no positions"
     source = locate(node).source
     return f"{operator_name(node)}{'' if source is None else f' at {source}'} {why}"
 

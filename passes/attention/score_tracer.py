@@ -226,7 +226,7 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
     # A softmax ignores a number subtracted from all scores of its own axis, but not one that varies along it.
     if scores.below_top not in (None, over):
-        scores = scores.opened("the maximum along another axis is taken off")
+        scores = scores.opened("the maximum along another axis is subtracted")
     joined = next((p for p in scores.padded if over == (p.longer,)), None)
     if joined is not None and joined.sink is None:
         scores = scores.opened("the softmax runs over more than the keys")
@@ -243,7 +243,7 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     """Follow the exponential of a softmax that is written out (divided last, or with another term in the sum)."""
     scores = tracer.trace(args_of(node)[0])
-    return None if scores is None else replace(scores.opened("weights that no softmax made"), exponential=True)
+    return None if scores is None else replace(scores.opened("weights without a softmax"), exponential=True)
 
 
 def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:

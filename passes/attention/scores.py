@@ -61,7 +61,7 @@ class Scores:
 
     def changed(self) -> Scores:
         """Prepare for a change of the scores, which opens the core if only a softmax may follow."""
-        return self.opened("scores change after a sink or below their maximum") if self.settled else self
+        return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:
         return self if self.open_core else replace(self, open_core=why)
@@ -128,7 +128,7 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
     if a.normalized:
         return joined.opened("the weights of several softmaxes are added up")
     if a.masks or b.masks:
-        joined = joined.opened("one of several products is masked by itself")
+        joined = joined.opened("the products are masked separately")
     return joined if a.scale == b.scale else joined.opened("products with different scales are added up")
 
 

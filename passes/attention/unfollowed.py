@@ -79,12 +79,12 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
     name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
     name = name or getattr(packet(node), "__name__", "")
     if any(word in name for word in _FUSED):
-        return f"{name} in a form that is not taken apart (a block mask, or more than one result that is used)"
+        return f"{name} in a form that is not analysed (a block mask, or more than one result is used)"
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         owner = graph.owning_module
         graphs = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         if any(isinstance(g, fx.GraphModule) and _attends(g) for g in graphs):
-            return f"the attention is in a graph of its own, which {name} calls"
+            return f"the attention is in a separate graph that {name} calls"
     return None
 
 

@@ -134,7 +134,7 @@ def _grown(past: fx.Node, present: object) -> PagedRows | Unpaged:
         return Unpaged(f"the cache {past.name} is {list(val(joined).shape)} with new rows, expected [B,T,width] by one")
     width = shape(joined)[axes[2]]
     if not isinstance(width, int):
-        return Unpaged(f"the rows of {past.name} are of no fixed width")
+        return Unpaged(f"the rows of {past.name} have no fixed width")
     attentions: list[tuple[fx.Node, int]] = []
     lists: list[PagedList] = []
     for node, reader in _readers(joined):
@@ -151,7 +151,7 @@ def _grown(past: fx.Node, present: object) -> PagedRows | Unpaged:
             return Unpaged(f"the rows of {past.name} are also read by {reader.name}, {packet(reader) or reader.op}")
         attentions.append((reader, places[0]))
     if not attentions and not lists:
-        return Unpaged(f"no attention reads the rows of {past.name} where they lie")
+        return Unpaged(f"no attention reads the rows of {past.name} directly")
     return PagedRows(past, joined, new, width, tuple(attentions), tuple(lists))
 
 
@@ -162,7 +162,7 @@ def _is_attention(node: fx.Node) -> bool:
 def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -> str | None:
     """Explain why an attention cannot read pages; None if it can. ``lists``: the lists that can be made over pages."""
     if 1 not in places or (argument(node, 2, "rope") is not None and 2 not in places):
-        return f"{node.name} attends to rows that are no cache of one token after another"
+        return f"{node.name} attends to rows that are not a growing cache"
     for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale"), (INDICES, "indices")):
         given = argument(node, position, name)
         if given is not None and not any(given in one.indices for one in lists):
@@ -177,7 +177,7 @@ def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
     """Return a reader of a cache's length, which would differ between requests; nodes in ``gone`` do not count."""
     for node, reader in _readers(rows.past):
         if reader is not rows.joined and reader.op != "output" and reader not in gone:
-            return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or how long it is"
+            return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or its length"
     return None
 
 

@@ -157,7 +157,7 @@ def make_recipe(
     """
     pieces = [p for p in lmap.pieces if p.source is not None and p.defined]
     if len(pieces) != len(lmap.pieces):
-        return Stop(node, "unsupported_op", "columns of the cache that come from no rows")
+        return Stop(node, "unsupported_op", "columns of the cache that are not made from rows")
     columns = _columns(lmap, tokens)
     if columns is None or columns == tokens:
         return Stop(node, "unsupported_op", "the cache has no axis of features")
@@ -180,7 +180,7 @@ def make_recipe(
         wide = axis_size(inner)
         # The layout of rows has no place for an axis besides batch, tokens and width.
         if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
-            return Stop(node, "unsupported_op", "rows in a layout that a cache cannot be kept in")
+            return Stop(node, "unsupported_op", "rows in a layout that a cache cannot have")
         assert piece.source is not None
         if piece.source not in ingredients:
             ingredients[piece.source] = len(widths), Ingredient(piece.source, piece.source_axes, (*outer, inner))

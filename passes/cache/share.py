@@ -45,7 +45,7 @@ def share_rows(program: Program) -> str | None:
     sharing, graph = program.sharing, program.gm.graph
     assert sharing is not None
     if program.cache is not None or program.latents:
-        return "the program has K and V of each head besides"
+        return "the program also keeps K and V of each head"
     joins = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
     found: list[_Cache | str] = []
     for past in (node for node in program.placeholders if node.name in program.shared):
@@ -54,7 +54,7 @@ def share_rows(program: Program) -> str | None:
         elif past.name in joins:
             found.append(_Cache.grown(program, *joins[past.name]))
         else:
-            found.append(f"{past.name} is more than joined with new rows")
+            found.append(f"{past.name} is used for more than a join with new rows")
     for cache in found:
         if isinstance(cache, str):
             return cache
@@ -139,12 +139,12 @@ class _Cache:
         if not isinstance(count, int):
             return "the number of new rows is symbolic"
         if len(past.users) > 1 or past.name in program.mutations:
-            return f"{past.name} is more than joined with new rows"
+            return f"{past.name} is used for more than a join with new rows"
         if not same(shape(joined)[how.dim], before + count) or val(joined).dtype != val(past).dtype:
             return f"{past.name} is converted"
         number = _number(program, before)
         if number is None:
-            return f"no input says how long {past.name} is"
+            return f"no input holds the length of {past.name}"
         return cls(joined, past, new, how.dim, number, at, count)
 
     @classmethod
@@ -152,12 +152,12 @@ class _Cache:
         joined = program.outputs[program.mutations.index(past.name)]
         how = rows_written(joined)
         if how is None or how.base is not past or len(past.users) > 1:
-            return f"{past.name} is more than written to at positions of its tokens"
+            return f"{past.name} is used for more than writes at positions of its tokens"
         if program.outputs.count(joined) > 1 or past.name in program.aliases.values():
             return f"{past.name} is returned"
         number = _number(program, shape(past)[how.dim])
         if number is None:
-            return f"no input says how long {past.name} is"
+            return f"no input holds the length of {past.name}"
         return cls(joined, past, how.x, how.dim, number, positions=how.index)
 
 

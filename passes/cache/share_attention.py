@@ -58,7 +58,7 @@ def readers(joined: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> l
                     return problem
                 found.append(user)
             else:
-                return f"{user.name} reads them all"
+                return f"{user.name} reads all of them"
     return found
 
 
@@ -74,10 +74,10 @@ def _problem(node: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> st
             return f"{node.name} has {name}"
     given = [argument(node, position, name) for position, name in _ROWS]
     if any(row is not None and _token_axis(row, dims) != 1 for row in given):
-        return f"{node.name} reads other rows besides, or along another axis"
+        return f"{node.name} reads other rows too, or reads along another axis"
     mask = argument(node, 4, "mask")
     if any(_viewed(n) in dims for n in (argument(node, 0, "query"), mask)):
-        return f"{node.name} reads them as something else"
+        return f"{node.name} reads them as a query or a mask"
     if sharing.heads and mask is not None and not same(shape(mask)[1], 1):
         return f"{node.name} has a mask for each head"
     return None

@@ -100,7 +100,7 @@ def _foreign_product(node: fx.Node, rows: fx.Node) -> Stop:
     if quantizes(val(rows).dtype):
         return Stop(node, "nonlinear", "rows are rounded before this product by a scale that is not known to fit them")
     name = foreign_name(node) or foreign_name(args_of(node)[0])
-    how = f"{name} multiplies rows by a weight in a format of its own; register_quantized_linear says how to read it"
+    how = f"{name} multiplies rows by a weight in its own format; register_quantized_linear tells how to read it"
     return Stop(node, "unknown_product", how)
 
 
@@ -121,7 +121,7 @@ def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
         if search.maps.is_weight(given):
             return None
         if _is_input(given) and not _is_input(_moved(rows)) and wider and rows not in search.own:
-            how = f"rows are multiplied by {given}, an input of the graph that is no weight of the model"
+            how = f"rows are multiplied by {given}, an input of the graph that is not a weight of the model"
             return Stop(source, "unsupported_weight", how)
     return None
 
@@ -257,7 +257,7 @@ def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: M
         return None
     if made_outside(nodes, maps):
         return from_outside(nodes[0], f"the {side}", nodes)
-    return Stop(nodes[0], "not_mla", f"the {side} are no linear image of narrower rows that all heads share")
+    return Stop(nodes[0], "not_mla", f"the {side} are not a linear image of narrower rows that all heads share")
 
 
 def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
@@ -269,4 +269,4 @@ def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node]) -> Stop:
     """Return the reason for K and V made from inputs alone. It names a graph break only if Dynamo broke the graph."""
     if any(HANDED_OVER in a.meta for one in made for a in chain([one], ancestors(one))):
         return Stop(node, "graph_break", f"{what} enter this graph from before a graph break: what makes them is there")
-    return Stop(node, "expanded_inputs", f"{what} enter this graph as inputs: nothing in it makes them of a latent")
+    return Stop(node, "expanded_inputs", f"{what} enter this graph as inputs: nothing in it makes them from a latent")

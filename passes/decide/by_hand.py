@@ -38,7 +38,7 @@ from mla_compile.passes.linear.records import Maps
 
 REASON = "heads share one row per token, key and value at once, and read it as it is: nothing is left to absorb"
 _OUT_OF_SIGHT = (Code.NOT_MLA, Code.EXPANDED_INPUTS, Code.EXPANDED_CACHE)
-NO_WEIGHT = "heads share one row per token, key and value at once, and no weight lies between them and it"
+NO_WEIGHT = "heads share one row per token, key and value at once, and no weight lies between the heads and the rows"
 
 
 def over_shared_rows(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:

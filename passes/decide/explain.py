@@ -75,7 +75,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         return next((stop for stop in plain if stop is not None), failed)
     projected = [p for p in pieces if p.projected]
     if failed.code != "not_mla" and projected and all(p.source in own for p in projected):
-        return Stop(site.node, "not_mla", "K and V are projected from hidden states, which the queries are made of")
+        return Stop(site.node, "not_mla", "K and V are projected from hidden states, as the queries are")
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
 
 

@@ -89,7 +89,7 @@ class _Judge:
             return self.part(refused, stop, maps)
         # This precedes the site's problem: plain attention with an odd mask is not refused MLA.
         if _is_hidden_state(plan, maps):
-            return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
+            return Verdict(site, Code.NOT_MLA, "K and V are projected from the same rows as the queries")
         # Rows from a residual connection that are no narrower than K or V are the hidden state.
         narrowest = min(plan.dims.H * plan.dims.N, plan.dims.H * plan.dims.V)
         if plan.dims.latent_values >= narrowest and is_hidden_state(plan.latent.node):
@@ -338,7 +338,7 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     source = next(source for _, made, source in _expansions(verdict) if made is node)
     if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
-        reason = f"some tokens of the {which} are read beside the attention, and nothing makes those alone"
+        reason = f"some tokens of the {which} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
     reader = other_reader(node, alive.reads, alive.nodes)
@@ -346,5 +346,5 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
         return replace(
             verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node
         )
-    reason = f"{operator_name(reader)} reads the product that makes the {which}, too, so it is computed anyway"
+    reason = f"{operator_name(reader)} also reads the product that makes the {which}, so it is computed anyway"
     return replace(verdict, code=code, reason=reason, blame=reader)

@@ -40,7 +40,7 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
         return found
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
     if by_hand and not all(isinstance(a.size, int) for a in heads):
-        return Stop(site.node, "not_mla", "tokens that the code writes as it writes heads share rows")
+        return Stop(site.node, "not_mla", "tokens that the code writes like heads share rows")
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     # The operator takes one tensor each of latent, rotary and value rows; otherwise each product is rewritten by
     # itself.
@@ -165,7 +165,7 @@ def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis,
         elif "token" not in kinds or part:
             heads.append(atom)
         else:
-            return Stop(site.node, "per_head_rope", "some of the rows differ from head to head, the latent does not")
+            return Stop(site.node, "per_head_rope", "some rows differ from head to head, but the latent does not")
     # Some positions along these axes of the scores are selected behind the softmax. Their keys have to come from the
     # same rows, as those of heads do.
     for atom in (a for p in site.products for a in selected(site, p)):

@@ -64,7 +64,7 @@ class Proofs:
             how = "has a factor or a term that differs from token to token"
             return stop if stop.code == "position_dependent" else _stop(node, "position_dependent", how)
         if self._multiplies_rows(node):
-            return stop if stop.code == "nonlinear" else _stop(node, "nonlinear", "multiplies rows by what they make")
+            return stop if stop.code == "nonlinear" else _stop(node, "nonlinear", "multiplies functions of the rows")
         guessed = stop == unexplained(self.maps, node)
         if stop.code in _STATED[3:]:
             return stop

@@ -106,7 +106,7 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
             return Stop(attention, "unsupported_op", "the axis of the heads leads too far back")
         read = _read_whole(core, out)
         if out in read or (out, along) not in core:
-            return Stop(attention, "unsupported_op", "the heads meet in it")
+            return Stop(attention, "unsupported_op", "it mixes the heads")
         if not read:
             inside = {node for node, _ in core}
             operands = dict.fromkeys(n for node, _ in core for n in node.all_input_nodes)

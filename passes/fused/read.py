@@ -71,7 +71,7 @@ def _is_triangular(node: fx.Node) -> bool:
 def _seen_from_the_first(plain: Plain) -> str:
     count = shape(plain.q)[-2]
     one = same(count, 1) and plain.right == 0
-    who = "the query sees that key alone" if one else "the queries see no keys behind that many"
+    who = "the query sees only that key" if one else "keys beyond the number of queries are not seen"
     return f"the operator's diagonal begins at the first key: {who}"
 
 
@@ -93,7 +93,7 @@ def _only_result(call: fx.Node) -> fx.Node:
     if others:
         # The results are followed by the arguments that the operator may write into, as they are afterwards.
         own = len(_schema(call).returns)
-        of = {1: "the logarithm of the sums, beside the output,", own: "an argument that it may write into"}
+        of = {1: "the log-sum-exp, besides the output,", own: "an argument that it may write into"}
         raise _UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")
     if not read:
         raise _UntoldError("its output is not used")
@@ -145,10 +145,10 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
     _check_dropout(told.get("dropout"))
     scale, softcap = told.get("scale"), told.get("softcap") or 0.0
     if isinstance(scale, fx.Node) or isinstance(softcap, fx.Node):
-        raise _UntoldError("its scale is no constant")
+        raise _UntoldError("its scale is not a constant")
     width = shape(q)[-1]
     if scale is None and not isinstance(width, int):
-        raise _UntoldError("a width of the heads that is no constant")
+        raise _UntoldError("its head width is not a constant")
     starts_q, starts_k, used, bias = (told.get(name) for name in ("starts_q", "starts_k", "used", "bias"))
     if (starts_q is None) is not (starts_k is None):
         raise _UntoldError("only the queries or only the keys are packed")
@@ -158,7 +158,7 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
     if any(len(shape(x)) != 1 for x in (starts_q, starts_k, used) if x is not None):
         raise _UntoldError("lengths that are not one number for each sequence")
     if bias is not None and not val(bias).dtype.is_floating_point:
-        raise _UntoldError("a mask that is not added")
+        raise _UntoldError("its mask is not additive")
     sight = _sight(told)
     first = known.diagonal == "first" or (told.get("diagonal") == _FROM_THE_FIRST_KEY and packed is None)
     aligned = known.diagonal == "last" and told.get("diagonal") != _FROM_THE_FIRST_KEY
@@ -194,7 +194,7 @@ def _check_shapes(q: fx.Node, k: fx.Node, v: fx.Node, known: Fused) -> None:
         return  # packed, where the heads are checked below, or without heads
     heads = [shape(x)[1 if known.heads_first else -2] for x in (q, k, v)]
     if not same(heads[0], heads[1]) and not all(isinstance(h, int) for h in heads):
-        raise _UntoldError("numbers of heads that are no constants")
+        raise _UntoldError("numbers of heads that are not constants")
 
 
 def _check_dropout(p: object) -> None:
@@ -209,12 +209,12 @@ def _sight(told: dict[str, Any]) -> _Sight:
     left, right = told.get("window") or (told.get("left"), told.get("right"))
     sides = [None if side is None or (isinstance(side, int) and side < 0) else side for side in (left, right)]
     if not all(side is None or isinstance(side, int) for side in sides):
-        raise _UntoldError("a window that is no constant")
+        raise _UntoldError("its window is not a constant")
     diagonal = told.get("diagonal", 0)
     if diagonal not in (0, _FROM_THE_FIRST_KEY, _FROM_THE_LAST_KEY):
         raise _UntoldError(f"a mask of the unknown type {diagonal}")
     if isinstance(told.get("causal"), fx.Node):
-        raise _UntoldError("whether it is causal is no constant")
+        raise _UntoldError("its causal flag is not a constant")
     return _Sight(sides[0], 0 if told.get("causal") or diagonal else sides[1])
 
 

@@ -95,7 +95,8 @@ def _apply(
             summed += own
     for label, size in zip(weight_labels, weight.shape, strict=True):
         if label not in labels and label not in out and size != 1:
-            return Stop(node, "unsupported_op", "a weight is summed by itself")  # legal, but no model needs it
+            # This would be legal, but no model needs it.
+            return Stop(node, "unsupported_op", "an axis that only the weight has is summed")
     axes = tuple(axis_of[label] for label in out)
     bias = None if piece.bias is None else product(piece.bias, factor, summed)
     # A constant has no weight, only a bias, which was multiplied above.

@@ -111,7 +111,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     how, taken = taken_of(node), {s.rows: s for s in maps.virtual.slices[node]}
     assert how is not None
     dim = how.dim
-    refused = Stop(node, "unsupported_op", "a part of the rows is taken")
+    refused = Stop(node, "unsupported_op", "only a part of the rows is read")
     length = fresh_axis(shape(node)[dim]) if how.index is None else ()
     source = maps.whole.map(how.x)
     # The cut goes through the columns, so this is not a slice of rows.
@@ -247,7 +247,7 @@ def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):
         return found
     # The walk ends at this virtual source, and a report needs a reason.
-    maps.reasons[shared.one] = Stop(shared.one, "unsupported_op", "a part of the rows is taken")
+    maps.reasons[shared.one] = Stop(shared.one, "unsupported_op", "only a part of the rows is read")
     own = maps.axes_of(shared.one)
     axes = (*own[: shared.dim], fresh_axis(shape(node)[shared.dim]), *own[shared.dim :])
     return LinearMap.single(Piece(axes, val(node).dtype, shared.one, own).visited(shared.one).visited(node))

@@ -74,7 +74,7 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
         return piece
     # Fewer rows of the source are not a map of the source, but of a slice of it, which `rows.py` follows.
     if any(a in piece.source_atoms for a in own):
-        return Stop(node, "unsupported_op", "a part of the rows is taken")
+        return Stop(node, "unsupported_op", "only a part of the rows is read")
     atom = Atom(len(taken))
     # An axis of size 1 has no atom, neither here nor in the factors.
     axes = tuple(() if k == dim and atom.size == 1 else (atom,) if k == dim else a for k, a in enumerate(piece.axes))
@@ -99,7 +99,7 @@ def sliced(maps: Maps, node: fx.Node, how: Slice) -> LinearMap | Stop:
     if same(shape(how.x)[how.dim], shape(node)[how.dim]):
         return finish(maps.map(how.x), node)
     if how.taken is None:
-        return Stop(node, "unsupported_op", "a part of the rows is taken")
+        return Stop(node, "unsupported_op", "only a part of the rows is read")
     return finish(part(maps.map(how.x), how.dim, how.taken, node), node)
 
 
@@ -148,7 +148,7 @@ def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
 
 def _select(source: LinearMap, dim: int, index: int | None, node: fx.Node) -> LinearMap | Stop:
     if index is None:
-        return Stop(node, "unsupported_op", "one row is taken")
+        return Stop(node, "unsupported_op", "one row is selected")
     one = part(source, dim, range(index, index + 1), node)
     if isinstance(one, Stop):
         return one
@@ -169,7 +169,7 @@ def _overwritten(node: fx.Node) -> Stop:
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
         base = how.x if isinstance(how, Slice) else how.base
     if isinstance(how, Fill):
-        return Stop(node, "unsupported_op", "a tensor is put together from parts")
+        return Stop(node, "unsupported_op", "a tensor is assembled from parts")
     return Stop(node, "token_mixing", "rows of another tensor are overwritten")
 
 
@@ -312,7 +312,7 @@ def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if padding is None or isinstance(segments, Stop):
         return unexplained(maps, node)
     if any(widths != (0, 0) for widths in padding[:-1]):
-        return Stop(node, "unsupported_op", "zeros are joined to rows of a linear map, which no row makes")
+        return Stop(node, "unsupported_op", "zero rows are joined to rows of a linear map")
     before, after = padding[-1]
     zeros = [
         Segment(

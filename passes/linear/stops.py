@@ -67,10 +67,10 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
         return Stop(node, code, f"{node.name} is an input of this graph")
     name = getattr(packet(node), "__name__", str(node.target))
     if is_collective(node):
-        return Stop(node, "collective", f"{operator_name(node)}: numbers of other ranks come in here")
+        return Stop(node, "collective", f"{operator_name(node)}: data of other ranks enters here")
     # This precedes `_NONLINEAR`, because the axis decides which of the two reasons is true.
     if name in ("sum", "mean", "amax", "amin", "logsumexp") and _along_last(node, (1, "dim")) == {False}:
-        return Stop(node, "token_mixing", f"{name} over another axis than the last")
+        return Stop(node, "token_mixing", f"{name} over an axis other than the last")
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")
     if name in ("where", "masked_fill") and len(node.args) == 3:

@@ -209,7 +209,7 @@ def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
             return Stop(node, "token_mixing", "a sum of maps of different rows")
         rename[other_atom] = own
     if a.source_axes != b.source_axes:
-        return Stop(node, "unsupported_op", "a sum of maps that see the rows in different factors")
+        return Stop(node, "unsupported_op", "a sum of maps that factor the axes of the rows differently")
     common = {v.node for v in b.path}
     last = max((a.path[-1], b.path[-1]), key=lambda v: v.contractions)
     path = (*(v for v in a.path if v.node in common), replace(last, node=node))
