@@ -165,13 +165,13 @@ def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
 
 
 def _selected(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
-    """``index_select(x, dim, index)``."""
+    """Follow ``index_select(x, dim, index)``."""
     x, dim = argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(place))
     return x, [_found(argument(node, 2, "index"), [at]) if k == dim else at for k, at in enumerate(place)]
 
 
 def _gathered(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
-    """``gather(x, dim, index)``, and ``take_along_dim(x, index, dim)``, which broadcasts."""
+    """Follow ``gather(x, dim, index)``, and ``take_along_dim(x, index, dim)``, which broadcasts."""
     x = argument(node, 0, "self")
     along = packet(node) is aten.take_along_dim
     index = argument(node, 1 if along else 2, "indices" if along else "index")

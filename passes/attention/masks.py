@@ -217,7 +217,7 @@ def _named_by(outside: Part, part: Part) -> Part:
 
 
 def _beyond(node: fx.Node, place: Place) -> Affine:
-    """``column - row - diagonal`` of ``tril`` and ``triu``."""
+    """Return ``column - row - diagonal`` of ``tril`` and ``triu``."""
     diagonal = argument(node, 1, "diagonal", 0)
     return place[-1] - place[-2] - Reader().read(diagonal, ())
 

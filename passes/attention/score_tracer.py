@@ -187,7 +187,7 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """masked_fill(x, mask, value); where(mask, x, value); where(mask, value, x)."""
+    """Follow ``masked_fill(x, mask, value)``, ``where(mask, x, value)`` and ``where(mask, value, x)``."""
     kind: Literal["keep", "drop"]
     if packet(node) is aten.masked_fill:
         x, mask, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "drop"

@@ -45,7 +45,7 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
 
     A cache that grows by a fixed number of rows is rewritten, unless ``rewrite`` is False. Other caches begin here or
     grow by any number of rows. They are returned as before and moved to memory with room at once; otherwise, a later
-    graph would be compiled a second time for their strides. ``shared``: caches of whose rows each rank keeps its share.
+    graph would be compiled a second time for their strides. ``shared``: caches whose rows the ranks share.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)

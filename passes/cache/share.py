@@ -111,7 +111,7 @@ def _made_of(part: fx.Node, joined: fx.Node) -> set[fx.Node]:
 
 
 def grown_rows(program: Program) -> set[fx.Node]:
-    """Return the caches that a program continues and of whose rows each rank has its share."""
+    """Return the caches that a program continues and whose rows the ranks share."""
     before, joined = len(program.mutations), joined_rows(program)
     return {program.outputs[before + at] for at, how in joined if how.parts[0].name in program.shared}
 

@@ -289,7 +289,7 @@ class _Alive:
 
 
 def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
-    """Return what nodes of a site read after the rewrite, for those whose inputs change."""
+    """Return the new inputs of the nodes of a site whose inputs the rewrite changes."""
     site = plan.site
     keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
     values = [site.v.node] if not plan.vals else _sources(plan.vals)

@@ -167,7 +167,7 @@ def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis,
         else:
             return Stop(site.node, "per_head_rope", "some rows differ from head to head, but the latent does not")
     # Some positions along these axes of the scores are selected behind the softmax. Their keys have to come from the
-    # same rows, as those of heads do.
+    # same rows, as the keys of different heads do.
     for atom in (a for p in site.products for a in selected(site, p)):
         if any(t.kind(atom) == "token" for t in terms):
             return Stop(site.node, "head_dependent_latent", "keys that are selected together have rows of their own")

@@ -74,7 +74,7 @@ def choose_sources(
 
 
 def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
-    """Return the nodes of ``cuts``, with those that are joined later replaced by the joined tensor.
+    """Return the nodes of ``cuts``, with parts that are joined later replaced by the joined tensor.
 
     A rotary key is often ``cat(a cos - b sin, b cos + a sin)``: two sources, but one row to cache.
     """

@@ -1,1 +1,1 @@
-"""Linear maps: which tensors are fixed linear images of which rows. Records, transfer rules and the analysis."""
+"""Linear maps from the rows of a source to a tensor: records, transfer rules and the analysis."""
