@@ -124,7 +124,7 @@ def other_reader(
 
 
 def length_of(node: fx.Node, source: fx.Node) -> int | None:
-    """Return the axis of ``source`` whose length ``node`` is; None if it is not a length, or of no such axis."""
+    """Return the axis of ``source`` whose length ``node`` holds; None if ``node`` holds no such length."""
     if packet(node) is not aten.sym_size:
         return None
     x, dim = args_of(node)

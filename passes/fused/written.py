@@ -77,7 +77,7 @@ def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offse
         start, offset = divmod(offset, value)
         length = axes[order[digit]][0] if digit < len(order) else 1
         node = builder.call(aten.slice.Tensor, node, digit, start, start + length)
-    # The last digit and axes of size 1 hold no data, so they are only squeezed or unsqueezed.
+    # The last digit has size 1 by now and is squeezed. The argument's own axes of size 1 are unsqueezed.
     node = builder.call(aten.squeeze.dim, node, len(order))
     node = builder.call(aten.permute.default, node, [order.index(k) for k in sorted(order)])
     for k, (n, _) in enumerate(axes):
