@@ -1,1 +1,1 @@
-"""Where the attentions of a graph are, and what is between their products."""
+"""Finding the attentions of a graph, and describing what lies between their products."""

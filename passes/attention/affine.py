@@ -1,8 +1,8 @@
-"""Whole numbers that are arithmetic on positions: ``const + sum of step * position + sum of factor * tensor``.
+"""Integers that are affine in positions: ``const + sum of step * position + sum of factor * tensor``.
 
-Masks are compared positions, and positions are made of ``arange``, additions and views. :class:`Reader` follows such a
-tensor back to what it is at one place: the place is itself given as whole numbers, one for each dimension, so that a
-slice or a look-up (``x[index]``) only changes where the next tensor is read.
+Masks compare positions, and positions are made of ``arange``, additions and views. :class:`Reader` traces such a tensor
+back to its value at one place. A place is given by one such integer per dimension, so a slice or a look-up
+(``x[index]``) only changes the place at which the next tensor is read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WHOLE = (torch.int64, torch.int32)
 
 
 class OpaqueError(Exception):
-    """A number is no arithmetic on positions, or not at a place that can be named."""
+    """The number is not affine in positions, or the place cannot be named."""
 
 
 Place = Sequence[Affine]
@@ -44,14 +44,14 @@ Place = Sequence[Affine]
 
 
 def place_of(axes: Sequence[Axis]) -> Place:
-    """The place that has the position of each of ``axes``; 0 for ``()``, an axis of size 1."""
+    """Return the place whose coordinates are the positions along ``axes``; ``()``, an axis of size 1, gives 0."""
     return [Affine(steps={a: 1}) if a else Affine() for a in axes]
 
 
 def operand_at(node: fx.Node, place: Place, *, longer: bool = False) -> Operand:
-    """``node`` with the axes that ``place`` runs along. Raises :class:`OpaqueError` where it runs along none.
+    """Return ``node`` with the axes along which ``place`` runs. Raises :class:`OpaqueError` if there are none.
 
-    ``longer``: its axes may be longer than these, as of a buffer of which the beginning is read.
+    ``longer``: dimensions of ``node`` may be longer than those axes, as in a buffer whose beginning is read.
     """
     axes = []
     for at, length in zip(place, shape(node), strict=True):
@@ -61,13 +61,13 @@ def operand_at(node: fx.Node, place: Place, *, longer: bool = False) -> Operand:
         if not longer and not same(length, axis_size(axis)):
             raise OpaqueError
         axes.append(axis)
-    if len(flatten(axes)) != len({*flatten(axes)}):  # a diagonal of it
+    if len(flatten(axes)) != len({*flatten(axes)}):  # two dimensions follow the same axis: a diagonal
         raise OpaqueError
     return Operand(node, tuple(axes))
 
 
 def moved(node: fx.Node, place: Place) -> tuple[fx.Node, Place] | None:
-    """What ``node``, which only moves numbers, reads, and where; None for other operators."""
+    """Return the tensor and the place that ``node`` reads if it only moves numbers; None for other operators."""
     how = decode(node)
     if isinstance(how, Copy):
         return how.x, place
@@ -93,12 +93,12 @@ def moved(node: fx.Node, place: Place) -> tuple[fx.Node, Place] | None:
 
 
 def broadcast(own: Sequence[Size], place: Place) -> Place:
-    """The place in a tensor of sizes ``own`` that broadcasts to where ``place`` is."""
+    """Return the place in a tensor of sizes ``own`` from which broadcasting takes the value at ``place``."""
     return [Affine() if same(s, 1) else at for s, at in zip(own, place[len(place) - len(own) :], strict=True)]
 
 
 def _regrouped(x: fx.Node, node: fx.Node, place: Place) -> Place:
-    """A view that adds or drops axes of size 1, and may join axes in pairs. Raises :class:`OpaqueError` for others."""
+    """Follow a view that adds or drops size-1 axes or merges pairs of axes. Raises :class:`OpaqueError` for others."""
     kept = [(s, at) for s, at in zip(shape(node), place, strict=True) if not same(s, 1)]
     long = [s for s in shape(x) if not same(s, 1)]
     inner: list[Affine] = []
@@ -129,7 +129,7 @@ def _repeated(how: Repeat, place: Place) -> Place:
 
 
 def in_blocks(at: Affine, size: int) -> Affine:
-    """``at // size``. Raises :class:`OpaqueError` where ``at`` is no position."""
+    """Return ``at // size``. Raises :class:`OpaqueError` if ``at`` is not a position."""
     along = at.position
     if along is None or size < 1:
         raise OpaqueError
@@ -150,27 +150,28 @@ def _start(how: Slice) -> tuple[int, int]:
 
 
 def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
-    """``x[:, i, j, ...]``, each index a position."""
+    """Follow ``x[:, i, j, ...]``, where each index is a position."""
     x, given = argument(node, 0, "self"), list(argument(node, 1, "indices"))
     given += [None] * (len(shape(x)) - len(given))
     dims = [k for k, index in enumerate(given) if index is not None]
     if not all(is_tensor(given[k]) for k in dims):
         raise OpaqueError
     rank = max(len(shape(given[k])) for k in dims)
-    # The axes of the indices are where the first of them is, or in front where there is another axis between.
+    # The axes of the indices replace the first indexed dimension. If another axis lies between the indices, the index
+    # axes come first.
     first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     own, rest = place[first : first + rank], iter([*place[:first], *place[first + rank :]])
     return x, [next(rest) if i is None else _found(i, broadcast(shape(i), own)) for i in given]
 
 
 def _selected(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
-    """``index_select(x, dim, index)``."""
+    """Follow ``index_select(x, dim, index)``."""
     x, dim = argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(place))
     return x, [_found(argument(node, 2, "index"), [at]) if k == dim else at for k, at in enumerate(place)]
 
 
 def _gathered(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
-    """``gather(x, dim, index)``, and ``take_along_dim(x, index, dim)``, which broadcasts."""
+    """Follow ``gather(x, dim, index)``, and ``take_along_dim(x, index, dim)``, which broadcasts."""
     x = argument(node, 0, "self")
     along = packet(node) is aten.take_along_dim
     index = argument(node, 1 if along else 2, "indices" if along else "index")
@@ -183,7 +184,7 @@ def _gathered(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
 
 
 def _found(index: fx.Node, place: Place) -> Affine:
-    """An index that is a position. Another number may be negative, and then counts from the end."""
+    """Return an index that is a position. Any other number may be negative, and would then count from the end."""
     at = Reader().read(index, place) if val(index).dtype in WHOLE else Affine(-1)
     if at.position is None:
         raise OpaqueError
@@ -199,7 +200,7 @@ _LOOK_UPS: dict[object, Callable[[fx.Node, Place], tuple[fx.Node, Place]]] = {
 
 
 def never_negative(bound: Affine) -> bool:
-    """Whether a sum of positions is at least 0 everywhere along their axes."""
+    """Whether an affine sum of positions is at least 0 everywhere along their axes."""
     least = bound.const
     for along, step in bound.steps.items():
         if isinstance(along, Block):
@@ -209,7 +210,7 @@ def never_negative(bound: Affine) -> bool:
 
 
 def constant(given: object) -> float | None:
-    """The number that ``given`` is everywhere, where that is known."""
+    """Return the number that every element of ``given`` equals, if it is known."""
     if isinstance(given, (bool, int, float)):
         return float(given)
     if not isinstance(given, fx.Node) or not is_tensor(given):
@@ -223,7 +224,7 @@ def constant(given: object) -> float | None:
 
 
 def as_in(node: fx.Node, number: float | None) -> float | None:
-    """A number in the dtype of ``node``; None where that has nothing like it."""
+    """Convert a number to the dtype of ``node``; None if that dtype cannot hold it."""
     dtype = val(node).dtype
     if number is None or dtype.is_complex:
         return None
@@ -234,7 +235,7 @@ def as_in(node: fx.Node, number: float | None) -> float | None:
 
 
 def scattered(node: fx.Node) -> tuple[float, float] | None:
-    """Of ``scatter(a, dim, index, b)`` with numbers a and b: the two."""
+    """Return the numbers a and b of ``scatter(a, dim, index, b)``."""
     if packet(node) is not aten.scatter or argument(node, 4, "reduce") is not None:
         return None
     given = argument(node, 3, "value", argument(node, 3, "src"))
@@ -253,9 +254,9 @@ _COMPARED: dict[object, Callable[[float, float], bool]] = {
 
 
 def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
-    """What ``node`` computes of each number of one tensor at the same place: it compares it, or casts it.
+    """Return the tensor that ``node`` compares with a number or casts, and the function of each element.
 
-    The function raises :class:`OpaqueError` for a number that it has no result for.
+    The function raises :class:`OpaqueError` for an element whose result is not known.
     """
     compare = _COMPARED.get(packet(node))
     if compare is None:
@@ -264,17 +265,17 @@ def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
     x, other = argument(node, 0, "self"), argument(node, 1, "other")
     if not is_tensor(x) or not same_sizes(shape(x), shape(node)) or (number := constant(other)) is None:
         return None
-    # A comparison rounds the number to a dtype that depends on both operands; of whole numbers it wraps.
+    # The dtype in which the number is compared depends on both operands; an integer dtype wraps.
     numbers = {number}
     if val(x).dtype.is_floating_point:
         numbers.add(float(torch.tensor(number, dtype=torch.float64).to(val(x).dtype)))
-    elif not (0 <= number < 128 and (2 * number).is_integer()):  # which no dtype has to round
+    elif not (0 <= number < 128 and (2 * number).is_integer()):  # every dtype holds these numbers exactly
         return None
     return x, lambda of: _the_one({compare(of, n) for n in numbers})
 
 
 def _the_one(results: set[float | None]) -> float:
-    """The result, if there is one and no other. Raises :class:`OpaqueError`."""
+    """Return the only result. Raises :class:`OpaqueError` if there are several or it is None."""
     (result, *more) = results
     if result is None or more:
         raise OpaqueError
@@ -282,13 +283,13 @@ def _the_one(results: set[float | None]) -> float:
 
 
 class Reader:
-    """Reads whole numbers; ``numbers`` are the nodes of sizes that were met, by their values, to be written again."""
+    """Reads integers. ``numbers`` maps each symbolic size that was read to its node, so that it can be rewritten."""
 
     def __init__(self) -> None:
         self.numbers: dict[Size, fx.Node] = {}
 
     def read(self, given: object, place: Place) -> Affine:
-        """``given``, a number or a tensor of whole numbers, at ``place``. Raises :class:`OpaqueError`."""
+        """Read ``given``, a number or an integer tensor, at ``place``. Raises :class:`OpaqueError`."""
         if isinstance(given, int) and not isinstance(given, bool):
             return Affine(given)
         if not isinstance(given, fx.Node):
@@ -300,7 +301,7 @@ class Reader:
             raise OpaqueError
         try:
             return self._computed(given, place)
-        except OpaqueError:  # any number it may be, as long as it can be named
+        except OpaqueError:  # an arbitrary tensor still counts as a term if its place can be named
             return Affine(terms={operand_at(given, place): 1})
 
     def _computed(self, node: fx.Node, place: Place) -> Affine:
@@ -316,7 +317,7 @@ class Reader:
         return rule(self, node, place)
 
     def at_operand(self, node: fx.Node, position: int, name: str, place: Place) -> Affine:
-        """An operand of an elementwise operator."""
+        """Read an operand of an elementwise operator."""
         given = argument(node, position, name)
         return self.read(given, broadcast(shape(given), place) if is_tensor(given) else ())
 
@@ -354,7 +355,7 @@ def _mul(reader: Reader, node: fx.Node, place: Place) -> Affine:
 
 
 def _divided(reader: Reader, node: fx.Node, place: Place) -> Affine:
-    """A position divided by a number and rounded; of positions, towards zero is down."""
+    """Read a position divided by a number and rounded. Positions are not negative, so truncating is rounding down."""
     by = reader.at_operand(node, 1, "other", place)
     rounds = packet(node) is aten.floor_divide or argument(node, 2, "rounding_mode") in ("floor", "trunc")
     if by.steps or by.terms or not isinstance(by.const, int) or not rounds:

@@ -1,7 +1,7 @@
-"""A mask that shows each query the keys of a list, and no others: the choice of an indexer, proved from how it is made.
+"""Masks that show each query exactly the keys of a list: the choice of an indexer, proved from how the mask is made.
 
 Sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1) chooses k keys for each query, and models then write the
-choice as a mask over all keys. The forms that are read, with ``index`` [..,k] and keys along ``dim``:
+choice as a mask over all keys. These forms are recognised, with ``index`` [..,k] and keys along ``dim``:
 
     scatter(all True, dim, index, False), negated;  scatter(all False, dim, index, True)
     scatter(all -inf, dim, index, 0), added to the scores
@@ -9,11 +9,11 @@ choice as a mask over all keys. The forms that are read, with ``index`` [..,k] a
     scatter_add(zeros, dim, index, flags) != 0, > 0, >= 1    an entry counts where its flag is set
     any(index == position, along the list), its sum, sum(one_hot(index)) compared with a number
 
-An entry may also name a block of keys, where the mask over blocks is read at the block that a key is in: repeated
+An entry may also name a block of keys. The mask over blocks is then read at the block of each key: it is repeated
 ``block`` times, or looked up at ``position // block``.
 
-That no key is named twice follows where the entries are the places that a ``topk`` or a sort found; else repeated ones
-are dropped by the rewrite. A list has to be one for each query and batch entry, and the same for all heads.
+No key is named twice if the entries are indices that a ``topk`` or a sort returned; otherwise the rewrite drops
+repeated entries. Each query and batch entry has one list, which all heads share.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ _Shows = Callable[[float], bool]
 _WHOLE = (torch.int64, torch.int32)
 _COUNTS = (*_WHOLE, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
-"""Operators whose second result names places along an axis, each at most once, and where they are told the axis."""
+"""Operators whose second result holds indices along an axis, each at most once, and the position of their ``dim``."""
 
 
 def chosen(
     queries: Axis, keys: Axis, batch: Collection[Atom], node: fx.Node, place: Place, *, negated: bool
 ) -> Chosen | str | None:
-    """What ``node``, a boolean (or a mask that is added) read at ``place``, chooses; None where it is no choice.
+    """Return the keys that ``node``, a boolean or additive mask read at ``place``, chooses; None if it is not a choice.
 
-    ``negated``: a key is seen where the boolean is False. A choice that is none of keys for each query: why, in words.
+    ``negated``: a key is seen where the boolean is False. A choice that is not one list of keys per query gives a
+    string that says why.
     """
     try:
         found = _listed_by(node, place, negated=negated)
@@ -69,13 +70,14 @@ def chosen(
     if found.keys != keys:
         return "chooses queries, not keys" if set(found.keys) <= set(queries) else "chooses heads, not keys"
     outer = set(flatten(found.indices.axes)) - {*found.count, *batch, *queries}
-    # Of the keys the list has none, and of heads none.
+    # The list may not depend on the key itself or on the head.
     return found if not outer else "lists other keys for each head" if not outer & set(keys) else None
 
 
 def _listed_by(node: fx.Node, place: Place, *, negated: bool) -> Chosen | str | None:
     boolean = val(node).dtype == torch.bool
-    # Whether a number of `node` shows a key. What is added hides one by all other numbers that were let through.
+    # Whether a value of `node` shows a key. An additive mask shows it by 0; the caller admits no other values but
+    # fills.
     shows: _Shows = (lambda number: bool(number) is not negated) if boolean else (lambda number: number == 0)
     while True:
         if (numbers := scattered(node)) is not None:
@@ -100,10 +102,10 @@ def _after(step: Callable[[float], float], shows: _Shows) -> _Shows:
 
 
 def _counted(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
-    """``scatter_add(zeros, dim, index, flags)``, of which a count of 0 hides a key, and every other shows it."""
+    """Read ``scatter_add(zeros, dim, index, flags)``, where a count of 0 hides a key and every other count shows it."""
     flags = argument(node, 3, "src")
     flag = _flag(flags)
-    # In a smaller dtype counts come round to 0 again.
+    # In a smaller dtype, counts could wrap round to 0.
     if constant(argument(node, 0, "self")) != 0 or flag is None or val(node).dtype not in _COUNTS:
         return None
     one = flag if isinstance(flag, float) else 1.0
@@ -116,12 +118,18 @@ def _counted(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
 
 
 def _shows_counts(shows: _Shows, least: float = 1.0) -> bool:
-    """Of one comparison with a number: what it says of 0, of the least and of the largest count it says of all."""
+    """Whether a count of 0 hides a key and every positive count shows it.
+
+    The mask compares the count with one number, so testing 0, the least and an infinite count is enough.
+    """
     return not shows(0.0) and shows(least) and shows(float("inf"))
 
 
 def _flag(node: object) -> fx.Node | float | None:
-    """The number that counts, or the boolean of which 1 or 0 does; None for others, of which counts could cancel."""
+    """Return the positive number that each entry adds, or the boolean that is added as 0 or 1.
+
+    None for other values, because their counts could cancel.
+    """
     if (number := constant(node)) is not None:
         return float(number) if number > 0 else None
     if is_tensor(node) and val(node).dtype == torch.bool:
@@ -131,12 +139,12 @@ def _flag(node: object) -> fx.Node | float | None:
 
 
 def _written(node: fx.Node, place: Place) -> Chosen | None:
-    """The list that a ``scatter`` or ``scatter_add`` at ``place`` is told."""
+    """Return the list that a ``scatter`` or ``scatter_add``, read at ``place``, writes."""
     dim, index = axis(argument(node, 1, "dim"), len(place)), argument(node, 2, "index")
     if not is_tensor(index) or len(shape(index)) != len(place):
         return None
     others = [(own, of) for k, (own, of) in enumerate(zip(shape(index), shape(node), strict=True)) if k != dim]
-    if not all(same(own, of) for own, of in others):  # the rest of the rows is not written to
+    if not all(same(own, of) for own, of in others):  # the index covers only some of the rows
         return None
     count = fresh_axis(shape(index)[dim])
     where = [place_of([count])[0] if k == dim else at for k, at in enumerate(place)]
@@ -144,7 +152,7 @@ def _written(node: fx.Node, place: Place) -> Chosen | None:
 
 
 def _list(index: fx.Node, where: Place, count: Axis, key: Affine, names: Size | None) -> Chosen | None:
-    """``index``, read at ``where``, as the list of what ``key`` is a position of; ``names``: see :class:`Chosen`."""
+    """Return ``index``, read at ``where``, as a list of keys at position ``key``; ``names``: see :class:`Chosen`."""
     along = key.position
     if not along or val(index).dtype not in _WHOLE:
         return None
@@ -159,11 +167,11 @@ _REDUCTIONS = (aten.any, aten.sum, aten.amax)
 
 
 def _matched(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
-    """Whether one of the list is equal to the key: by ``eq``, or by ``one_hot``; or how many are."""
+    """Read a reduction over the list of ``eq(entry, key)`` or ``one_hot(entry)``: any, sum or maximum."""
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     x = argument(node, 0, "self")
-    # Counted in the dtypes that sums of these have, and in no smaller one.
+    # These are the dtypes that such sums have; in a smaller dtype counts could wrap.
     if len(dims) != 1 or val(node).dtype not in (torch.bool, *_COUNTS) or not _shows_counts(shows):
         return None
     dim, kept = axis(dims[0], len(shape(x))), len(shape(x)) == len(place)
@@ -186,29 +194,29 @@ def _matched(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
 
 
 def _names_once(index: fx.Node, place: Place, count: Axis, there_are: Size) -> bool:
-    """Whether no two entries along ``count`` name the same of what ``there_are``."""
+    """Whether no two entries along ``count`` name the same one of the ``there_are`` keys or blocks."""
     if not count:
         return True
     found = _ordered(index, place, there_are)
     if found is None:
         return False
     _, place, along = found
-    # Entry i is the place of an element that i alone determines, in a row that i does not determine.
+    # Coordinate `along` of entry i depends on i alone, and the row does not depend on i: entries of one row differ.
     apart = all(count not in at.steps for k, at in enumerate(place) if k != along)
     return count in place[along].steps and not place[along].terms and apart
 
 
 def _ordered(index: fx.Node, place: Place, there_are: Size | None = None) -> tuple[fx.Node, Place, int] | None:
-    """The places found by an operator that ``index`` only moves, where they are read, and along which axis they are.
+    """Return the sorting operator whose indices ``index`` only moves, the place at which they are read, and their axis.
 
-    ``there_are``: some of them may be replaced by a number that is none of so many.
+    ``there_are``: some indices may be replaced by a number that is not a valid index below ``there_are``.
     """
     while (along := _order(index)) is None:
         try:
             found = moved(index, place) or (None if there_are is None else _unless_none(index, place, there_are))
         except OpaqueError:
             return None
-        # A number of another dtype may be a rounded one.
+        # A cast from another dtype may have rounded the indices.
         if found is None or val(found[0]).dtype not in _WHOLE:
             return None
         index, place = found
@@ -216,7 +224,7 @@ def _ordered(index: fx.Node, place: Place, there_are: Size | None = None) -> tup
 
 
 def _unless_none(node: fx.Node, place: Place, there_are: Size) -> tuple[fx.Node, Place] | None:
-    """The entries of which ``node`` replaced some by a number that names none of what ``there_are``."""
+    """Return the entries if ``node`` only replaces some by a number that is not a valid index below ``there_are``."""
     if packet(node) is aten.where:
         one, other = argument(node, 1, "self"), argument(node, 2, "other")
     elif packet(node) is aten.masked_fill:
@@ -230,7 +238,7 @@ def _unless_none(node: fx.Node, place: Place, there_are: Size) -> tuple[fx.Node,
 
 
 def _names_none(given: object, there_are: Size) -> bool:
-    """Whether ``given`` is one number everywhere, below 0 or not below ``there_are``."""
+    """Whether ``given`` is everywhere one number that is below 0 or at least ``there_are``."""
     how = decode(given)
     if isinstance(how, (Copy, Broadcast, Regroup, Permute)):
         return _names_none(how.x, there_are)
@@ -243,7 +251,7 @@ def _names_none(given: object, there_are: Size) -> bool:
 
 
 def _order(node: fx.Node) -> int | None:
-    """The axis along which ``node`` holds places, each at most once; None where it is not known to."""
+    """Return the axis along which ``node`` holds indices, each at most once; None if that is not known."""
     if packet(node) is aten.argsort:
         return axis(argument(node, 1, "dim", -1), len(shape(node)))
     if packet(node) is not operator.getitem or node.args[1] != 1:
@@ -256,9 +264,9 @@ def _order(node: fx.Node) -> int | None:
 
 
 def ranked(chosen: Chosen, *, some: bool = False) -> tuple[fx.Node, Place] | None:
-    """What a ``topk`` chose the largest of, and where: along the keys for each query. None where no topk chose.
+    """Return the scores from which a ``topk`` chose the largest, and their place: along the keys, for each query.
 
-    ``some``: of these, some may be taken off the list again.
+    None if no topk chose. ``some``: entries may have been removed from the list afterwards.
     """
     there_are = axis_size(chosen.keys) if some else None
     found = _ordered(chosen.indices.node, place_of(chosen.indices.axes), there_are)

@@ -1,10 +1,10 @@
-"""Analysis: every attention of a graph, whatever its spelling.
+"""Find every attention of a graph, whatever its spelling.
 
 Two kinds are found: PyTorch's fused operators (``scaled_dot_product_attention``, ``flex_attention``), and a softmax
-between two products of activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes in any order in
-between. Axes are followed as atoms, so heads may be anywhere and batch and heads may be merged. An attention in which
-something else happens between the products (a soft cap, several sinks, probabilities returned to the caller,
-exponentials that are divided by their sum after they met the values) is found too and marked ``open_core``.
+between two products of activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes between them in any
+order. Axes are followed as atoms, so heads may be anywhere, and batch and heads may be merged. An attention with any
+other operator between the products is found too and marked ``open_core``: a soft cap, several sinks, probabilities
+returned to the caller, exponentials that are divided by their sum after the value product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[AttentionSite]:
-    """The attentions of ``graph`` in the order of their outputs."""
+    """Return the attentions of ``graph`` in the order of their outputs."""
     sites: list[AttentionSite] = []
     tracer = ScoreTracer(weights)
     for node in graph.nodes:
@@ -50,9 +50,9 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
 
 
 def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tuple[AttentionSite, fx.Node]]:
-    """Attentions whose weights are a function of each score by itself, and the first operator of that function.
+    """Return attentions whose weights are an elementwise function of the scores, and its first operator.
 
-    There is no softmax in them, so :func:`find_attention` does not find them.
+    They have no softmax, so :func:`find_attention` does not find them.
     """
     tracer = ScoreTracer(weights, every_map=True)
 
@@ -72,7 +72,7 @@ def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tu
 
 
 def _beside_a_softmax(weights_of_keys: fx.Node) -> bool:
-    """Whether a softmax has a part in the weights all the same, which an attention that cannot be followed has."""
+    """Whether a softmax contributes to the weights: then this is an attention that the tracer could not follow."""
 
     def inputs(node: fx.Node) -> Collection[fx.Node]:
         return () if is_contraction(node) else node.all_input_nodes
@@ -105,7 +105,7 @@ def _flex(node: fx.Node, flex: Flex) -> AttentionSite:
 
 
 def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, *, grouped: bool) -> AttentionSite:
-    """The attention of a fused operator; ``grouped``: heads of k and v serve several of q."""
+    """Return the attention of a fused operator; ``grouped``: each head of k and v serves several heads of q."""
     rank = len(shape(q))
     lead: list[Axis] = []
     k_lead: list[Axis] = []
@@ -142,7 +142,7 @@ def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, *, grouped: bool) 
 
 def _default_scale(q: fx.Node) -> float:
     width = size(val(q).shape[-1])
-    # A width that is no number is refused below; until then any scale will do.
+    # A symbolic width is refused below, so any scale will do here.
     return 1.0 / math.sqrt(width) if isinstance(width, int) and width > 0 else 1.0
 
 
@@ -164,7 +164,7 @@ def _fused_problem(
 
 
 def _written_out(node: fx.Node, weighs: Callable[[fx.Node], Scores | None]) -> AttentionSite | None:
-    """The attention whose value product is ``node``, if one of its operands weighs the keys by their scores."""
+    """Return the attention whose value product is ``node``, if one of its operands weighs the keys by their scores."""
     labelled = product_labels(node)
     assert labelled is not None, "a product has labels"
     (left, left_labels), (right, right_labels), out_labels = labelled
@@ -183,7 +183,7 @@ def _close(
     node: fx.Node, scores: Scores, p: fx.Node, p_labels: str, v: fx.Node, v_labels: str, out_labels: str
 ) -> AttentionSite | None:
     summed = [c for c in p_labels if c not in out_labels]
-    # Summed over something besides the keys (heads, for example), it is no value product.
+    # A product that sums over something besides the keys (heads, for example) is not a value product.
     if len(summed) != 1 or summed[0] not in v_labels:
         return None
     axis_of = dict(zip(p_labels, scores.axes, strict=True))
@@ -192,15 +192,16 @@ def _close(
             axis_of[label] = fresh_axis(s)
     v_axes = tuple(() if same(s, 1) else axis_of[c] for c, s in zip(v_labels, shape(v), strict=True))
     keys = axis_of[summed[0]]
-    # What the values are summed over are the keys, also where the softmax runs over the queries.
+    # The keys are the axis over which the values are summed, even if the softmax runs over the queries.
     scores = replace(scores, products=tuple(oriented(p, keys) for p in scores.products))
-    # Exponentials without a softmax: what they are summed over here are the keys.
+    # Exponentials without a softmax are normalised over the same axis.
     if not scores.normalized:
         scores = replace(scores, softmax=keys)
     out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
     shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
     rows = [a for a in flatten(scores.axes) if a not in keys]
-    # What only the queries have is query tokens; of several such axes the innermost (the others are heads: MQA).
+    # Atoms that only the queries have are query tokens. Of several such atoms, only the innermost counts
+    # queries; the others are heads (MQA).
     own = [a for a in rows if a not in shared]
     queries = tuple(own[-1:])
     lead = tuple(a for a in rows if a not in queries)
@@ -222,17 +223,17 @@ def _close(
 
 
 def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
-    """Why the part between the products cannot go away, if it cannot."""
+    """Explain why the part between the products has to stay; None if it can go."""
     finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
     if not all(fill < NEGLIGIBLE for fill in finite):
         return "masked scores are set to a number that the softmax can see"
-    # In a row where everything is masked, the softmax sees the fills alone; a kernel that only knows "hidden" cannot
-    # repeat how several of them compare.
+    # In a row where every key is masked, the softmax sees only the fills. A kernel that only knows "hidden" cannot
+    # reproduce how several fills compare.
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
-        return "masks of several kinds, whose order shows in rows without a visible key"
+        return "masks with different fills, whose order matters in rows without a visible key"
     products = {q.node for q in scores.products if q.node is not None}
     if scores.sinks is not None and depends_on(scores.sinks.node, products):
-        return "a sink is made of the scores"
+        return "a sink is computed from the scores"
     inside = {p}
     queue = [p]
     masks = {m.operand.node for m in scores.masks}
@@ -242,18 +243,18 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
                 inside.add(n)
                 if n not in products:
                     queue.append(n)
-    # Someone else reads them, so they have to be computed anyway.
+    # Another reader needs these tensors, so they have to be computed anyway.
     if any(user is not node and user not in inside for n in inside for user in n.users):
         return "scores or probabilities are used elsewhere too"
     return None
 
 
 def _misplaced_softmax(node: fx.Node, scores: Scores, keys: Axis) -> Stop | None:
-    """Why the softmax is not one over the keys, if it is not."""
+    """Explain why the softmax does not run over the keys, if it does not."""
     q_atoms = {a for product in scores.products for a in flatten(product.q.axes)}
     if set(scores.softmax) != set(keys):
         return Stop(node, "softmax_axis", "the softmax does not run over the keys that the values are summed over")
-    # The keys are an axis of the queries as well, or some product of the scores lacks them.
+    # The keys are also an axis of the queries, or a product of the scores lacks them.
     if set(keys) & q_atoms or not all(set(keys) <= set(flatten(p.k.axes)) for p in scores.products):
         return Stop(node, "softmax_axis", "the values are not summed over the keys of the query-key product")
     return None

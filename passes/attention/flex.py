@@ -1,7 +1,7 @@
-"""flex_attention as it stands in a graph: what of it can be read as an attention, and its score_mod for all scores.
+"""Calls of flex_attention: which of them can be read as an attention, and their score_mod applied to all scores.
 
-``score_mod`` is a function of one score and its indices; vectorised it is the same operators on all scores. A call with
-a block mask, or of which more than the result is used, is not taken apart.
+``score_mod`` is a function of one score and its indices; vectorised, the same operators apply to all scores. A call
+with a block mask, or with more than one used result, is left as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ONE_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class Flex:
-    """One call of flex_attention. ``score_mod`` is None where it returns the score; ``buffers`` are its operands."""
+    """One call of flex_attention. ``score_mod``, with operands ``buffers``, is None if it returns the score."""
 
     call: fx.Node
     q: fx.Node
@@ -34,7 +34,7 @@ class Flex:
     buffers: tuple[fx.node.Argument, ...]
 
     def modified(self, scores: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
-        """``score_mod`` of all scores [B,H,S,T] at once."""
+        """Apply ``score_mod`` to all scores [B,H,S,T] at once."""
         assert self.score_mod is not None
         indices = (torch.arange(n, device=scores.device) for n in scores.shape)
         return _for_all(self.score_mod, buffers)(scores, *indices, *buffers)
@@ -49,14 +49,14 @@ def is_flex(node: fx.Node) -> bool:
 
 
 def flex_of(node: fx.Node) -> Flex | None:
-    """The call of which ``node`` is the result, where nothing else of it is used and it can be read as an attention."""
+    """Return the call whose only used result is ``node``, if the call can be read as an attention."""
     call = args_of(node)[0] if packet(node) is operator.getitem else None
-    # The second result is the logarithm of the sums, which a rewrite does not give.
+    # The second result is the log-sum-exp, which a rewrite does not produce.
     if call is None or not is_flex(call) or call.kwargs or len(call.users) != 1 or node.args[1] != 0:
         return None
     q, k, v, score_mod, block_mask, scale, _, buffers, _ = args_of(call)
     owner = call.graph.owning_module
-    # Higher-order operators are given graphs by the name of a submodule; the last entry of the block mask is mask_mod.
+    # A higher-order operator names its graphs as submodules; the last entry of the block mask is mask_mod.
     score_graph, mask_graph = (getattr(owner, str(n.target)) for n in (score_mod, block_mask[-1]))
     if (
         not _one_block(block_mask)
@@ -70,15 +70,15 @@ def flex_of(node: fx.Node) -> Flex | None:
 
 
 def _one_block(block_mask: tuple[object, ...]) -> bool:
-    """Whether no block is left out: blocks and mask_mod may say different things, and the blocks are values."""
+    """Whether no block is left out: the blocks are runtime values, and may contradict mask_mod."""
     partial, full = block_mask[2:4], block_mask[4:6]
     large = all(isinstance(size, int) and size >= _ONE_BLOCK for size in block_mask[-3:-1])
     return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)
 
 
 def _for_all(function: Callable[..., torch.Tensor], buffers: Sequence[object]) -> Callable[..., torch.Tensor]:
-    """``function`` of one score and its place, for the scores of all places [B,H,S,T]."""
-    # The innermost axis first: the last wrapper is the outermost, the batch.
+    """Vectorise ``function`` of one score and its indices over all scores [B,H,S,T]."""
+    # The innermost axis is wrapped first, so that the batch becomes the outermost one.
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(0, *dims, *(None for _ in buffers)))
     return function
@@ -89,8 +89,8 @@ def _returns_the_score(graph: fx.GraphModule) -> bool:
 
 
 def _is_true(graph: fx.GraphModule) -> bool:
-    """Whether mask_mod is the one that hides nothing."""
-    # The default mask_mod is traced to one constant; what computes anything may hide something.
+    """Whether mask_mod hides nothing."""
+    # The default mask_mod is traced to one constant; a mask_mod that computes anything may hide something.
     result = graph.graph.output_node().args[0]
     if isinstance(result, fx.Node) and packet(result) in (aten.full, aten.new_full):
         return args_of(result)[-1] is True or result.kwargs.get("fill_value") is True

@@ -1,10 +1,10 @@
-"""The indexer of a sparse attention: small heads whose weighted scores say which keys a query is to see.
+"""The indexer of a sparse attention: small heads whose weighted scores decide which keys a query sees.
 
     score[s,t] = sum_j weights[s,j] relu(scale * q[s,j,:] . k[t,:])            (DeepSeek-V3.2, arXiv 2512.02556, eq. 1)
 
-It is found behind the ``topk`` that made a list of keys, whatever operators it is written with: products by any name, a
-scale before or after the relu, casts, views and permutations between. What makes it one is which tensor has which axis:
-the keys have no heads, the weights no keys, and the heads alone are summed over.
+The analysis starts from the ``topk`` that made a list of keys and accepts any spelling: matmul, bmm or einsum, a scale
+before or after the relu, casts, views and permutations in between. The axes of the tensors identify an indexer: the
+keys have no head axis, the weights have no key axis, and only heads are summed over.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Indexer:
         out: the weighted sum, whose value a rewrite replaces.
         query: axes of batch, queries, heads and features.
         keys: axes of batch, tokens and features.
-        weights: axes of batch, queries and heads, or fewer.
+        weights: axes of batch, queries and heads, or some of them.
         batch, queries, heads, tokens, features: the atoms of each.
-        scale: of the products, before the relu.
-        factor: of the relus.
+        scale: factor of the products, before the relu.
+        factor: factor of the relus.
     """
 
     out: Operand
@@ -66,14 +66,14 @@ class _Rectified:
 
 
 def indexers(lists: Iterable[Chosen], weights: Collection[fx.Node]) -> list[Indexer]:
-    """The indexers that made ``lists``, each once."""
+    """Return the distinct indexers that made ``lists``."""
     tracer = ScoreTracer(weights)
     found = (_indexer_of(chosen, tracer) for chosen in lists)
     return list({one.out.node: one for one in found if one is not None}.values())
 
 
 def with_keys(node: fx.Node, T: Size) -> list[fx.Node]:
-    """The inputs of ``node`` that have an axis of all T keys."""
+    """Return the inputs of ``node`` that have an axis of all T keys."""
     return [n for n in node.all_input_nodes if is_tensor(n) and any(same(own, T) for own in shape(n))]
 
 
@@ -90,7 +90,7 @@ def _indexer_of(chosen: Chosen, tracer: ScoreTracer) -> Indexer | None:
 
 
 def _read(node: fx.Node, tracer: ScoreTracer) -> Indexer | None:
-    """The indexer whose weighted sum is ``node``."""
+    """Return the indexer whose weighted sum is ``node``."""
     labelled = product_labels(node)
     if labelled is None:
         return None
@@ -149,14 +149,14 @@ def _moved(inner: _Rectified, node: fx.Node, how: Copy | Permute | Regroup) -> _
 
 
 def _close(node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Node, str], out: str) -> Indexer | None:
-    """The indexer, where each tensor has the axes that it should have."""
+    """Return the indexer, if each tensor has the axes that an indexer needs."""
     axis_of = dict(zip(labels, inner.axes, strict=True))
     other, own = weighted
-    # An axis that the products lack is one of the weights alone.
+    # An axis that the products lack belongs to the weights alone.
     weight_axes = tuple(
         () if same(s, 1) else axis_of.get(c) or fresh_axis(s) for c, s in zip(own, shape(other), strict=True)
     )
-    # An axis that a sum keeps has no label.
+    # A reduced axis that keepdim leaves has no label.
     out_axes = tuple(axis_of.get(c, ()) for c in out)
     heads = flatten(axis for c, axis in axis_of.items() if c not in out)
     product = inner.product
@@ -182,7 +182,7 @@ def _close(node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Nod
 
 
 def _origin(operand: Operand) -> Operand:
-    """What ``operand`` is a view or an exact copy of, its axes in the same atoms."""
+    """Return the tensor of which ``operand`` is a view or an exact copy, with its axes in the same atoms."""
     node, axes = operand.node, operand.axes
     while True:
         how = decode(node)
@@ -205,13 +205,13 @@ def _is_exact(old: torch.dtype, new: torch.dtype) -> bool:
 
 
 def _before(x: fx.Node, axes: Axes) -> Axes | None:
-    """The axes of ``x``, of which a view has ``axes``; None where atoms would have to be split."""
+    """Return the axes of ``x``, given the ``axes`` of its view; None if atoms would have to be split."""
     grouped = regroup(flatten(axes), shape(x))
     return None if grouped is None or grouped[1] else grouped[0]
 
 
 def _is_alone(found: Indexer, inner: _Rectified) -> bool:
-    """Whether nothing but the sum reads the products and what is made of them."""
+    """Whether only the weighted sum reads the products and the tensors made from them."""
     start = inner.product.node
     assert start is not None, "a product that is no fused attention has a node"
     made = [start]
@@ -224,7 +224,7 @@ def _is_alone(found: Indexer, inner: _Rectified) -> bool:
 
 
 def _is_as_precise(found: Indexer, inner: _Rectified) -> bool:
-    """Whether sums in float32 (float64 for keys of float64) are no less precise than those of the model."""
+    """Whether float32 sums (float64 for keys in float64) are at least as precise as those of the model."""
     q, k, w, out = (val(o.node).dtype for o in (found.query, found.keys, found.weights, found.out))
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     if not all(d in floats for d in (q, k, w)) or (torch.float64 in (w, out) and k != torch.float64):

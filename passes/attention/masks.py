@@ -1,7 +1,7 @@
-"""Masks read as parts that all have to hold for a key to be seen: comparisons of positions, lists, and what is neither.
+"""Masks as conjunctions of parts (comparisons of positions, lists, others) that hold where a key is seen.
 
-A part is a boolean read at a place, with the number that it compares with 0 where it is arithmetic on positions. Masks
-that are added are read alike: zeros where their parts hold, one number (minus infinity, or a very low one) elsewhere.
+A part is a boolean read at a place. If it is affine in positions, it is the condition ``bound >= 0``. An additive mask
+is read alike: it is 0 where its parts hold, and one number (minus infinity, or a very low one) elsewhere.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """A boolean that has to be True (``negated``: False) for a key to be seen: ``bound`` >= 0, where it is read.
+    """A boolean that has to be True (``negated``: False) for a key to be seen.
 
-    ``added``: it is no boolean, but numbers that nothing is known of, which are added where the other parts hold.
-    ``outside``: the same as a tensor that it was moved to, where that can be a mask by itself and this cannot.
+    ``bound``: the same condition as ``bound >= 0``, if it is affine in positions. ``added``: not a boolean but
+    arbitrary numbers, which are added where the other parts hold. ``outside``: the same part read from a later tensor
+    that can be a mask by itself, if ``node`` cannot.
     """
 
     node: fx.Node
@@ -52,7 +53,7 @@ class Part:
     outside: Part | None = None
 
     def mask(self) -> MaskTerm:
-        """What is left of a mask of which only this part was not explained. Raises :class:`OpaqueError`."""
+        """Return the mask that remains if only this part was not explained. Raises :class:`OpaqueError`."""
         if self.outside is not None:
             return self.outside.mask()
         if self.added:
@@ -61,14 +62,14 @@ class Part:
 
     @property
     def why(self) -> str:
-        """Why it is left over."""
+        """Explain why the part remains a mask."""
         if self.bound is None:
             return said(self.node)
-        return f"{operator_name(self.node)} is no length, and no diagonal that ends at the last key"
+        return f"{operator_name(self.node)} is neither a length nor a diagonal that ends at the last key"
 
     @property
     def named(self) -> bool:
-        """Whether it is a tensor read along the axes of the attention, which can be a mask by itself."""
+        """Whether the part is read along axes of the attention, so that its tensor can be a mask by itself."""
         try:
             node = self.mask().operand.node
         except OpaqueError:
@@ -77,14 +78,14 @@ class Part:
 
 
 class Masks(Reader):
-    """Reads masks as parts that all have to hold. ``any_numbers``: one of them may be numbers of any kind."""
+    """Reads masks as parts that all have to hold. ``any_numbers``: one part may be an arbitrary additive mask."""
 
     def __init__(self, *, any_numbers: bool = False) -> None:
         super().__init__()
         self.any_numbers = any_numbers
 
     def term(self, term: MaskTerm) -> tuple[list[Part], float]:
-        """The parts of a mask, and what it adds or fills in elsewhere."""
+        """Return the parts of a mask, and the number that it adds or fills in where they do not hold."""
         node, place = term.operand.node, place_of(term.operand.axes)
         if term.kind != "add":
             return self.parts(node, place, negated=term.kind == "drop"), term.fill
@@ -92,7 +93,7 @@ class Masks(Reader):
         if any(part.added for part in parts) and (term.scale != 1.0 or term.dtype is not None):
             raise OpaqueError
         fill *= term.scale
-        # What is added to a score is a fill where no score shows beside it, in no dtype that it goes through.
+        # An added number acts as a fill if no score is visible beside it, in any dtype to which the sum is converted.
         if fill < NEGLIGIBLE and term.dtype is not None:
             fill = float(torch.tensor(fill, dtype=torch.float64).to(term.dtype))
         if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
@@ -100,7 +101,7 @@ class Masks(Reader):
         return parts, fill
 
     def parts(self, given: object, place: Place, *, negated: bool) -> list[Part]:
-        """``given``, a boolean tensor at ``place``, as parts. Raises :class:`OpaqueError` where it is none."""
+        """Read ``given``, a boolean tensor at ``place``, as parts. Raises :class:`OpaqueError` if it is not boolean."""
         if not is_tensor(given) or val(given).dtype != torch.bool:
             raise OpaqueError
         try:
@@ -121,7 +122,7 @@ class Masks(Reader):
         return []
 
     def added(self, node: fx.Node, place: Place) -> tuple[list[Part], float]:
-        """A mask that is added: its parts, and the number that it is where they do not hold; it is 0 where they do."""
+        """Return the parts of an additive mask, which is 0 where they hold, and its number where they do not."""
         parts, number = self._added(node, place)
         fill = as_in(node, number)
         if fill is None:
@@ -152,7 +153,7 @@ class Masks(Reader):
     def _filled(
         self, shown: object, condition: object, value: object, place: Place, *, negated: bool
     ) -> tuple[list[Part], float]:
-        """``shown``, 0 or itself a mask, where the condition holds (``negated``: does not), ``value`` elsewhere."""
+        """Read ``shown``, 0 or a mask, where the condition holds (``negated``: fails), and ``value`` elsewhere."""
         fill = constant(value)
         if fill is None or not is_tensor(condition):
             raise OpaqueError
@@ -167,13 +168,13 @@ class Masks(Reader):
             if not self.any_numbers:
                 raise
             return [Part(shown, broadcast(shape(shown), place), negated=False, added=True), *parts], fill
-        # Which of two numbers stands where shows in a row of nothing else.
+        # If the fills differ, a fully masked row shows which of them stands where.
         if other != fill:
             raise OpaqueError
         return [*more, *parts], fill
 
     def _summed(self, masks: Sequence[object], place: Place) -> tuple[list[Part], float]:
-        """Masks that are added up, all of them of minus infinity."""
+        """Read a sum of masks, each of which fills in minus infinity."""
         parts: list[Part] = []
         for one in masks:
             if not is_tensor(one):
@@ -185,10 +186,7 @@ class Masks(Reader):
         return parts, float("-inf")
 
     def hidden(self, scores: fx.Node, place: Place) -> tuple[list[Part], fx.Node]:
-        """The parts that have to hold for a number of ``scores`` not to be hidden beside all others, and the numbers.
-
-        Only those that are known.
-        """
+        """Return the known parts that hold wherever ``scores`` are not hidden, and the scores before masking."""
         how = decode(scores)
         if isinstance(how, Copy) and val(how.x).dtype.is_floating_point and val(scores).dtype.is_floating_point:
             return self.hidden(how.x, place)
@@ -219,13 +217,13 @@ def _named_by(outside: Part, part: Part) -> Part:
 
 
 def _beyond(node: fx.Node, place: Place) -> Affine:
-    """``column - row - diagonal`` of ``tril`` and ``triu``."""
+    """Return ``column - row - diagonal`` of ``tril`` and ``triu``."""
     diagonal = argument(node, 1, "diagonal", 0)
     return place[-1] - place[-2] - Reader().read(diagonal, ())
 
 
 def _both(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
-    """``a and b``; ``a or b``."""
+    """Read ``a and b`` or ``a or b``."""
     operands = [(argument(node, k, name), False) for k, name in enumerate(("self", "other"))]
     return _joined(masks, operands, place, negated=negated, either=packet(node) in _OR)
 
@@ -233,12 +231,12 @@ def _both(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[P
 def _joined(
     masks: Masks, operands: Iterable[tuple[object, bool]], place: Place, *, negated: bool, either: bool
 ) -> list[Part]:
-    """``a and b`` (``either``: ``a or b``) of booleans, each with whether its negation is meant."""
-    # One that is known, and does not decide, is left out.
+    """Read ``a and b`` (``either``: ``a or b``) of booleans, each with a flag that says whether it is negated."""
+    # A constant operand that does not decide the result is dropped.
     unknown = [
         (x, inverse) for x, inverse in operands if (n := constant(x)) is None or (bool(n) is not inverse) is either
     ]
-    # `a or b`, and a negated `and`, hold in too many ways for parts that all have to hold; of nothing they never hold.
+    # `a or b`, or a negated `and`, of several booleans is not a conjunction; of no operands, it never holds.
     if negated is not either and len(unknown) != 1:
         raise OpaqueError
     found: list[Part] = []
@@ -250,15 +248,15 @@ def _joined(
 
 
 def _chosen_of(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
-    """``where(c, a, b)`` and ``masked_fill(b, c, a)`` of booleans, of which a or b is a number."""
+    """Read ``where(c, a, b)`` and ``masked_fill(b, c, a)`` of booleans, where a or b is constant."""
     if packet(node) is aten.where:
         c, a, b = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
     else:
         b, c, a = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
     yes, no = constant(a), constant(b)
-    if no is not None:  # c and a; not c, or a
+    if no is not None:  # c and a; (not c) or a
         operands, either = ((c, bool(no)), (a, False)), bool(no)
-    elif yes is not None:  # not c, and b; c or b
+    elif yes is not None:  # (not c) and b; c or b
         operands, either = ((c, not yes), (b, False)), bool(yes)
     else:
         raise OpaqueError
@@ -270,7 +268,7 @@ def _not(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Pa
 
 
 def _asked(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
-    """A boolean as numbers, compared with a number; else positions that are compared."""
+    """Read a boolean that is cast to numbers and compared with a number, or else a comparison of positions."""
     found = asked(node)
     x = None if found is None else _boolean(found[0])
     if found is None or x is None:
@@ -282,7 +280,7 @@ def _asked(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[
 
 
 def _boolean(node: fx.Node) -> fx.Node | None:
-    """The boolean that ``node`` is in another dtype."""
+    """Return the boolean of which ``node`` is a cast."""
     while val(node).dtype != torch.bool:
         how = decode(node)
         if not isinstance(how, Copy):
@@ -292,7 +290,7 @@ def _boolean(node: fx.Node) -> fx.Node | None:
 
 
 def _compared(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
-    """``a <= b`` is ``b - a >= 0``, and ``a < b`` is ``b - a - 1 >= 0``; its negation is ``a - b >= 0``."""
+    """Read ``a <= b`` as ``b - a >= 0``, and ``a < b`` as ``b - a - 1 >= 0`` (negated: ``a - b >= 0``)."""
     a, b = (masks.at_operand(node, k, name, place) for k, name in enumerate(("self", "other")))
     op = packet(node)
     if op not in _ORDERS:
@@ -306,7 +304,7 @@ def _compared(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> li
 
 
 def _triangle(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
-    """``tril`` and ``triu`` of a boolean: what it says on one side of a diagonal, False on the other."""
+    """Read ``tril`` and ``triu`` of a boolean: unchanged on one side of a diagonal, False on the other."""
     inner = masks.parts(argument(node, 0, "self"), place, negated=False)
     beyond = _beyond(node, place)
     bound = beyond if packet(node) is aten.triu else beyond * -1
@@ -333,7 +331,7 @@ _BOOLEAN: dict[object, _Rule] = {
 
 
 def said(node: fx.Node, why: str = "") -> str:
-    """What a mask is that is no comparison of positions: who made it, and ``why`` that cannot be told otherwise."""
+    """Describe a mask that does not compare positions: the operator that made it, and ``why`` it is not explained."""
     while isinstance(how := decode(node), (Copy, Broadcast, Regroup, Permute)):
         node = how.x
     if node.op != "call_function":
@@ -342,25 +340,25 @@ def said(node: fx.Node, why: str = "") -> str:
     if not why and numbers is not None and val(node).dtype.is_floating_point:
         why = "adds {1:g} to the scores of listed keys and {0:g} to all others".format(*numbers)
     if not why:
-        why = "shows what one mask or another does" if packet(node) in _OR else "compares no positions"
+        why = "shows a key if either mask does" if packet(node) in _OR else "compares no positions"
     source = locate(node).source
     return f"{operator_name(node)}{'' if source is None else f' at {source}'} {why}"
 
 
 def equal(a: Part, b: Part) -> bool:
-    """Whether two parts say the same."""
+    """Whether two parts are the same condition."""
     if a.bound is not None and b.bound is not None:
         return a.bound == b.bound
     return (a.node, a.negated, a.added, list(a.place)) == (b.node, b.negated, b.added, list(b.place))
 
 
 _PLAIN = {aten.relu, aten.mul, aten.div, aten.add, aten.sub, aten.neg, aten.sigmoid, aten.tanh}
-"""Operators that make no infinity of numbers that are none."""
+"""Operators that turn finite numbers into finite numbers."""
 _MOVES = (Copy, Regroup, Permute, Broadcast, Slice, Select, Join)
 
 
 def hides_nothing(scores: fx.Node) -> bool:
-    """Whether nothing is filled into ``scores`` that a hidden key could be chosen before."""
+    """Whether no operator fills ``scores`` with numbers so low that a hidden key could be chosen instead."""
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
         made = packet(node) in LABELLED or node.op == "placeholder"

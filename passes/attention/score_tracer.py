@@ -1,8 +1,8 @@
-"""Following attention scores from the query-key product to the softmax and on to the value product.
+"""Tracing attention scores from the query-key product to the softmax and on to the value product.
 
-Between the products people write a scale, masks, casts, reshapes, in any order. All of it is followed back from the
-value product, with axes as atoms, until a product of two activations is reached. What does not fit the plain formula
-does not end the walk: it is noted (``open_core``), because the products can still be rewritten one by one.
+Between the products, models write scales, masks, casts and reshapes in any order. The tracer walks back from the value
+product, with axes as atoms, until it reaches a product of two activations. An operator outside the plain formula does
+not end the walk: it is recorded in ``open_core``, because the products can still be rewritten one by one.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _TRIANGLES = {aten.tril, aten.triu}
 
 
 class ScoreTracer:
-    """Walks back from one node; remembers what it has seen in this graph.
+    """Traces scores back from a node and memoises the results for this graph.
 
-    ``every_map``: also through functions of each score that are found where there is no softmax.
+    ``every_map``: also follow elementwise functions that occur only in attentions without a softmax.
     """
 
     def __init__(self, weights: Collection[fx.Node], *, every_map: bool = False) -> None:
@@ -76,7 +76,7 @@ class ScoreTracer:
 
     def trace(self, node: fx.Node) -> Scores | None:
         if node not in self._seen:
-            self._seen[node] = None  # while it is being traced; graphs have no cycles
+            self._seen[node] = None  # a placeholder while it is being traced
             self._seen[node] = self._trace(node)
         return self._seen[node]
 
@@ -101,7 +101,7 @@ def _product(node: fx.Node) -> Scores | None:
             if not axis_of.get(label, ()):
                 axis_of[label] = fresh_axis(s)
     summed = [c for c in left_labels if c not in out]
-    # One label is summed and both operands have it; anything else sums an operand by itself.
+    # Exactly one label, which both operands have, may be summed.
     if len(summed) != 1 or summed[0] not in right_labels or any(c not in out for c in right_labels if c not in summed):
         return None
 
@@ -109,8 +109,8 @@ def _product(node: fx.Node) -> Scores | None:
         return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
 
     features = axis_of[summed[0]]
-    # Which side is the query is settled at the softmax (its axis belongs to the keys); until then left is.
-    axes = tuple(axis_of.get(c, ()) for c in out)  # an axis that a sum keeps has no label
+    # The softmax decides which side is the query, because its axis belongs to the keys; until then the left side is.
+    axes = tuple(axis_of.get(c, ()) for c in out)  # a reduced axis that keepdim leaves has no label
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
 
@@ -155,7 +155,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = scores.changed()
     if not isinstance(b, (int, float)) or scores.normalized:
         return scores.opened("scores or probabilities are multiplied by a tensor")
-    # Masks that were added before are scaled with the scores, and fills too, in the dtype that they were written in.
+    # Masks that were added before are scaled with the scores. Fills are too, in the dtype in which they were written.
     by = 1.0 / b if packet(node) is aten.div else float(b)
     dtype = val(node).dtype
     masks = tuple(replace(m, scale=m.scale * by, fill=rounded(m.fill * by, dtype)) for m in scores.masks)
@@ -179,7 +179,7 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores, other, x = (left, b, a) if left is not None else (right, a, b)
     if scores is None or not _keeps_shape(node, x):
         return None
-    # What is added after the softmax is no mask, and one that is multiplied first is not followed.
+    # A tensor added after the softmax is not a mask, and one multiplied by alpha is not followed.
     scores = scores.changed()
     if scores.normalized or alpha != 1 or not is_tensor(other):
         return scores.opened("something is added to the probabilities")
@@ -187,13 +187,13 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """masked_fill(x, mask, value); where(mask, x, value); where(mask, value, x)."""
+    """Follow ``masked_fill(x, mask, value)``, ``where(mask, x, value)`` and ``where(mask, value, x)``."""
     kind: Literal["keep", "drop"]
     if packet(node) is aten.masked_fill:
         x, mask, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "drop"
     else:
         mask, x, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "keep"
-        # `where(mask, value, scores)`: the condition says what goes, not what stays.
+        # In `where(mask, value, scores)` the condition marks the scores that are replaced.
         if not isinstance(x, fx.Node) or tracer.trace(x) is None:
             x, value, kind = value, x, "drop"
     scores = tracer.trace(x) if isinstance(x, fx.Node) else None
@@ -207,7 +207,7 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _constant(value: object) -> float | None:
-    """A number, or a tensor of one number whose value stands in the graph."""
+    """Return a number, or the number that fills a constant tensor."""
     if isinstance(value, (int, float)):
         return float(value)
     how = decode(value)
@@ -224,13 +224,13 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     # `softmax(x, dtype=float32)` converts before it exponentiates.
     scores = converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
-    # It takes any number off that is the same for all it runs over, and no other.
+    # A softmax ignores a number subtracted from all scores of its own axis, but not one that varies along it.
     if scores.below_top not in (None, over):
-        scores = scores.opened("the maximum along another axis is taken off")
+        scores = scores.opened("the maximum along another axis is subtracted")
     joined = next((p for p in scores.padded if over == (p.longer,)), None)
     if joined is not None and joined.sink is None:
         scores = scores.opened("the softmax runs over more than the keys")
-    # The keys are what remains when the sink is cut off again.
+    # Slicing the sink off again leaves the keys.
     shorter = {p.longer: p.own for p in scores.padded}
     over = tuple(b for a in over for b in shorter.get(a, (a,)))
     products = tuple(oriented(p, over) for p in scores.products)
@@ -241,13 +241,13 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """The exponential of a softmax that is written in a way of its own (divided last, with one more in the sum)."""
+    """Follow the exponential of a softmax that is written out (divided last, or with another term in the sum)."""
     scores = tracer.trace(args_of(node)[0])
-    return None if scores is None else replace(scores.opened("weights that no softmax made"), exponential=True)
+    return None if scores is None else replace(scores.opened("weights without a softmax"), exponential=True)
 
 
 def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """An operator that keeps the axes but is not part of the plain formula (soft cap)."""
+    """Follow an operator that keeps the axes but is not part of the plain formula (a soft cap)."""
     for x in args_of(node):
         scores = tracer.trace(x) if is_tensor(x) else None
         if scores is not None and _keeps_shape(node, x):
@@ -258,7 +258,7 @@ def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """``x - x.max(dim, keepdim=True)``, which a softmax along ``dim`` takes off by itself."""
+    """Follow ``x - x.max(dim, keepdim=True)``: subtracting the maximum does not change a softmax along ``dim``."""
     x = args_of(node)[0]
     scores = tracer.trace(x) if is_tensor(x) and args_of(node)[2:] == () and not node.kwargs else None
     along = None if scores is None or scores.normalized else _top_of(x, args_of(node)[1])
@@ -268,14 +268,14 @@ def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _difference(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """The weights that one softmax made, less some of those that another made (differential attention)."""
+    """Follow the weights of one softmax minus a multiple of those of another (differential attention)."""
     a, b = (tracer.trace(x) if is_tensor(x) else None for x in args_of(node)[:2])
     both = a is not None and b is not None and a.normalized and b.normalized
     return added_up(a, b) if both and a is not None and b is not None else None
 
 
 def _top_of(x: fx.Node, top: object) -> int | None:
-    """The dimension along which ``top`` is the greatest of ``x``, and 1 long."""
+    """Return the dimension along which ``top`` is the maximum of ``x``, kept with size 1."""
     if packet(top) is operator.getitem and isinstance(top, fx.Node) and top.args[1] == 0:
         top = top.args[0]
     if packet(top) not in (aten.max, aten.amax) or not isinstance(top, fx.Node) or args_of(top)[0] is not x:
@@ -286,7 +286,7 @@ def _top_of(x: fx.Node, top: object) -> int | None:
 
 
 def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
-    """Something is joined to the scores along one axis (an attention sink)."""
+    """Follow scores to which something is joined along one axis (an attention sink)."""
     dim = how.dim
     for k, x in enumerate(how.parts):
         scores = tracer.trace(x)
@@ -296,7 +296,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
             longer = Atom(shape(node)[dim])
             axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
             others = [part for j, part in enumerate(how.parts) if j != k]
-            # A sink in float32 makes scores in half precision that, too.
+            # Joining a float32 sink to half-precision scores promotes the scores.
             scores = converted(scores, val(x).dtype, val(node).dtype)
             sink = None if scores.settled else _sink(scores, others, dim)
             padded = (*scores.padded, Padded(longer, scores.axes[dim], start, sink))
@@ -306,7 +306,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
 
 
 def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
-    """The one column that ``parts`` are, as it was before it was repeated for batch entries and queries."""
+    """Return the one column that ``parts`` consists of, before it was expanded over batch entries and queries."""
     if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
         return None
     node = parts[0]
@@ -317,7 +317,7 @@ def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
 
 
 def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
-    """The appended columns are cut off again."""
+    """Follow a slice that removes the joined columns again."""
     scores, dim = tracer.trace(how.x), how.dim
     if scores is None or _keeps_shape(node, how.x):
         return scores
@@ -326,7 +326,7 @@ def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
     if padded is None or how.bounds is None:
         return None
     start, _, step = how.bounds
-    # Exactly the keys must be left: anything else is a softmax over other keys.
+    # Exactly the keys must remain: any other slice gives a softmax over other keys.
     if (start or 0, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
         return None
     axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))
@@ -334,7 +334,7 @@ def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
 
 
 def _selected(tracer: ScoreTracer, node: fx.Node, how: Select) -> Scores | None:
-    """Some of the weights, as of two softmaxes that were made in one (differential attention); not of some keys."""
+    """Follow a selection along an axis other than the keys, as in differential attention with one softmax call."""
     scores = tracer.trace(how.x)
     if scores is None or not scores.normalized or scores.padded or how.index is None:
         return None

@@ -1,4 +1,4 @@
-"""What is known of attention scores on their way from the query-key product to the value product."""
+"""What is known of attention scores between the query-key product and the value product."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Padded:
-    """An axis of scores to which a sink was joined: ``longer`` is the axis now, ``own`` what it was, from ``start``.
+    """An axis of scores to which a sink was joined: ``own``, from ``start`` on, became part of ``longer``.
 
-    ``sink`` is one column that was joined, where it was one.
+    ``sink`` is the joined column, if exactly one was joined.
     """
 
     longer: Atom
@@ -35,9 +35,9 @@ class Padded:
 class Scores:
     """``scale * sum(products)`` with masks, possibly ``normalized`` by a softmax over the atoms ``softmax``.
 
-    ``exponential``: an exponential was taken of the scores without a softmax that is known as one. ``mapped``: the
-    first function of each score by itself that is not linear. ``below_top``: the axis of which the greatest score was
-    taken off all others. ``sinks``: a score besides, which has no value.
+    ``exponential``: the scores were exponentiated, but not by a known softmax. ``mapped``: the first nonlinear
+    elementwise function of the scores. ``below_top``: the axis along which the maximum was subtracted. ``sinks``: one
+    more score, which has no value.
     """
 
     axes: Axes
@@ -56,12 +56,12 @@ class Scores:
 
     @property
     def settled(self) -> bool:
-        """Whether a softmax is all that may come now."""
+        """Whether only a softmax may follow."""
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def changed(self) -> Scores:
-        """Before a change that is none where nothing but a softmax comes."""
-        return self.opened("scores change after a sink or below their maximum") if self.settled else self
+        """Prepare for a change of the scores, which opens the core if only a softmax may follow."""
+        return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:
         return self if self.open_core else replace(self, open_core=why)
@@ -82,9 +82,9 @@ class Scores:
 
 
 def converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
-    """Scores of another dtype: what was filled in may become minus infinity, as float64's lowest value in float32."""
-    # Probabilities lie between 0 and 1 and fit any floating dtype; masks act before them. Below the greatest score of a
-    # row, a fill that all scores of it have is 0, whatever the dtype.
+    """Convert scores to another dtype, in which a fill may become infinite (float64's lowest value in float32)."""
+    # Probabilities lie between 0 and 1 and fit every floating dtype, and masks act before them. Once the maximum is
+    # subtracted, a fill that hides a whole row is 0 in every dtype.
     if old == new or scores.normalized or scores.below_top is not None:
         return scores
     # In float16 a mask of -1e9 becomes minus infinity, and a fully masked row then gives NaN.
@@ -94,12 +94,12 @@ def converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
 
 
 def rounded(fill: float, dtype: torch.dtype) -> float:
-    """What a number is once it was stored in a dtype."""
+    """Round a number to a dtype."""
     return float(torch.tensor(fill, dtype=torch.float64).to(dtype))
 
 
 def added_up(a: Scores, b: Scores) -> Scores | None:
-    """Two products added up, ``q_nope . k_nope + q_rope . k_rope``, or the weights that two softmaxes made."""
+    """Add up two products, ``q_nope . k_nope + q_rope . k_rope``, or the weights of two softmaxes."""
     if a.normalized != b.normalized or a.settled or b.settled or len(a.axes) != len(b.axes):
         return None
     if a.normalized and (a.padded or b.padded):
@@ -109,16 +109,16 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
         if splits is None:
             return None
         a, b = a.split(splits[0]), b.split(splits[1])
-    # The second product is put in the atoms of the first: they are the same scores.
+    # The second product takes the atoms of the first, because both are the same scores.
     rename: Split = {y: (x,) for x, y in zip(flatten(a.axes), flatten(b.axes), strict=True) if y is not x}
     if not set(flatten(a.axes)).isdisjoint(rename):
-        return None  # one product twice, the second time with its axes in another order
+        return None  # the same product twice, the second time with permuted axes
     renamed = b.split(rename)
     if a.normalized and (a.softmax != renamed.softmax or _twice(a, renamed)):
         return None
     joined = replace(
         a,
-        # Of weights that were selected of one softmax, the product is one.
+        # Weights that were selected from one softmax share its product, which is listed once.
         products=(*a.products, *(p for p in renamed.products if not a.normalized or p not in a.products)),
         masks=(*a.masks, *renamed.masks),
         mapped=a.mapped or b.mapped,
@@ -128,23 +128,23 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
     if a.normalized:
         return joined.opened("the weights of several softmaxes are added up")
     if a.masks or b.masks:
-        joined = joined.opened("one of several products is masked by itself")
+        joined = joined.opened("the products are masked separately")
     return joined if a.scale == b.scale else joined.opened("products with different scales are added up")
 
 
 def _twice(a: Scores, b: Scores) -> bool:
-    """Whether a product is in both, and its axes are not those of the same positions."""
+    """Whether both have the same product, with its axes at different positions."""
     return any(p.node is q.node and p != q for p in a.products for q in b.products)
 
 
 def oriented(product: Product, keys: Axis) -> Product:
-    """The operand that has the softmax's axis is the key."""
+    """Swap the operands if needed, so that the one with the softmax's axis is the key."""
     if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
         return replace(product, q=product.k, k=product.q)
     return product
 
 
 def align_right(node: fx.Node, axes: Axes) -> Axes:
-    """The axes of a tensor that broadcasts against ``axes`` from the right."""
+    """Return the axes of a tensor that broadcasts against ``axes`` from the right."""
     own = shape(node)
     return tuple(() if same(s, 1) else a for s, a in zip(own, axes[len(axes) - len(own) :], strict=True))

@@ -1,4 +1,4 @@
-"""What an attention looks like once it is found: the records that every later pass reads."""
+"""Records that describe an attention once it is found; every later pass reads them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.stop import Stop
 
 NEGLIGIBLE = -1e8
-"""A fill below this leaves no weight to a score in float32; above, it is a number like any other."""
+"""In float32, a score filled with a number below this gets no weight; a fill above it acts as an ordinary score."""
 VANISHING = -1e29
-"""Beside a fill below this any score vanishes, in float64 too: a row of such fills weighs all its keys alike."""
+"""Beside a fill below this, any added score vanishes even in float64, so a row of such fills weighs all keys alike."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of the attention, its axes written in the site's atoms (a size-1 axis broadcasts)."""
+    """A tensor of the attention with its axes in the site's atoms (an axis of size 1 broadcasts)."""
 
     node: fx.Node
     axes: Axes
@@ -52,11 +52,11 @@ class Product:
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """A term of the scores that does not depend on q and k.
+    """A mask: a term of the scores that does not depend on q and k.
 
-    ``add``: the tensor times ``scale`` is added. ``keep``: scores stay where the boolean is True, elsewhere ``fill``.
-    ``drop``: the opposite. ``dtype``: one the masked scores are converted to that cannot hold every number of the
-    operand's, so that a finite mask may become infinite.
+    ``add``: the tensor times ``scale`` is added. ``keep``: scores stay where the boolean is True and become ``fill``
+    elsewhere. ``drop``: the opposite. ``dtype``: the masked scores are later converted to this dtype, whose range is
+    smaller than the operand's, so a finite mask may become infinite.
     """
 
     kind: Literal["add", "keep", "drop"]
@@ -71,7 +71,7 @@ class MaskTerm:
 
 @dataclass(frozen=True)
 class Block:
-    """The position along ``axis`` divided by ``size`` and rounded down: which block of so many it is in."""
+    """The index of a block of ``size`` positions: the position along ``axis`` divided by ``size``, rounded down."""
 
     axis: Axis
     size: int
@@ -79,7 +79,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Affine:
-    """``const + sum of step * position along an axis + sum of factor * tensor``; equal sums are equal records."""
+    """``const + sum of step * position along an axis + sum of factor * tensor``; equal sums compare equal."""
 
     const: Size = 0
     steps: dict[Axis | Block, int] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Affine:
 
     @property
     def position(self) -> Axis | Block | None:
-        """The axis, or the blocks of one, whose position this is; ``()`` for position 0; None for any other number."""
+        """The axis, or its blocks, whose position this number is; ``()`` for position 0; None for any other number."""
         if self.terms or not same(self.const, 0):
             return None
         if not self.steps:
@@ -113,7 +113,7 @@ class Affine:
 
     @property
     def axis(self) -> Axis | None:
-        """The axis whose position this is; ``()`` for position 0; None for any other number."""
+        """The axis whose position this number is; ``()`` for position 0; None for any other number."""
         along = self.position
         return None if isinstance(along, Block) else along
 
@@ -125,18 +125,19 @@ def _sum(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The keys that each query sees are those that a list names.
+    """A list of the keys that each query sees.
 
     Attributes:
-        indices: whole numbers, with the axes of batch and queries (or none of one) and ``count``.
-        count: the axis along which they are listed.
-        keys: the axis of the keys that they name.
-        distinct: none is named twice by one query.
-        names: how many there are to name, from 0 on: at least T, or its blocks.
-        block: how many keys an entry names, side by side: ``block * i`` and those after it.
-        any_number: an entry may be any number, and one below 0 or past what there is to name names none.
-        flags: an entry counts only where this is not 0; None: all do.
-        scores: where the best of what a query sees were chosen, so that it sees one of these: by which numbers.
+        indices: integers with batch and query axes (some may be missing) and ``count``.
+        count: the axis along which the entries are listed.
+        keys: the axis of the keys that the entries name.
+        distinct: no query's list names a key twice.
+        names: how many keys or blocks can be named, numbered from 0: at least T, or its number of blocks.
+        block: how many neighbouring keys an entry i names, from ``block * i`` on.
+        any_number: an entry may be any number; one that is negative or too large names no key.
+        flags: an entry counts only where its flag is not 0; None: all entries count.
+        scores: the scores of which the largest were chosen among the visible keys, so that each query that sees a key
+            sees a chosen one.
     """
 
     indices: Operand
@@ -151,7 +152,7 @@ class Chosen:
 
     @property
     def size(self) -> Size:
-        """How many keys are listed for each query."""
+        """The number of keys listed for each query."""
         return axis_size(self.count) * self.block
 
     @property
@@ -164,20 +165,20 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Visible:
-    """What query s sees: key t where every mask lets it, and within the following.
+    """The keys that query s sees: those that every mask shows and that meet the following conditions.
 
     Attributes:
-        masks: what is left over, or all masks where nothing could be explained.
-        lengths: t < each of them; a length has no steps, and tensors with batch axes at most.
-        numbers: nodes for the sizes that the lengths are made of.
-        causal: t <= T - S + s; never beside lengths.
-        window: t > T - S + s - window, where it is not 0; never beside lengths.
-        chosen: t is in a list, where there is one.
-        masked: the same without a list, where there is one.
+        masks: the masks that remain, or all masks if nothing could be explained.
+        lengths: t is below each length; a length has no steps, and its tensors have batch axes at most.
+        numbers: nodes for the sizes that occur in the lengths.
+        causal: t <= T - S + s; never together with lengths.
+        window: t > T - S + s - window, if it is not 0; never together with lengths.
+        chosen: t is in this list, if there is one.
+        masked: the same keys described without a list, if there is one.
         always: every query sees a key, whatever the tensors hold.
-        alike: a query that sees no key weighs all of them alike; beside a list and a mask that is added, those with the
-            greatest number, which is the mask's at listed keys and ``fill`` at all others.
-        left: why each of ``masks`` is left over, where masks were looked at.
+        alike: a query that sees no key weighs all keys alike. With a list and an additive mask, it weighs the keys with
+            the greatest number alike: listed keys have the mask's number, and all others have ``fill``.
+        left: why each of ``masks`` remains, if masks were analysed.
     """
 
     masks: tuple[MaskTerm, ...] = ()
@@ -194,17 +195,17 @@ class Visible:
 
     @property
     def dense(self) -> Visible:
-        """The same without a list of keys."""
+        """The same keys without a list."""
         return self.masked or self
 
     @property
     def counts(self) -> tuple[fx.Node, ...]:
-        """The tensors that the lengths are made of."""
+        """The tensors that occur in the lengths."""
         return tuple(o.node for length in self.lengths for o in length.terms)
 
     @property
     def given(self) -> tuple[fx.Node, ...]:
-        """What decides, besides positions, which keys are seen: the masks that are left over, counts and lists."""
+        """The tensors that decide which keys are seen: remaining masks, lengths and lists."""
         lists = () if self.chosen is None else self.chosen.decides
         return (*(m.operand.node for m in self.masks), *self.counts, *lists)
 
@@ -220,16 +221,16 @@ class AttentionSite:
         lead: atoms shared by queries, keys and output (batch, heads), in the order of the output.
         queries: the atoms of the query tokens.
         keys: the atoms of the key tokens.
-        masks: terms added to the scaled scores or cut out of them, in the order they apply.
-        causal: additionally query s sees key t only if t <= s (square, top-left aligned).
+        masks: terms that are added to the scaled scores or replace some of them, in the order in which they apply.
+        causal: in addition, query s sees key t only if t <= s (square, aligned top-left).
         scale: factor of the products.
-        sinks: one score more for each query, in the softmax's sum only: it has no value.
-        empty: what a row without a visible key gives: "zero" in PyTorch's fused attention, "nan" in a plain softmax.
-        probs: the second operand of the value product, where the attention is written out.
-        open_core: why the part between the products is not the plain formula above (then only the products are
-            rewritten, and everything between them stays as the user wrote it); None where it is.
+        sinks: one more score for each query, which only enters the softmax's sum: it has no value.
+        empty: the result of a row without a visible key: "zero" in PyTorch's fused attention, "nan" in a plain softmax.
+        probs: the second operand of the value product, if the attention is written out.
+        open_core: why the part between the products is not the plain formula above; None if it is. Then only the
+            products are rewritten, and everything between them stays as the user wrote it.
         problem: why this attention cannot be rewritten at all.
-        call: the operator that computes all of it and has several results, of which ``out`` is one.
+        call: the operator that computes the whole attention, if it has several results, one of which is ``out``.
     """
 
     out: Operand
@@ -254,16 +255,16 @@ class AttentionSite:
 
     @property
     def between(self) -> tuple[Operand, ...]:
-        """What stands between the products besides numbers."""
+        """The tensors between the products: masks and sinks."""
         return (*(m.operand for m in self.masks), *(() if self.sinks is None else (self.sinks,)))
 
     @property
     def operator(self) -> fx.Node:
-        """What a report names: the operator that the user called."""
+        """The operator that the user called, which a report names."""
         return self.call or self.node
 
     def split(self, split: Split) -> AttentionSite:
-        """The same attention with some atoms written as products of smaller ones."""
+        """Return the same attention with some atoms written as products of smaller ones."""
         return replace(
             self,
             out=self.out.split(split),

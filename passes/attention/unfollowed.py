@@ -1,9 +1,9 @@
-"""Analysis: what looks like an attention but was not found to be one.
+"""Find code that looks like an attention but could not be analysed.
 
-A softmax between two products of activations is an attention to everyone who reads the code. Where the score tracer has
-no rule for something between them, there is no :class:`AttentionSite`; without this analysis the report would not
-mention it at all. The same goes for operators that compute a whole attention, and of which nothing is known but what
-they are called, or that they combine tensors of the shapes of queries, keys and values.
+A softmax between two products of activations is an attention to everyone who reads the code. If the score tracer has no
+rule for an operator in between, there is no :class:`AttentionSite`, and without this analysis the report would not
+mention the attention at all. The same goes for unknown operators that are named like an attention, or that combine
+tensors of the shapes of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ aten = torch.ops.aten
 def unfollowed(
     graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
 ) -> list[tuple[fx.Node, Stop]]:
-    """The softmaxes of attentions that are not among ``sites``, each with the node where following it ended."""
+    """Return the softmaxes of attentions that are not among ``sites``, each with the node where tracing stopped."""
     taken_apart = {flex.call for site in sites if (flex := flex_of(site.node)) is not None}
-    # A library's operator that a plain attention stands for waits, itself or as the one result of it that is read.
+    # A stand-in replaces a library's operator, or the only result of it that is read; the operator waits meanwhile.
     taken_apart |= {n for n in graph.nodes if waits(n) or any(map(waits, n.users))}
     found = [(n, stop) for n in graph.nodes if n not in taken_apart and (stop := _closed(graph, n)) is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
-    # Found as attentions already, whatever was decided about them.
+    # These softmaxes belong to attentions that were found, whatever was decided about them.
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
     missing = [n for n in softmaxes if n not in known and not _over_one(n) and not _pools(n)]
     if not missing:
@@ -50,7 +50,7 @@ def unfollowed(
         before, after = around
         lost = (
             n
-            # In graph order, so that the first operator that was not followed is blamed and not one that it stopped.
+            # In graph order, so that the first operator that was not followed is blamed, and none behind it.
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
@@ -62,11 +62,11 @@ def unfollowed(
 
 _FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
 _ATTENTION = ("attention", "attn", "attend", "fmha", "fwd_kvcache")
-"""Parts of names that libraries give to operators which compute an attention, or part of one."""
+"""Words in the names of library operators that compute an attention, or part of one."""
 
 
 def _closed(graph: fx.Graph, node: fx.Node) -> Stop | None:
-    """Why ``node`` is an attention that cannot be looked into: one operator of it, or of a graph that holds it."""
+    """Explain why ``node`` is an attention that cannot be analysed: one opaque operator, or a nested graph with one."""
     if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
         return None
     if REFUSED in node.meta:
@@ -79,17 +79,17 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
     name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
     name = name or getattr(packet(node), "__name__", "")
     if any(word in name for word in _FUSED):
-        return f"{name} in a form that is not taken apart (a block mask, or more than one result that is used)"
+        return f"{name} in a form that is not analysed (a block mask, or more than one result is used)"
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         owner = graph.owning_module
         graphs = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         if any(isinstance(g, fx.GraphModule) and _attends(g) for g in graphs):
-            return f"the attention is in a graph of its own, which {name} calls"
+            return f"the attention is in a separate graph that {name} calls"
     return None
 
 
 def _of_a_library(node: fx.Node) -> str | None:
-    """Why an operator of no rule is taken for an attention: by its name, or by the shapes that it combines."""
+    """Explain why an unknown operator is taken for an attention: by its name, or by the shapes that it combines."""
     name = foreign_name(node)
     if name is None:
         return None
@@ -100,10 +100,11 @@ def _of_a_library(node: fx.Node) -> str | None:
 
 
 def _combines(node: fx.Node) -> bool:
-    """Whether three neighbouring operands look like queries, keys and values with heads, and the result like theirs.
+    """Whether three consecutive operands are shaped like queries, keys and values with heads, and the result fits them.
 
-    Keys and values agree in all but their width, and so do queries and the result. Queries have the width of the keys,
-    and the result that of the values. They do not all have one shape: gates and norms look like that.
+    Keys and values agree in all sizes but the width, and so do queries and the result. Queries have the width of the
+    keys, and the result has that of the values. The operands may not all have one shape, because gates and norms look
+    like that.
     """
     results = node.meta.get("val")
     first = results[0] if isinstance(results, (tuple, list)) and results else results
@@ -122,7 +123,7 @@ def _combines(node: fx.Node) -> bool:
 
 
 def _attends(gm: fx.GraphModule) -> bool:
-    """Whether a nested graph, or one nested in it, has a softmax or a fused attention."""
+    """Whether a nested graph, at any depth, has a softmax or a fused attention."""
     return any(
         packet(node) in SOFTMAX or any(word in str(node.target) for word in _FUSED)
         for module in gm.modules()
@@ -132,13 +133,13 @@ def _attends(gm: fx.GraphModule) -> bool:
 
 
 def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """What lies between a softmax and the products before and after it.
+    """Return the nodes between a softmax and the products before and after it.
 
-    ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
+    None if a product is missing on either side, as for a router's softmax over logits.
     """
 
     def ends(n: fx.Node) -> bool:
-        # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
+        # A product with a weight ends the walk like any other, unless it mixes the heads of the scores (talking heads).
         return is_contraction(n) and not any(
             _holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x)
         )
@@ -149,13 +150,13 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
 
 def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a product leaves the shape of scores, [batch, heads, queries, keys], as it was."""
+    """Whether a product keeps the shape of scores, [batch, heads, queries, keys]."""
     sizes = shape(node)
     return len(sizes) > 3 and same_sizes(sizes, shape(x))
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
-    """Whether a tensor has queries along one axis and keys along another; what weights have summed has not."""
+    """Whether a tensor has a query axis and a key axis, as scores have; a value product has not."""
     scores = tracer.trace(node)
     if scores is None:
         return False
@@ -170,9 +171,9 @@ def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
 
 
 def _pools(softmax: fx.Node) -> bool:
-    """Whether each number that is summed has a weight of its own, ``(softmax(gate) * x).sum(tokens)``: no attention.
+    """Whether each number that is summed has its own weight, ``(softmax(gate) * x).sum(tokens)``: this is no attention.
 
-    In an attention, all columns of a value are weighed by one number.
+    In an attention, one weight applies to all columns of a value.
     """
     dim = axis(args_of(softmax)[1], len(shape(softmax)))
 
@@ -187,6 +188,6 @@ def _pools(softmax: fx.Node) -> bool:
 
 
 def _over_one(softmax: fx.Node) -> bool:
-    """Whether each score is alone, so that its weight is 1 whatever it is: the first token, without a past."""
+    """Whether the softmax runs over one score, whose weight is always 1: the first token without a past."""
     sizes = shape(softmax)
     return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)

@@ -1,10 +1,10 @@
-"""Which keys the masks of an attention let through, proved from how the masks are made.
+"""Which keys the masks of an attention show, proved from how the masks are made.
 
-Most masks are no data. They are comparisons of positions, ``t <= past + s``, joined with one that says which tokens are
-padding. Comparisons become arguments of the attention: a length for each batch entry, causality, a window. A kernel
-reads no key beyond the length, and no mask to learn that. What no comparison explains is left over as a mask.
+Most masks are not data. They are comparisons of positions, ``t <= past + s``, joined with a mask that marks padding
+tokens. Comparisons become arguments of the attention: a length for each batch entry, causality, a window. A kernel then
+reads no key beyond the length, and no mask to find that out. A mask that no comparison explains stays a mask.
 
-With ``p`` and ``f`` whole numbers that do not depend on query ``s`` and key ``t``, and S queries of T keys:
+``p`` and ``f`` are integers that do not depend on query ``s`` and key ``t``; there are S queries and T keys:
 
     t <= p                      length p + 1
     t <= p + s                  causal, and length p + S: where S = 1, or p + S is T; else it stays a mask, because a
@@ -13,9 +13,9 @@ With ``p`` and ``f`` whole numbers that do not depend on query ``s`` and key ``t
     any of them, for all s, t   nothing
     t is in a list              the list (:mod:`mla_compile.passes.attention.chosen`)
 
-A mask that fills in a finite number instead of minus infinity makes a query that sees no key weigh all keys alike. It
-is only explained where every query is known to see a key, or, beside a list, where that is made up for afterwards.
-What a mask from outside adds to the listed keys is left over as a mask, and there it may be any number.
+If a mask fills in a finite number instead of minus infinity, a query that sees no key weighs all keys alike. Such a
+mask is only explained if every query is known to see a key, or, beside a list, if the rewrite reproduces those weights.
+An additive mask on the listed keys stays a mask, and may then hold any number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mla_compile.passes.ir.sizes import Size, at_least, least_of, same
 
 
 def visible(site: AttentionSite, batch: Axis) -> Visible:
-    """What the masks of ``site`` let through; ``batch``: the atoms that a length may differ along."""
+    """Analyse the masks of ``site``; ``batch``: the atoms along which a length may differ."""
     seen = _visible(site, batch, lists=True)
     return seen if seen.chosen is None else replace(seen, masked=_visible(site, batch, lists=False))
 
@@ -49,7 +49,7 @@ def _visible(
     any_numbers: bool | None = None,
     whole: Mapping[MaskTerm, str] = MappingProxyType({}),
 ) -> Visible:
-    """``whole``: masks of which nothing is to be told, and why."""
+    """Analyse the masks; ``whole``: masks that are not taken apart, and why."""
     reader = Masks(any_numbers=lists if any_numbers is None else any_numbers)
     read: list[tuple[MaskTerm, list[Part]]] = []
     left: list[tuple[MaskTerm, str]] = []
@@ -75,20 +75,20 @@ def _visible(
                 explained.sees(reader, [p for p in every if p is not part])
     for term, parts in read:
         unexplained = [part for part in parts if part in rest]
-        # A part that is no boolean of its own stays as the mask that it is read from, which says all of its parts.
+        # A part without a boolean of its own stays as the whole mask from which it is read.
         if unnamed := [p for p in unexplained if not p.named]:
             return _visible(
                 site, batch, lists=lists, any_numbers=any_numbers, whole={**whole, term: explained.why(unnamed[0])}
             )
         left += [(part.mask(), explained.why(part)) for part in unexplained]
     found = explained.visible(left)
-    # Numbers of any kind are looked up where a list names a key, and then nothing else may say what is seen.
+    # An arbitrary additive mask is read where a list names a key; then nothing else may decide which keys are seen.
     if any(part.added for part in every) and (
         found.chosen is None or len(every) > 2 or len(site.masks) > 1 or site.causal or not all(p.added for p in rest)
     ):
         return _visible(site, batch, lists=lists, any_numbers=False, whole=whole)
     if any(fill > float("-inf") for fill in fills) and not found.always:
-        # Several masks that each fill in a number could add up to others, and beside is_causal some keys weigh nothing.
+        # Several masks with finite fills could add up to other numbers, and beside is_causal some keys have no weight.
         if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < VANISHING:
             return replace(found, alike=True, fill=fills[0])
         why = "fills in a finite number, and a query may see no key"
@@ -103,7 +103,7 @@ def _some(count: Size) -> bool:
 
 
 class _Explained:
-    """What the parts that were understood so far say."""
+    """The conditions that the parts understood so far add up to."""
 
     def __init__(self, site: AttentionSite, batch: Axis, numbers: dict[Size, fx.Node]) -> None:
         self.S, self.T = axis_size(site.queries), axis_size(site.keys)
@@ -117,8 +117,8 @@ class _Explained:
         self.sees_one = True
 
     def take(self, parts: list[Part]) -> list[Part]:
-        """Explains what it can of ``parts`` and returns the others."""
-        # A window is told from the end, so ends come first.
+        """Explain as many of ``parts`` as possible and return the others."""
+        # A window is measured from the end, so ends come first.
         for rule in (never_negative, self._diagonal, self._length, self._start):
             parts = [
                 part for part in parts if part.bound is None or not self._within(part.bound) or not rule(part.bound)
@@ -126,7 +126,7 @@ class _Explained:
         return parts
 
     def choose(self, part: Part) -> bool:
-        """Takes ``part``, of a mask, as a choice of keys if it is the first one."""
+        """Take ``part`` of a mask as a choice of keys, if there is none yet."""
         if self.chosen is not None:
             return False
         found = chosen(self.queries, self.keys, self.batch, part.node, part.place, negated=part.negated)
@@ -137,18 +137,18 @@ class _Explained:
         return found is not None
 
     def why(self, part: Part) -> str:
-        """Why a part is left over."""
+        """Explain why a part remains a mask."""
         return self.no_list.get(part.node, part.why)
 
     def sees(self, masks: Masks, others: Sequence[Part]) -> None:
-        """Finds out whether a query that sees a key by the ``others`` sees a chosen one.
+        """Find out whether every query that sees a key by the ``others`` also sees a chosen key.
 
-        It does where the best of scores were chosen, and these were hidden by the same masks.
+        This holds if the largest scores were chosen after the same masks were applied to them.
         """
         assert self.chosen is not None
         self.sees_one = False
         best = ranked(self.chosen)
-        # Of flags all may be off.
+        # All flags may be off.
         if best is None or self.chosen.flags is not None or not _some(self.chosen.size):
             return
         hidden, scores = masks.hidden(*best)
@@ -167,24 +167,24 @@ class _Explained:
         return Visible(masks, lengths, numbers, self.causal, self.window, self.chosen, always=always, left=why)
 
     def _within(self, bound: Affine) -> bool:
-        """Whether it is of this query, this key and this batch entry only."""
+        """Whether the bound depends only on positions of queries and keys and on tensors with batch axes."""
         axes = {a for operand in bound.terms for a in flatten(operand.axes)}
         return set(bound.steps) <= {self.queries, self.keys} and axes <= self.batch
 
     def _step(self, bound: Affine) -> tuple[int, int]:
-        """By how much the bound grows from one query to the next, and from one key to the next."""
+        """Return by how much the bound grows from one query to the next, and from one key to the next."""
         return bound.steps.get(self.queries, 0), bound.steps.get(self.keys, 0)
 
     def _diagonal(self, bound: Affine) -> bool:
-        """Whether it is ``t <= p + s``."""
+        """Take a bound of the form ``t <= p + s`` whose diagonal ends at the last key."""
         if self._step(bound) != (1, -1) or bound.terms or not same(bound.const + self.S, self.T):
             return False
         self.causal = True
         return True
 
     def _length(self, bound: Affine) -> bool:
-        """Whether it is ``t <= p``."""
-        # Beside a diagonal a length would move it.
+        """Take a bound of the form ``t <= p``."""
+        # A length would move the diagonal.
         if self._step(bound) != (0, -1) or self.causal:
             return False
         length = Affine(bound.const + 1, {}, bound.terms)
@@ -195,9 +195,9 @@ class _Explained:
         return True
 
     def _start(self, bound: Affine) -> bool:
-        """Whether it is ``t >= s - c``, or ``t >= f`` for the one query there is: so many keys back from the last."""
+        """Take ``t >= s - c``, or ``t >= f`` for a single query, as a window that is measured from the last key."""
         along = (-1, 1) if self.queries else (0, 1)
-        # A window is counted from a length, and what a length of more than T counts as is not what the mask meant.
+        # A window is counted back from the length, and a length above T counts as T, which the mask does not mean.
         if self._step(bound) != along or self.lengths or not (self.causal or same(self.S, 1)):
             return False
         # t > T - S + s - window is t - s + (window - 1 - T + S) >= 0.
@@ -208,12 +208,12 @@ class _Explained:
         return True
 
     def _number(self, const: Size) -> int | None:
-        """What is to be added to a size that a node of the graph holds (or to 0) to get ``const``; None: not known."""
+        """Return the offset from a size that a node holds (or from 0) to ``const``; None if it is not known."""
         return offset_of(const, self.numbers)[1]
 
 
 def offset_of(const: Size, numbers: dict[Size, fx.Node]) -> tuple[fx.Node | None, int | None]:
-    """``const`` as a size that a node holds, if it is no number, and what is to be added to it; None: not known."""
+    """Return the node of a size, if ``const`` is symbolic, and the offset from it to ``const``; None: not known."""
     if isinstance(const, int):
         return None, const
     for value, node in numbers.items():

@@ -4,8 +4,8 @@ Before: ``joined = cat([past, new], dim)``, which the caller keeps and passes as
 After: ``joined = slice_scatter(past, new, dim, T, T + S)``, where ``past`` has room for the new rows and is written in
 place.
 
-Whoever calls the program makes that room (:mod:`mla_compile.runtime.appending`): rows lie token by token, so that
-neither a shape nor a stride in the graph depends on how much of it there is.
+The caller of the program makes that room (:mod:`mla_compile.runtime.appending`). Rows lie token by token, so neither a
+shape nor a stride in the graph depends on the size of the room.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ aten = torch.ops.aten
 
 
 def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
-    """The strides of a tensor whose memory runs along ``dim`` first; those of a dense one where that is the same."""
-    # Strides of axes of length 1 mean nothing, but guards compare them: they are those of what `cat` returned.
+    """Return the strides of a tensor whose memory runs along ``dim`` first; dense strides if that is the same."""
+    # Strides of axes of length 1 mean nothing, but guards compare them, so they equal those of `cat`'s result.
     ahead = [] if all(isinstance(n, int) and n == 1 for n in sizes[:dim]) else [dim]
     order = [*ahead, *(d for d in range(len(sizes)) if d not in ahead)]
     strides = {d: math.prod(sizes[later] for later in order[place + 1 :]) for place, d in enumerate(order)}
@@ -41,12 +41,11 @@ def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
 
 
 def append_in_place(program: Program, *, rewrite: bool = True, shared: Collection[fx.Node] = ()) -> int:
-    """Adds the caches of a program to ``program.appends``, and returns how many there are.
+    """Add the caches of a program to ``program.appends``, and return their number.
 
-    Those that grow by a fixed number of rows are rewritten, unless ``rewrite`` is False. The rows of others, which
-    begin here or grow by any number, are returned as they were and moved to memory with room at once, so that no later
-    graph is compiled a second time for the strides that they would have until then. ``shared``: those of whose rows
-    each rank is to keep its share.
+    A cache that grows by a fixed number of rows is rewritten, unless ``rewrite`` is False. Other caches begin here or
+    grow by any number of rows. They are returned as before and moved to memory with room at once; otherwise, a later
+    graph would be compiled a second time for their strides. ``shared``: caches whose rows the ranks share.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)
@@ -75,7 +74,7 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
 
 
 def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]]) -> None:
-    """Makes returned values (their places) the new values of inputs, which are written in place."""
+    """Turn returned values, given by their places, into new values of inputs that are written in place."""
     before, returned = len(program.mutations), program.outputs
     kept = [at for at in range(len(returned) - before) if at not in written]
     new = [node for _, node in written.values()]
@@ -85,24 +84,24 @@ def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]])
 
 
 def _places(program: Program) -> list[int]:
-    """Of each value that the program returns, the place that it had before caches were written in place."""
+    """Return, for each value that the program returns, its place before caches were written in place."""
     gone = {one.output for one in program.appends if one.input is not None and one.output is not None}
     count = len(program.outputs) - len(program.mutations) + len(gone)
     return [at for at in range(count) if at not in gone]
 
 
 def _count(how: Join) -> int:
-    """How many rows are joined to old ones; 0 where it is no number, or where there are no old ones."""
+    """Return how many rows are joined to old rows; 0 if the number is symbolic, or if there are no old rows."""
     return _known(shape(how.parts[-1])[how.dim]) if len(how.parts) == 2 else 0
 
 
 def _known(size: Size) -> int:
-    """A size; 0 where it is symbolic."""
+    """Return a size; 0 if it is symbolic."""
     return size if isinstance(size, int) else 0
 
 
 def _first_rows(program: Program) -> dict[int, int]:
-    """The rows that stand for K and V where no rows came before them: place among the returned values -> token axis."""
+    """Return the rows of K and V that start without a past: place among the returned values -> token axis."""
     cache, before = program.cache, len(program.mutations)
     if cache is None:
         return {}
@@ -115,9 +114,9 @@ def _first_rows(program: Program) -> dict[int, int]:
 
 
 def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[tuple[int, Join]]:
-    """Rows that the caller keeps and the graph reads: their place among the returned values, and how they are made.
+    """Yield rows that the caller keeps and the graph reads: their place among the returned values, and their join.
 
-    ``known``: those that are rows whoever reads them.
+    ``known``: nodes that are rows even if the graph does not read them.
     """
     returned = program.outputs
     for at, joined in _kept(program):
@@ -128,7 +127,7 @@ def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[t
 
 
 def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
-    """Buffers of full length that begin in a program, as its caller keeps them: their place, and what is written."""
+    """Yield buffers of full length that begin in a program and are returned: their place, and the write."""
     shown = seen_through_views(program.gm.graph)
     for at, buffer in _kept(program):
         how = rows_written(buffer)
@@ -137,7 +136,7 @@ def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
 
 
 def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
-    """What the caller gets once, and is made by an operator: place among the returned values."""
+    """Yield values that an operator computes and that are returned exactly once, with their places."""
     returned = program.outputs
     for at, node in enumerate(returned[len(program.mutations) :]):
         made = isinstance(node, fx.Node) and node.op == "call_function"
@@ -146,9 +145,9 @@ def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _fitting(program: Program) -> set[fx.Node]:
-    """The inputs that may be given with room: nothing else is meant by them, and their sizes are known without them."""
+    """Return the inputs that may be passed with room: they have no other role, and no size is read from them alone."""
     if any(isinstance(node.target, HigherOrderOperator) for node in program.gm.graph.nodes):
-        return set()  # the strides that such an operator was traced with cannot be changed
+        return set()  # the strides with which such an operator was traced cannot change
     inputs = program.placeholders
     # A size that only the old rows show could not be read from rows with room.
     numbers = {str(n.meta["val"]) for n in inputs if isinstance(n.meta["val"], torch.SymInt)}
@@ -172,7 +171,7 @@ def _fitting(program: Program) -> set[fx.Node]:
 
 
 def _grows(how: Join, fit: set[fx.Node]) -> bool:
-    """Whether new rows are joined to an input that may be given with room."""
+    """Whether new rows are joined to an input that may be passed with room."""
     if len(how.parts) != 2:
         return False
     past, new = how.parts
@@ -180,14 +179,14 @@ def _grows(how: Join, fit: set[fx.Node]) -> bool:
 
 
 def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:
-    """Whether ``new`` are rows of the same kind, which ``cat`` neither converts nor refuses."""
+    """Whether ``new`` has rows of the same kind, which ``cat`` neither converts nor refuses."""
     others = [[*x.shape[:dim], *x.shape[dim + 1 :]] for x in (past, new)]
     kinds = [(x.dtype, x.device, x.layout, type(x)) for x in (past, new)]
     return same_sizes(*others) and kinds[0] == kinds[1]
 
 
 def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> None:
-    """Makes a write of one ``cat``. It stays the same node, which computes the same rows and which plans speak of."""
+    """Turn a ``cat`` into a write. It stays the same node, so plans that refer to it remain valid."""
     (past, new), dim = how.parts, how.dim
     rows = val(joined).shape
     with fake_mode or contextlib.nullcontext():

@@ -1,21 +1,21 @@
-"""What ranks tell each other about an attention over rows that they share, as operators of a graph.
+"""The communication between ranks for an attention over shared rows, as operators of a graph.
 
-Where all ranks of the group compute the same heads::
+If all ranks of the group compute the same heads::
 
     out, lse = attention(q, own rows)
     parts = all_gather([out | lse])                                    # [C, B, S, H, L + 1]
     out, lse = merge(parts)
 
-Where each has heads of its own, their queries are brought together first, and the results go back to the owners::
+If each rank has its own heads, their queries are gathered first, and the results go back to the owners::
 
     q' = all_gather(q)                                                 # [B, S, C H, L + R]
     out, lse = attention(q', own rows)
     parts = all_to_all([out | lse])                                    # [C, B, S, H, L + 1]: this rank's heads
     out, lse = merge(parts)
 
-The second one is right for equal heads too. ``merge`` is that of :mod:`mla_compile.kernels.merge`, as operators. A rank
-that sees no key of a query gives it minus infinity for ``lse``, and no weight. All tensors that are sent are dense:
-collectives take them as they lie.
+The second form is also correct for equal heads. ``merge`` is :mod:`mla_compile.kernels.merge`, written as operators. A
+rank that sees no key of a query gives it minus infinity for ``lse``, and so no weight. All tensors that are sent are
+dense, because collectives send memory as it lies.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _c10d = torch.ops._c10d_functional
 
 
 class Exchange:
-    """The exchange of one attention, written with ``builder``."""
+    """Adds the exchange of one attention with ``builder``."""
 
     def __init__(self, builder: Builder, sharing: Sharing) -> None:
         self.builder, self.sharing = builder, sharing
         self.call = builder.call
 
     def queries(self, query: fx.Node) -> fx.Node:
-        """Of [B,S,H,L+R] all queries of a step: [B,S,C H,L+R], the heads of one rank after those of another.
+        """Gather the queries [B,S,H,L+R] of all ranks as [B,S,C H,L+R], with the heads in the order of the ranks.
 
-        Where all ranks have the same heads, these are they.
+        If all ranks have the same heads, ``query`` is returned.
         """
         if not self.sharing.heads:
             return query
@@ -50,15 +50,15 @@ class Exchange:
         return self.call(aten.flatten.using_ints, self.call(aten.permute.default, by_rank, [1, 2, 0, 3, 4]), 2, 3)
 
     def gathered(self, x: fx.Node) -> fx.Node:
-        """[C,...]: the tensors of all ranks, of which ``x``, which is dense, is this one's."""
+        """Gather the tensors of all ranks, [C,...]; ``x``, which is dense, is this rank's."""
         size, group = self.sharing.size, self.sharing.group
         sent = self.call(_c10d.all_gather_into_tensor.default, self.call(aten.unsqueeze.default, x, 0), size, group)
         return self.call(_c10d.wait_tensor.default, sent)
 
     def replace(self, node: fx.Node, own: fx.Node) -> None:
-        """Puts what ranks find together in the place of ``node``, an attention over all rows.
+        """Replace ``node``, an attention over all rows, by the merged results of all ranks.
 
-        ``own``: that of all :meth:`queries` over the rows of this rank. Both are ``(out [B,S,H,L], lse [B,S,H])``.
+        ``own``: the attention of all :meth:`queries` over this rank's rows. Both are ``(out [B,S,H,L], lse [B,S,H])``.
         """
         merged = self._merged(*(self.call(operator.getitem, own, k) for k in (0, 1)))
         for user in list(node.users):
@@ -67,14 +67,14 @@ class Exchange:
         node.graph.erase_node(node)
 
     def _packed(self, out: fx.Node, lse: fx.Node) -> fx.Node:
-        """[B,S,H,L+1]: one tensor to send. ``lse`` keeps all its bits, as several of smaller numbers."""
+        """Pack both into one tensor [B,S,H,L+1]; the bits of a wider ``lse`` become values of ``out``'s dtype."""
         last = self.call(aten.unsqueeze.default, lse, -1)
         if val(out).dtype != val(lse).dtype:
             last = self.call(aten.view.dtype, last, val(out).dtype)
         return self.call(aten.cat.default, [out, last], -1)
 
     def _exchanged(self, packed: fx.Node) -> fx.Node:
-        """[C,B,S,H,L+1]: what each rank found for the heads of this one."""
+        """Return the results of each rank for this rank's heads, [C,B,S,H,L+1]."""
         if not self.sharing.heads:
             return self.gathered(packed)
         ranks = self.sharing.size
@@ -86,7 +86,7 @@ class Exchange:
         return self.call(_c10d.wait_tensor.default, sent)
 
     def _merged(self, out: fx.Node, lse: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """``out`` and ``lse`` of this rank's heads over the rows of all ranks."""
+        """Return ``out`` and ``lse`` of this rank's heads over the rows of all ranks."""
         parts = self._exchanged(self._packed(out, lse))
         call, width = self.call, int(val(out).shape[3])
         outs, sums = call(aten.slice.Tensor, parts, 4, 0, width), call(aten.slice.Tensor, parts, 4, width)

@@ -1,6 +1,6 @@
 """A cache that holds K and V per head keeps their latent rows instead.
 
-Before (K and V per head are what the caller keeps between calls)::
+Before (the caller keeps K and V per head between calls)::
 
     k_new, v_new = linear(c_new, W); K = cat([past_k, k_new]); V = cat([past_v, v_new])
     return attention(q, K, V), K, V
@@ -10,16 +10,16 @@ After::
     c = cat([past_c, c_new]); K, V = linear(c, W)
     return attention(q, K, V), c
 
-A buffer of full length is the same with a write in the place of the join::
+A buffer of full length is the same, with a write in place of the join::
 
     K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
 
-which holds where nothing was written yet, too: rows of zeros make zeros, as long as there is no bias.
+This also holds for positions that were not written yet: without a bias, rows of zeros make zeros.
 
-The attention then is one whose K and V are expanded from rows, which the other passes absorb. This is legal where what
-the past holds was made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`): known of tensors that
-carry their recipe, or taken for granted (``assume``) where a program is given a new signature, and only its own
-outputs, or a cache converted for it, are to come back as its past.
+K and V of the attention are then expanded from rows, and the other passes absorb them. This is legal if the contents of
+the past were made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`). Tensors that carry their
+recipe prove this. Otherwise it is assumed (``assume``): a program gets a new signature, and its past may only be its
+own outputs or a cache converted for it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
 @dataclass(frozen=True)
 class Past:
-    """What is known of an input that holds K or V: its recipe, the weights it was made with, and which rows it has.
+    """An input that holds K or V: its recipe, the weights with which it was made, and its rows.
 
-    ``rows`` name them: inputs that share a name share the rows.
+    ``rows`` are names: inputs that share a name share the rows.
     """
 
     recipe: Recipe
@@ -56,11 +56,11 @@ class Past:
 
 @dataclass(frozen=True)
 class CacheOfRows:
-    """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it.
+    """One K or V of a cache that can be kept as rows: the tensor, its parts in order of time, and its recipe.
 
-    ``site`` is the output of the attention that reads it, as which ``sides``. ``write``: how the new part gets into a
-    buffer of full length, where it is not joined to the past. ``emptied``: the input that holds it, where nothing of
-    that is left.
+    ``site`` is the output of the attention that reads it, and ``sides`` are its roles there. ``write``: the write of
+    the new part into a buffer of full length, if it is not joined to the past. ``emptied``: the input that holds the
+    buffer, if nothing of its contents is left.
     """
 
     node: fx.Node
@@ -75,7 +75,7 @@ class CacheOfRows:
 
     @property
     def pasts(self) -> tuple[fx.Node, ...]:
-        """The inputs among its parts, or the one whose place it takes."""
+        """The inputs among its parts, or the input whose place it takes."""
         read = tuple(p for p in self.parts if isinstance(p, fx.Node) and not is_zeros(p))
         return read if self.emptied is None else (self.emptied,)
 
@@ -91,11 +91,11 @@ def find_caches(
     *,
     packs: bool = False,
 ) -> list[CacheOfRows]:
-    """The K and V of ``sites`` that can be kept as rows, or one of both where the other cannot.
+    """Return the K and V of ``sites`` that can be kept as rows, or one of both if the other cannot.
 
-    ``returned``: the values that the caller gets, and at which indices of the output. ``assume``: inputs taken to hold
-    what this graph itself returned. ``overwritten``: what is written to an input in place, and the input. ``packs``:
-    rows that a weight expands are kept in float8.
+    ``returned``: the values that the caller gets, and their indices in the output. ``assume``: inputs that are assumed
+    to hold what this graph itself returned. ``overwritten``: values that are written to an input in place, and the
+    input. ``packs``: rows that a weight expands are kept in float8.
     """
     search = _Search(maps, pasts, returned, frozenset(assume), overwritten or {}, packs)
     found: dict[fx.Node, CacheOfRows] = {}
@@ -106,9 +106,9 @@ def find_caches(
         tensors = read["keys"] | read["values"]
         if not tensors or any(t in found for t in tensors):
             continue
-        # Values first: what is done to keys alone (a rotation, a norm) is what mostly stands in the way.
+        # Values come before keys, because the usual obstacle is an operator on keys alone (a rotation, a norm).
         options = [tensors, _alone(read, "values"), _alone(read, "keys")]
-        # Where a weight makes one side of what is cached, the model caches latents itself, and returns K besides.
+        # If a weight makes one side of the cached tensor, the model caches latents itself and returns K besides.
         if any(search.expands(read["keys"], p.k) for p in site.products) or search.expands(read["values"], site.v):
             options = options[:1]
         for chosen in options:
@@ -122,7 +122,7 @@ def find_caches(
 
 
 def _alone(read: Mapping[Side, Mapping[fx.Node, int]], side: Side) -> dict[fx.Node, int]:
-    """What is read as one side only, where something else is read as the other."""
+    """Return the tensors that are read as one side only, if others are read as the other side."""
     (other,) = (read[one] for one in read if one != side)
     alone = {node: tokens for node, tokens in read[side].items() if node not in other}
     return alone if other else {}
@@ -140,15 +140,15 @@ class _Search:
     packs: bool
 
     def expands(self, cached: Collection[fx.Node], operand: Operand) -> bool:
-        """Whether a weight makes ``operand`` of one of the ``cached`` tensors."""
+        """Whether a weight makes ``operand`` from one of the ``cached`` tensors."""
         ways = [p.path for p in self.maps.map(operand.node).pieces if p.path]
         return any(v.node in cached and v.contractions < way[-1].contractions for way in ways for v in way)
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
-        """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
+        """Return the tensor behind ``operand`` that the caller keeps, with its token axis."""
         pieces = self.maps.map(operand.node).pieces
         ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
-        # From K backwards: of several tensors that could be the cache, the one nearest to the attention.
+        # The walk starts at K: of several tensors that could be the cache, the one nearest to the attention is taken.
         for node in reversed(ways[0]) if ways else ():
             if node is None or not all(node in way for way in ways):
                 continue
@@ -157,18 +157,18 @@ class _Search:
                 write, along = written
                 return {write.node: along} if write.node in self.returned else {}
             grows = self._grows(node)
-            # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
+            # An assumed past holds what this graph returned; a past that carries its recipe needs no assumption.
             known = node in self.pasts or (
                 grows and all(p in self.pasts for p in _joined(node) if p.op == "placeholder")
             )
-            # The caller neither gets it back nor gave it with its recipe: it is no cache.
+            # A tensor that the caller neither gets back nor passes with its recipe is not a cache.
             if node not in self.returned and not known:
                 continue
             tokens = self._token_axis(node, operand, site)
             if grows:
                 how = decode(node)
                 assert isinstance(how, Join)
-                # Joined along another axis, such as the heads, it does not grow by tokens.
+                # A tensor joined along another axis, such as the heads, does not grow by tokens.
                 if tokens is not None and tokens != how.dim:
                     continue
                 tokens = how.dim
@@ -176,7 +176,7 @@ class _Search:
         return {}
 
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[Write, int] | None:
-        """The write of new tokens into a buffer of full length that ``node`` is, or shows a part of."""
+        """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
         whole, axes = node, [*range(len(shape(node)))]
         while isinstance(shown := decode(whole), (Slice, Permute)):
             if isinstance(shown, Permute):
@@ -186,21 +186,21 @@ class _Search:
         if write is None:
             return None
         shown_as = self._token_axis(node, operand, site)
-        # Where one token is read, its axis cannot be told from others; what is written last are tokens.
+        # If a single token is read, its axis cannot be told from others; the last axis that is written counts tokens.
         tokens = write.steps[-1].dims[-1] if shown_as is None else axes[shown_as]
         write = self._token_write(whole, tokens)
         return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> Write | None:
-        """``node`` as a write of tokens into a buffer of rows."""
+        """Return ``node`` as a write of tokens into a buffer of rows."""
         write = write_of(node)
         if write is None or not (self._is_past(write.buffer) or is_zeros(write.buffer)):
             return None
-        # The axis tells: K that is put together from columns is a write as well.
+        # The axis decides, because K that is assembled from columns is a write as well.
         return write if any(tokens in step.dims for step in write.steps) else None
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
-        """The axis of ``node`` that the keys of the attention run along; None where its size of 1 hides it."""
+        """Return the axis of ``node`` along which the attention's keys run; None if its size of 1 hides it."""
         where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
         if where is None:
             return None
@@ -217,7 +217,7 @@ class _Search:
     def keep(
         self, tensors: Mapping[fx.Node, int], site: fx.Node, sides: Mapping[fx.Node, frozenset[Side]]
     ) -> list[CacheOfRows] | None:
-        """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
+        """Keep all cached tensors of one attention, with their rows chosen together; None if one cannot be kept."""
         writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
@@ -238,7 +238,7 @@ class _Search:
         return kept
 
     def _parts(self, node: fx.Node, write: Write | None) -> list[fx.Node]:
-        """The past and the new tokens that ``node`` is put together from, in order of time."""
+        """Return the past and the new tokens from which ``node`` is assembled, in order of time."""
         if write is not None:
             return [write.buffer, write.new]
         return [node] if node in self.pasts or not self._grows(node) else _joined(node)
@@ -275,7 +275,7 @@ class _Search:
                 dtypes.add(past.dtypes)
             if part is not emptied:
                 taken.append(part)
-        # Old and new rows are only the same kind of rows with one recipe over the same weights, in one dtype.
+        # Old and new rows are of the same kind only with one recipe over the same weights, in one dtype.
         if len(known) != 1 or len(dtypes) != 1:
             return None
         ((recipe, leaves),) = known
@@ -284,8 +284,8 @@ class _Search:
 
 
 def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
-    """Whether the buffer that is written to can be one of rows."""
-    # Where nothing was written yet zeros are read: a bias would stand there instead. Rows have no heads to choose.
+    """Whether the buffer that is written to can be a buffer of rows."""
+    # Unwritten positions are read as zeros, where a bias would appear instead. Rows have no heads to choose from.
     dims = {dim for step in write.steps for dim in step.dims}
     return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[dim] == "row" for dim in dims)
 
@@ -296,20 +296,20 @@ def _joined(node: fx.Node) -> list[fx.Node]:
 
 
 def _likely_token_axis(node: fx.Node) -> int:
-    """One token in a cache: the axis before the features where that has size 1 (most caches are [B, H, T, F])."""
+    """Guess the token axis of a cache of one token: the axis before the features (most caches are [B, H, T, F])."""
     ones = [k for k, s in enumerate(shape(node)) if s == 1]
     rank = len(shape(node))
     return rank - 2 if rank - 2 in ones or not ones else ones[-1]
 
 
 def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
-    """Whether the rows hold fewer values per token than the tensors they make; ``alone``: fewer than half as many."""
-    # By node: K and V made of the same rows keep them once.
+    """Whether the rows hold fewer values per token than the tensors they make (``alone``: fewer than half as many)."""
+    # Rows are counted by node, because K and V share the rows from which both are made.
     rows: dict[Hashable, int] = {}
     for k in kept:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index, width in enumerate(k.recipe.widths):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
-    # Every head multiplies whole rows: beside a side that stays, a few values less are not worth that.
+    # Every head multiplies whole rows, so if the other side stays, saving a few values is not worth that.
     held, values = sum(rows.values()) * (2 if alone else 1), sum(k.recipe.values for k in kept)
     return held < values or all(k.node in k.parts for k in kept)

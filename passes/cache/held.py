@@ -11,19 +11,19 @@ from mla_compile.passes.decide.records import AbsorbPlan
 
 
 class Held(NamedTuple):
-    """Values per token of one attention that the model's own cache holds, and that the cache holds now."""
+    """Values per token of one attention: in the model's own cache, and in the cache after the rewrite."""
 
     before: int
     after: int
 
 
 def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> Held | None:
-    """What the cache of an attention holds; ``None`` where this graph does not show a cache of all its rows.
+    """Return the sizes of an attention's cache; None if the graph does not show a cache of all its rows.
 
-    ``plans``: the one of the attention, or those of its groups of heads.
+    ``plans``: the plan of the attention, or those of its groups of heads.
 
-    Most models keep their rows themselves, and nothing changes. Where the cache held K and V of each head, ``cache``
-    says which inputs are rows now, and how many values of the tensors they took the place of each token had.
+    Most models keep rows themselves, and nothing changes. If the cache held K and V of each head, ``cache`` tells which
+    inputs are rows now, and how many values per token the tensors had that they replaced.
     """
     every = {rows.node: rows for plan in plans for rows in plan.rows}
     pasts = [pasts_of(node) for node in every]

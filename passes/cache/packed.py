@@ -1,12 +1,12 @@
-"""Rows of a cache in float8 (e4m3), each with a scale of its own: half the bytes of bfloat16.
+"""Rows of a cache in float8 (e4m3), each with its own scale: half the bytes of bfloat16.
 
-A packed row is one tensor of bytes, so that whoever joins, cuts or reorders rows need not know of it::
+A packed row is one tensor of bytes, so that code that joins, cuts or reorders rows need not know about packing::
 
     [ W values in float8_e4m3fn | any bytes up to a multiple of 4 | the scale, 4 bytes of float32, ... ]
 
-A row is its values times its scale, the largest magnitude over 448. A row of zero bytes is a row of zeros. The scale is
-repeated up to a multiple of 16 bytes: GPUs load as many at a time, and only from there. So 512 values take 528 bytes,
-as in FlashMLA's rows, which have four scales.
+A row is its values times its scale, which is its largest magnitude divided by 448. A row of zero bytes is a row of
+zeros. The scale is repeated up to a multiple of 16 bytes, because GPUs load 16 bytes at a time from aligned addresses.
+So 512 values take 528 bytes, as in FlashMLA's rows, which have four scales.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ROW = 16
 
 
 def packed_width(width: int) -> int:
-    """Bytes of a packed row of ``width`` values."""
+    """Return the bytes of a packed row of ``width`` values."""
     return _up(_up(width, _SCALE) + _SCALE, _ROW)
 
 
 def place_of_scale(width: int) -> slice:
-    """Which bytes of a packed row of ``width`` values are its scale."""
+    """Return the bytes of a packed row of ``width`` values that hold its scale."""
     return slice(_up(width, _SCALE), _up(width, _SCALE) + _SCALE)
 
 
@@ -42,44 +42,44 @@ def _up(n: int, to: int) -> int:
 
 
 def pack(rows: X, width: int, call: Call[X]) -> X:
-    """Rows [..., width] as bytes [..., packed_width(width)]; ``call`` applies an operator to tensors, or in a graph."""
+    """Pack rows [..., width] into bytes [..., packed_width(width)]; ``call`` runs or emits an operator."""
     x = call(aten._to_copy.default, rows, dtype=torch.float32)
     largest = call(aten.amax.default, call(aten.abs.default, x), [-1], keepdim=True)
-    # A row of zeros has some scale, or its values would be NaN.
+    # The scale of a row of zeros must not be 0, or its values would be NaN.
     scale = call(aten.clamp_min.default, call(aten.mul.Tensor, largest, 1 / _TOP), _LEAST)
     values = call(aten._to_copy.default, call(aten.div.Tensor, x, scale), dtype=FLOAT8)
     start, end = place_of_scale(width).start, packed_width(width)
-    # Two at least: Inductor of torch 2.11 does not read an axis of size 1 as bytes.
+    # At least two, because Inductor of torch 2.11 does not read an axis of size 1 as bytes.
     several = call(aten.cat.default, [scale] * max(2, (end - start) // _SCALE), -1)
     copies = call(aten.view.dtype, several, torch.uint8)
     parts = [call(aten.view.dtype, values, torch.uint8)]
     if start != width:
-        # A pad would take symbolic sizes for the traced ones.
+        # A pad would bake in the traced values of symbolic sizes.
         parts.append(call(aten.slice.Tensor, copies, -1, 0, start - width))
     return call(aten.cat.default, [*parts, call(aten.slice.Tensor, copies, -1, 0, end - start)], -1)
 
 
 def unpack(rows: X, width: int, dtype: torch.dtype, call: Call[X]) -> X:
-    """Rows [..., width] in ``dtype`` from their bytes."""
+    """Unpack rows [..., width] in ``dtype`` from their bytes."""
     values = call(aten._to_copy.default, float8_values(rows, width, call), dtype=torch.float32)
     return call(aten._to_copy.default, call(aten.mul.Tensor, values, scales(rows, width, call)), dtype=dtype)
 
 
 def float8_values(rows: X, width: int, call: Call[X]) -> X:
-    """The values [..., width] of packed rows, where they lie."""
+    """Return a view of the values [..., width] of packed rows."""
     return call(aten.view.dtype, call(aten.slice.Tensor, rows, -1, 0, width), FLOAT8)
 
 
 def scales(rows: X, width: int, call: Call[X]) -> X:
-    """The scales [..., 1] of packed rows, in float32."""
+    """Return the scales [..., 1] of packed rows, in float32."""
     at = place_of_scale(width)
     own = call(aten.slice.Tensor, rows, -1, at.start, at.stop)
-    # Copied first: rows that were cut or transposed need not lie at multiples of four bytes.
+    # They are copied first, because rows that were cut or transposed need not be aligned to four bytes.
     return call(aten.view.dtype, call(aten.clone.default, own, memory_format=torch.contiguous_format), torch.float32)
 
 
 def error_of(width: int) -> float:
-    """Relative error (2-norm) of packing rows of ``width`` normal values, measured on 4,096 seeded ones."""
+    """Return the relative error (2-norm) of packing rows of ``width`` normal values, measured on 4,096 of them."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(1, 4096 // width), width, generator=generator)
 

@@ -1,6 +1,6 @@
-"""The rows of one request in its pages, as tensors: what reads a prompt takes them out, and writes its own.
+"""The rows of one request as tensors: a prompt reads them from pages and writes new ones.
 
-Where ranks share pages (:class:`mla_compile.core.sharing.Sharing`), a page holds this rank's rows of a block of tokens.
+If ranks share pages (:class:`mla_compile.core.sharing.Sharing`), a page holds this rank's rows of a block of tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mla_compile.passes.cache.recipe import at_once
 def rows_of_pages(
     pool: torch.Tensor, table: torch.Tensor, tokens: int, rows: PagedRows, sharing: Sharing | None = None
 ) -> torch.Tensor:
-    """The first ``tokens`` rows [tokens,width] of one request, in the model's dtype, out of a pool of its pages.
+    """Return the first ``tokens`` rows [tokens,width] of one request from a pool of pages, in the model's dtype.
 
-    With ``sharing`` a collective, where there are any.
+    With ``sharing`` this is a collective, unless there are no tokens.
     """
     page, own = pool.shape[1], tokens if sharing is None else sharing.capacity(tokens)
     taken = pool[table[: -(-own // page)].long()].reshape(-1, pool.shape[2])[:own]
@@ -38,9 +38,9 @@ def write_to_pages(
     rows: PagedRows,
     sharing: Sharing | None = None,
 ) -> None:
-    """Writes ``values`` [S,width] as rows of one request from ``start`` on into a pool, packed where its rows are.
+    """Write ``values`` [S,width] to a pool as rows of one request from ``start`` on, packed if the pool is.
 
-    With ``sharing`` those of this rank.
+    With ``sharing``, only this rank's rows are written.
     """
     at = torch.arange(start, start + len(values), device=values.device)
     if sharing is not None:

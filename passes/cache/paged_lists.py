@@ -1,20 +1,21 @@
-"""Keys that are chosen among the rows of a cache, where those rows lie in pages: the list of a sparse attention.
+"""Keys that are chosen among the rows of a cache in pages: the list of a sparse attention.
 
-Before, with ``keys`` the rows of a cache that grows, in a step of one token::
+Before, with ``keys`` the rows of a growing cache, in a step of one token::
 
     scores = index_scores(query, keys, weights);  indices = topk(masked_fill(scores, hidden, -inf), min(k, T)).indices
 
-After: each request chooses among its own rows, of which there are ``seq_lens[b]``::
+After: each request chooses among its own ``seq_lens[b]`` rows::
 
     keys = pages[block_table];  scores = masked_fill(index_scores(query, keys, weights), arange(M) >= seq_lens, -inf)
     indices = topk(scores, min(k, M)).indices
 
-A request with fewer than k rows gets all of them, and places past its end, which name no key. That is right if nothing
-is hidden from the indexer (each ``hidden`` is proved to be False everywhere), and if nobody else reads the scores or
-the list: how long the cache of the batch is was read there.
+A request with fewer than k rows gets all of them, and positions past its end, which name no key. This is correct if
+nothing is hidden from the indexer (each ``hidden`` is proved to be False everywhere), and if nothing else reads the
+scores or the list, because their sizes showed the length of the batch's cache.
 
-Where ranks share the pages, each chooses k among its own rows, all get the scores and places of all, and each keeps the
-rows of the k best that are its own. Every rank computes the same from these, so that no row is missing or summed twice.
+If ranks share the pages, each rank chooses k of its own rows, all ranks gather the scores and positions of all, and
+each keeps its own rows among the k best. Every rank computes the same from these, so no row is missing or counted
+twice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mla_compile.passes.ir.sizes import Size, least_of, same
 aten = torch.ops.aten
 INDEX = torch.ops.mla_compile.index_scores
 INDICES = 8
-"""Which argument of attention the list is."""
+"""The position of the list among the arguments of attention."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class PagedList:
 
     Attributes:
         scores: the scores of all rows.
-        between: the dtypes that the scores are converted to before they are compared.
-        most: how many rows are chosen, where there are as many.
-        indices: what attentions are given, a tensor of int32 [B,1,k].
-        region: every node from the scores to the indices, which are made anew.
+        between: the dtypes to which the scores are converted before they are compared.
+        most: the number of rows that are chosen, if there are as many.
+        indices: the tensors of int32 [B,1,k] that attentions are given.
+        region: every node from the scores to the indices; a rewrite replaces them.
     """
 
     scores: fx.Node
@@ -61,7 +62,7 @@ class PagedList:
 
 
 def list_of(scores: fx.Node, rows: fx.Node) -> PagedList | str:
-    """The choice that ``scores``, of an indexer over the keys ``rows``, are made for; else why it is none."""
+    """Return the choice for which ``scores`` over the keys ``rows`` are computed, or why there is none."""
     query, keys, weights, *_ = args_of(scores)
     if keys is not rows or rows in (query, weights):
         return f"{scores.name} reads the rows {rows.name} as something else than keys"
@@ -96,7 +97,7 @@ def list_of(scores: fx.Node, rows: fx.Node) -> PagedList | str:
 
 
 def _passes_on(node: fx.Node, scores: fx.Node) -> bool:
-    """Whether ``node`` has the numbers of ``scores``, in another dtype or shape, and hides none of them."""
+    """Whether ``node`` has the values of ``scores``, in another dtype or shape, and hides none of them."""
     how = decode(node)
     if isinstance(how, Regroup):
         return how.x is scores
@@ -114,7 +115,7 @@ def _passes_on(node: fx.Node, scores: fx.Node) -> bool:
 
 
 def _most(top: fx.Node, T: Size) -> int | None:
-    """``k`` of a ``topk`` of ``min(k, T)`` along the last axis."""
+    """Return ``k`` of a ``topk`` of ``min(k, T)`` along the last axis."""
     x = argument(top, 0, "self")
     if axis(argument(top, 2, "dim", -1), len(shape(x))) != len(shape(x)) - 1 or not argument(top, 3, "largest", True):
         return None
@@ -124,7 +125,7 @@ def _most(top: fx.Node, T: Size) -> int | None:
 
 
 def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]) -> fx.Node | None:
-    """Follows a list to the attentions that are given it; returns who else reads it, if anyone does."""
+    """Collect the nodes through which attentions read this list; return another reader, if there is one."""
     for reader in node.users:
         if packet(reader) is torch.ops.mla_compile.decode_attention:
             if argument(reader, INDICES, "indices") is not node:
@@ -143,7 +144,7 @@ def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]
 
 
 def made_anew(lists: Iterable[PagedList]) -> set[fx.Node]:
-    """Every node that nothing reads any more once the lists are made over pages."""
+    """Return every node that has no readers once the lists are made over pages."""
     lists = list(lists)
     gone = {node for one in lists for node in one.region}
     kept = {n for one in lists for n in (args_of(one.scores)[0], args_of(one.scores)[2])}
@@ -162,16 +163,17 @@ def choose_over_pages(
     builder: Builder,
     ranks: Exchange | None = None,
 ) -> None:
-    """Makes the list of each request from its own rows.
+    """Make the list of each request from its own rows.
 
-    ``pages`` [P,page,D], ``table`` [B,M], ``lengths`` [B], the new row counted; of those of this rank, with ``ranks``.
+    ``pages`` [P,page,D], ``table`` [B,M], ``lengths`` [B] with the new row; with ``ranks``, all of these are this
+    rank's.
     """
     query, _, weights, *scale = args_of(one.scores)
 
     def best(
         q: torch.Tensor, w: torch.Tensor, pool: torch.Tensor, of: torch.Tensor, n: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Of places past a request's end nothing is used, whatever page they are of.
+        # Positions past a request's end are not used, whatever page they are in.
         keys = pool[of.clamp(min=0).long()].flatten(1, 2)
         scores: torch.Tensor = INDEX.default(q, keys, w, *scale, **one.scores.kwargs)
         for dtype in one.between:
@@ -188,7 +190,7 @@ def choose_over_pages(
 
 
 def _of_all_ranks(one: PagedList, scores: fx.Node, own: fx.Node, builder: Builder, ranks: Exchange) -> fx.Node:
-    """Those of the best rows of all ranks that are this one's, and -1 in place of the others."""
+    """Return this rank's rows among the best rows of all ranks, with -1 in place of the others."""
     sharing = ranks.sharing
     scores, own = ranks.gathered(scores), ranks.gathered(own)
 

@@ -1,6 +1,6 @@
-"""A decode step over pages: rows of many requests lie in one pool, and each request has a list of its pages.
+"""A decode step over pages: the rows of many requests lie in one pool, and each request has a list of its pages.
 
-Before, for every cache that grows, in a step of one token::
+Before, for every growing cache, in a step of one token::
 
     rows = cat([past, new], tokens);  decode_attention(q, latent_rows, rope_rows, ...) -> and rows are returned
 
@@ -10,19 +10,19 @@ After: the new rows are written into the pool, and the attention is told where t
     index_put_(pages, [page, offset], new)
     paged_decode_attention(q, latent_pages, rope_pages, block_table, seq_lens, ...)
 
-In the step as it was traced, all sequences of a batch have as many tokens. That each may have a number of its own needs
-what :func:`find_pages` looks for: the attentions hide nothing that is cached, nothing else reads a cache, and nothing
-reads how long it is. Then a sequence meets the length of the batch nowhere, and its own only as the rows that it has.
+In the traced step, all sequences of a batch have the same length. :func:`find_pages` proves that each may have its own:
+no attention hides a cached row, nothing else reads a cache, and nothing reads its length. Then the common length
+affects no sequence, and a sequence's own length affects only which rows it has.
 
-Where ranks share the pages, each has 1/C of the rows of a block of tokens, round robin. It writes those that are its
-own, attends to what it has, and the results are put together (:mod:`mla_compile.passes.cache.exchange`)::
+If ranks share the pages, each rank has 1/C of the rows of a block of tokens, round robin. It writes its own rows and
+attends to them, and the results are merged (:mod:`mla_compile.passes.cache.exchange`)::
 
     own = (len - 1) // C;  page, offset = block_table[b, own // size], own % size
     index_put_(pages, [page, offset], where((len - 1) % C == rank, new, pages[page, offset]))
     paged_decode_attention(q', latent_pages, rope_pages, block_table, own_lens, ...)
 
-The writes are in place, in a graph that is otherwise functional: a pool is far too large to be copied, and nobody reads
-what was in those rows before.
+The writes are in place, although the rest of the graph is functional: a pool is far too large to be copied, and nothing
+reads the previous contents of these rows.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _fresh_names = itertools.count()
 
 @dataclass(frozen=True)
 class PagedRows:
-    """One cache of a step: its placeholder, the node of all its rows, the node of the new ones, who attends to it.
+    """One cache of a step: its placeholder, the node of all its rows, the node of the new rows, and its readers.
 
-    ``attentions``: the operator, and which of its arguments the rows are: 1 the latent, 2 the rotary keys. ``lists``:
-    the choices that are made among these rows.
+    ``attentions``: each attention, and the position of the rows among its arguments: 1 for the latent, 2 for the rotary
+    keys. ``lists``: the choices among these rows.
     """
 
     past: fx.Node
@@ -69,7 +69,7 @@ class PagedRows:
 
     @property
     def is_latent(self) -> bool:
-        """Whether these rows are what attentions sum."""
+        """Whether attentions sum these rows."""
         return any(place == 1 for _, place in self.attentions)
 
     @property
@@ -86,7 +86,7 @@ class Unpaged:
 
 
 def read_batch_from(program: Program, tokens: str) -> None:
-    """Reads the number of sequences from the token ids [B,1] wherever it was read from another tensor."""
+    """Read the number of sequences from the token ids [B,1] wherever it was read from another tensor."""
     source = program.node(tokens)
     B = shape(source)[0]
     for node in program.gm.graph.find_nodes(op="call_function", target=aten.sym_size.int):
@@ -96,11 +96,11 @@ def read_batch_from(program: Program, tokens: str) -> None:
 
 
 def find_pages(program: Program, caches: Sequence[str]) -> tuple[PagedRows, ...] | Unpaged:
-    """The caches of a decode step that may become pages, in the order of ``caches``, or why that cannot be.
+    """Return the caches of a decode step that may become pages, in the order of ``caches``, or why they may not.
 
-    ``program`` is rewritten, takes one token of each sequence and has been through :func:`read_batch_from`. ``caches``:
-    placeholders of rows [B,T,width] or [B,1,T,width]; as many values, the last that it returns, are those
-    rows with the new ones.
+    ``program`` is rewritten, takes one token of each sequence and has been through :func:`read_batch_from`. ``caches``
+    names placeholders of rows [B,T,width] or [B,1,T,width]; the program's last outputs are these rows with the new
+    ones.
     """
     returned = program.outputs[len(program.outputs) - len(caches) :]
     found: list[PagedRows] = []
@@ -134,7 +134,7 @@ def _grown(past: fx.Node, present: object) -> PagedRows | Unpaged:
         return Unpaged(f"the cache {past.name} is {list(val(joined).shape)} with new rows, expected [B,T,width] by one")
     width = shape(joined)[axes[2]]
     if not isinstance(width, int):
-        return Unpaged(f"the rows of {past.name} are of no fixed width")
+        return Unpaged(f"the rows of {past.name} have no fixed width")
     attentions: list[tuple[fx.Node, int]] = []
     lists: list[PagedList] = []
     for node, reader in _readers(joined):
@@ -151,7 +151,7 @@ def _grown(past: fx.Node, present: object) -> PagedRows | Unpaged:
             return Unpaged(f"the rows of {past.name} are also read by {reader.name}, {packet(reader) or reader.op}")
         attentions.append((reader, places[0]))
     if not attentions and not lists:
-        return Unpaged(f"no attention reads the rows of {past.name} where they lie")
+        return Unpaged(f"no attention reads the rows of {past.name} directly")
     return PagedRows(past, joined, new, width, tuple(attentions), tuple(lists))
 
 
@@ -160,9 +160,9 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -> str | None:
-    """Why an attention cannot read pages, or None. ``lists``: those that can be made over pages."""
+    """Explain why an attention cannot read pages; None if it can. ``lists``: the lists that can be made over pages."""
     if 1 not in places or (argument(node, 2, "rope") is not None and 2 not in places):
-        return f"{node.name} attends to rows that are no cache of one token after another"
+        return f"{node.name} attends to rows that are not a growing cache"
     for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale"), (INDICES, "indices")):
         given = argument(node, position, name)
         if given is not None and not any(given in one.indices for one in lists):
@@ -174,15 +174,15 @@ def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -
 
 
 def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
-    """What reads the length of a cache, which would be another one for each request; ``gone``: is made anew."""
+    """Return a reader of a cache's length, which would differ between requests; nodes in ``gone`` do not count."""
     for node, reader in _readers(rows.past):
         if reader is not rows.joined and reader.op != "output" and reader not in gone:
-            return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or how long it is"
+            return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or its length"
     return None
 
 
 def _same(node: fx.Node) -> fx.Node:
-    """``node``, or what it is the same rows of in other axes of size 1."""
+    """Skip conversions of ``node`` that only add or drop axes of size 1."""
     while node.op == "call_function":
         how = decode(node)
         if not isinstance(how, (Copy, Regroup)) or val(how.x).dtype != val(node).dtype:
@@ -198,7 +198,7 @@ def _long_axes(node: fx.Node) -> list[Size]:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Whoever reads these rows, and as which node: through other axes of size 1, which are the same rows."""
+    """Yield the readers of these rows, each with the node that it reads, looking through axes of size 1."""
     for user in node.users:
         if user.op == "call_function" and user is not node and _same(user) is _same(node):
             yield from _readers(user)
@@ -207,7 +207,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def not_shared(found: Sequence[PagedRows]) -> str | None:
-    """Why ranks cannot share these pages, or None."""
+    """Explain why ranks cannot share these pages; None if they can."""
     attentions = (node for rows in found for node, _ in rows.attentions)
     having = (n for n in attentions if argument(n, 6, "sinks") is not None or n.kwargs.get("window"))
     return next((f"{node.name} has sinks or a window" for node in having), None)
@@ -222,10 +222,10 @@ def step_over_pages(
     packed: bool,
     sharing: Sharing | None = None,
 ) -> tuple[str, ...]:
-    """Rewrites the step; returns the names of its new inputs: the block table, the lengths, then one pool per cache.
+    """Rewrite the step; return the names of its new inputs: the block table, the lengths, then one pool per cache.
 
-    The caches are no inputs any more, and no results. ``pools`` are [P,page,width] as :func:`pool_rows` says. With
-    ``sharing``, where :func:`not_shared` says nothing, they are this rank's, and lengths still those of all rows.
+    The caches are no longer inputs or outputs. ``pools`` are [P,page,width], as :func:`pool_rows` defines. With
+    ``sharing``, which :func:`not_shared` must allow, the pools are this rank's, and the lengths still count all rows.
     """
     graph, fake_mode = program.gm.graph, program.fake_mode
     assert fake_mode is not None
@@ -260,14 +260,14 @@ def step_over_pages(
 
 
 def pool_rows(rows: PagedRows, *, packed: bool) -> tuple[int, torch.dtype]:
-    """Width and dtype of a pool of these rows. ``packed``: latent rows are bytes, float8 values and their scale."""
+    """Return width and dtype of a pool of these rows. ``packed``: latent rows are bytes (float8 and their scale)."""
     if packed and rows.is_latent:
         return packed_width(rows.width), torch.uint8
     return rows.width, rows.dtype
 
 
 def _fresh(program: Program, hint: int) -> torch.SymInt:
-    """A size that no other one is equal to."""
+    """Return a new symbolic size that equals no other size."""
     env = program.fake_mode.shape_env if program.fake_mode is not None else None
     assert env is not None, "a step is traced for any number of sequences"
     source = ConstantSource(f"pages_of_a_request_{next(_fresh_names)}")  # equal sources would be one symbol
@@ -286,7 +286,7 @@ def _placeholder(graph: fx.Graph, before: fx.Node, name: str, value: torch.Tenso
 
 @dataclass(frozen=True)
 class _Slots:
-    """Page and offset [B] of each request's newest row; ``mine`` [B,1]: whether it is this rank's, of several."""
+    """Page and offset [B] of each request's newest row; ``mine`` [B,1]: whether this rank owns it, if ranks share."""
 
     page: fx.Node
     offset: fx.Node
@@ -308,7 +308,7 @@ def _write(rows: PagedRows, pool: fx.Node, where: _Slots, builder: Builder, *, p
     new, slot = builder.call(aten.reshape.default, rows.new, [-1, rows.width]), [where.page, where.offset]
     if packed and rows.is_latent:
         new = pack(new, rows.width, builder.call)
-    if where.mine is not None:  # others write what is there, which may be another token
+    if where.mine is not None:  # other ranks rewrite the present value, which may be another token's
         new = builder.call(aten.where.self, where.mine, new, builder.call(aten.index.Tensor, pool, slot))
     builder.call(aten.index_put_.default, pool, slot, new)
 
@@ -348,7 +348,7 @@ def _attend(
 
 
 def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
-    """The scales [P,page] of packed rows where they lie: no pool is cut, so they are at multiples of four bytes."""
+    """Return the scales [P,page] of packed rows as a view: a whole pool keeps them aligned to four bytes."""
     at = place_of_scale(width)
     own = builder.call(aten.slice.Tensor, pool, 2, at.start, at.stop)
     return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)

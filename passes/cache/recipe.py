@@ -1,9 +1,9 @@
-"""How K or V of a cache is made from narrow rows, apart from any graph.
+"""How K or V of a cache is made from narrow rows, independent of any graph.
 
-A linear map belongs to the graph it was found in. A cache outlives that graph: its rows are written by one graph and
-read by another, maybe of other sizes, so the way from the rows to K is written down here as plain data. Two recipes
-that are equal, over the same weight tensors, make the same K from the same rows; that is the whole proof that the rows
-of one graph may be joined to those of another.
+A linear map belongs to the graph in which it was found. A cache outlives that graph: one graph writes its rows and
+another reads them, perhaps with other sizes. A recipe therefore describes the computation of K from the rows as plain
+data. Two equal recipes over the same weight tensors make the same K from the same rows. This is the whole proof that
+the rows of one graph may be joined to those of another.
 
 Rows have one layout, ``[batch..., tokens, width]``: the axes of K that are neither heads nor features, in K's order.
 """
@@ -56,11 +56,11 @@ Formula: TypeAlias = "Leaf | Apply"
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """Columns of K: ``scale * rows W + b``, or the rows themselves where there is no weight.
+    """Columns of K: ``scale * rows W + b``, or the rows themselves if there is no weight.
 
-    ``heads``: for the axes of K that are heads, whether the weight has them (else its values are shared by the heads).
-    The weight is [heads..., columns, width], the bias broadcasts to K. ``added``: to the columns of the part before it,
-    instead of following them.
+    ``heads``: for each head axis of K, whether the weight has it; otherwise the heads share its values. The weight is
+    [heads..., columns, width], and the bias broadcasts to K. ``added``: the block is added to the columns of the
+    previous one, instead of following them.
     """
 
     rows: int
@@ -74,16 +74,16 @@ class ColumnBlock:
 
 @dataclass(frozen=True)
 class Recipe:
-    """K from its rows.
+    """The computation of K from its rows.
 
     Attributes:
-        kinds: what each axis of K is: a number of heads, or of the columns; or an axis of the rows.
+        kinds: what each axis of K is: a number of heads or columns, or an axis of the rows.
         tokens, columns: the axes of K that count the cached tokens and the features.
-        parts: one after another along ``columns``, or added to the one before.
-        widths: of the rows, in values.
+        parts: column blocks, each following the previous one along ``columns`` or added to it.
+        widths: the widths of the rows, in values.
         packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
-        dtype: of K.
-        leaves: how many weight tensors the parts read.
+        dtype: the dtype of K.
+        leaves: the number of weight tensors that the parts read.
     """
 
     kinds: tuple[int | Literal["row"], ...]
@@ -106,7 +106,7 @@ class Recipe:
 
     @property
     def values(self) -> int:
-        """The values of K per token."""
+        """The number of values of K per token."""
         return math.prod(1 if kind == "row" else kind for kind in self.kinds)
 
     @property
@@ -115,33 +115,33 @@ class Recipe:
         return self.row_axis(self.tokens)
 
     def row_axis(self, dim: int) -> int:
-        """The axis of the rows that axis ``dim`` of K is."""
+        """Return the axis of the rows that corresponds to axis ``dim`` of K."""
         return sum(kind == "row" for kind in self.kinds[:dim])
 
     def is_packed(self, index: int) -> bool:
         return self.packed != () and self.packed[index]
 
     def held_width(self, index: int) -> int:
-        """The last axis of the tensor that holds the rows ``index``: values, or bytes where they are packed."""
+        """Return the width of the tensor that holds the rows ``index``: in values, or in bytes if they are packed."""
         return packed_width(self.widths[index]) if self.is_packed(index) else self.widths[index]
 
     def held_dtype(self, index: int, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of that tensor, for rows that a graph computes in ``dtype``."""
+        """Return the dtype of that tensor, for rows that a graph computes in ``dtype``."""
         return torch.uint8 if self.is_packed(index) else dtype
 
     def shape(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """K's shape from that of some rows."""
+        """Return K's shape from the shape of some rows."""
         outer = iter(rows[:-1])
         return tuple(next(outer) if kind == "row" else kind for kind in self.kinds)
 
     def row_shape(self, shape: Sequence[int], width: int) -> tuple[int, ...]:
-        """The shape of rows from K's."""
+        """Return the shape of rows from K's."""
         return (*(s for s, kind in zip(shape, self.kinds, strict=True) if kind == "row"), width)
 
 
 @dataclass(frozen=True)
 class Ingredient:
-    """Rows as they stand in a graph: a node, its axes in atoms, and the layout that a recipe wants them in."""
+    """Rows in a graph: a node, its axes in atoms, and the layout that a recipe needs."""
 
     node: fx.Node
     axes: tuple[Axis, ...]
@@ -151,13 +151,13 @@ class Ingredient:
 def make_recipe(
     node: fx.Node, lmap: LinearMap, tokens: int, *, packs: bool = False
 ) -> tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]] | Stop:
-    """The recipe of ``node``, whose axis ``tokens`` counts tokens, its rows and the weights it reads.
+    """Return the recipe of ``node``, whose axis ``tokens`` counts tokens, with its rows and the weights it reads.
 
     ``packs``: rows that a weight expands are kept in float8.
     """
     pieces = [p for p in lmap.pieces if p.source is not None and p.defined]
     if len(pieces) != len(lmap.pieces):
-        return Stop(node, "unsupported_op", "columns of the cache that come from no rows")
+        return Stop(node, "unsupported_op", "columns of the cache that are not made from rows")
     columns = _columns(lmap, tokens)
     if columns is None or columns == tokens:
         return Stop(node, "unsupported_op", "the cache has no axis of features")
@@ -178,9 +178,9 @@ def make_recipe(
         outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
         inner = piece.contracted if piece.weight is not None else piece.axes[columns]
         wide = axis_size(inner)
-        # Rows with an axis of their own besides batch, tokens and width have no place in the one layout of rows.
+        # The layout of rows has no place for an axis besides batch, tokens and width.
         if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
-            return Stop(node, "unsupported_op", "rows in a layout that a cache cannot be kept in")
+            return Stop(node, "unsupported_op", "rows in a layout that a cache cannot have")
         assert piece.source is not None
         if piece.source not in ingredients:
             ingredients[piece.source] = len(widths), Ingredient(piece.source, piece.source_axes, (*outer, inner))
@@ -197,7 +197,7 @@ def make_recipe(
 
 
 def _columns(lmap: LinearMap, tokens: int) -> int | None:
-    """The axis of features: where parts are joined, else the last one a weight makes, which is how rows are written."""
+    """Return the feature axis: where parts are joined, else the last axis that a weight makes."""
     if lmap.axis is not None:
         return lmap.axis
     found: list[int] = []
@@ -208,7 +208,7 @@ def _columns(lmap: LinearMap, tokens: int) -> int | None:
 
 
 def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"] | None:
-    """What axis ``k`` is to all pieces: an axis of the rows (or of size 1), or a number of heads."""
+    """Return what axis ``k`` is to all pieces: an axis of the rows (or of size 1), or a number of heads."""
     if k == tokens or all(p.source_atoms.issuperset(p.axes[k]) for p in pieces):
         return "row"
     if any(a in p.source_atoms for p in pieces for a in p.axes[k]):
@@ -237,7 +237,7 @@ def _part(
         has = tuple(k in own for k in heads)
         weight = _formula(_whole(piece.weight, kept), leaves)
     bias = None
-    if piece.bias is not None:  # of size 1 along an axis of K's that it does not depend on
+    if piece.bias is not None:  # size 1 along axes of K on which it does not depend
         has_bias = set(piece.bias.atoms)
         axes = [own if has_bias.intersection(own) else () for own in piece.axes]
         bias = _formula(_whole(piece.bias, axes), leaves)
@@ -245,7 +245,7 @@ def _part(
 
 
 def _whole(factor: Factor, axes: Sequence[Axis]) -> Expr:
-    """``factor`` with ``axes``. Of a group of heads that share a weight, each head is given it."""
+    """Return ``factor`` with ``axes``; a weight that a group of heads shares is expanded to each head."""
     atoms = flatten(axes)
     expr = aligned(factor, atoms)
     if set(atoms) != set(factor.atoms):
@@ -254,7 +254,7 @@ def _whole(factor: Factor, axes: Sequence[Axis]) -> Expr:
 
 
 def _formula(value: Expr | fx.Node, leaves: dict[fx.Node, int]) -> Formula:
-    """An expression of weights, or a node of the graph that is one, down to the weight tensors."""
+    """Turn a weight expression, or a graph node that is one, into a formula over weight tensors."""
     if isinstance(value, Expr) and value.node is not None:
         return _formula(value.node, leaves)
     if isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr"):
@@ -265,21 +265,21 @@ def _formula(value: Expr | fx.Node, leaves: dict[fx.Node, int]) -> Formula:
 
 
 def _written(value: object, leaves: dict[fx.Node, int]) -> object:
-    """An argument of an operator, with tuples for lists so that a recipe can be hashed."""
+    """Convert an argument of an operator, with tuples for lists so that a recipe can be hashed."""
     if isinstance(value, (Expr, fx.Node)):
         return _formula(value, leaves)
     return tuple(_written(v, leaves) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-    """The :data:`Call` that computes."""
+    """Apply an operator eagerly: a :data:`Call` on tensors."""
     return op(*args, **kwargs)
 
 
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
-    """K: computed from tensors, or added to a graph, depending on what ``call`` does with an operator."""
+    """Make K: compute it from tensors, or add it to a graph, depending on ``call``."""
     memo: dict[Formula, X] = {}
-    # There may be more rows than this recipe's: those of another K or V behind them.
+    # There may be further rows behind this recipe's, which belong to another K or V.
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]
@@ -311,7 +311,7 @@ def _expand_part(
         left = "".join(names[k] for k in outer) + "z"
         right = "".join(names[k] for k in (*own, recipe.columns)) + "z"
         out = "".join(names[k] for k in present)
-        # In K's dtype, as the model's own projection computes it.
+        # In K's dtype, as in the model's own projection.
         operands = [_cast(rows, recipe.dtype, call), _cast(weight, recipe.dtype, call)]
         x = call(aten.einsum.default, f"{left},{right}->{out}", operands)
     for k in range(len(recipe.kinds)):
@@ -332,7 +332,7 @@ def _cast(x: X, dtype: torch.dtype, call: Call[X]) -> X:
 
 
 def evaluate(formula: Formula, leaves: Sequence[X], call: Call[X], memo: dict[Formula, X]) -> X:
-    """A weight expression over ``leaves``."""
+    """Evaluate a weight expression over ``leaves``."""
     if isinstance(formula, Leaf):
         return leaves[formula.index]
     if formula not in memo:
@@ -342,7 +342,7 @@ def evaluate(formula: Formula, leaves: Sequence[X], call: Call[X], memo: dict[Fo
                 return evaluate(value, leaves, call, memo)
             return tuple(map(given, value)) if isinstance(value, tuple) else value
 
-        # `_written` made tuples of the lists that operators were given.
+        # `_written` turned the operators' lists into tuples.
         args = [list(a) if type(a) is tuple else a for a in map(given, formula.args)]
         memo[formula] = call(formula.op, *args, **{k: given(v) for k, v in formula.kwargs})
     return memo[formula]

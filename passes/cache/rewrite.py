@@ -1,4 +1,4 @@
-"""The rewrite of a graph whose caches of K and V are kept as rows (found by :mod:`mla_compile.passes.cache.find`)."""
+"""Rewrites a graph so that its caches of K and V, found by :mod:`mla_compile.passes.cache.find`, are kept as rows."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ aten = torch.ops.aten
 
 @dataclass
 class LatentCache:
-    """What became of the inputs and outputs of a graph.
+    """The changes of a graph's inputs and outputs.
 
     Attributes:
-        inputs: placeholders that are gone -> the names of the placeholders of their rows.
-        outputs: index in the flat output -> where in the flat output its rows are; the value at the index is None.
-        recipes: of every such input (by name) and output (by index), with the names of the weights it reads.
+        inputs: removed placeholders -> the names of the placeholders of their rows.
+        outputs: index in the flat output -> the indices of its rows; the value at the index itself is None.
+        recipes: the recipe of every such input (by name) and output (by index), with the names of the weights it reads.
         rows: the names of the placeholders of rows, in order.
         grows: index in the flat output -> the placeholder that is its past.
         begun: the indices in the flat output of buffers that are made here, which later calls may write to.
         written: inputs that were written to in place -> the placeholders of rows that are written to instead.
-        handed_back: place among what the caller gets -> the input that it is; the value at the index is None.
+        handed_back: place among the returned values -> the input that is returned there; the value at the index is
+            None.
     """
 
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class LatentCache:
 def keep_latents(
     graph: fx.Graph, caches: Sequence[CacheOfRows], pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None
 ) -> LatentCache:
-    """Rewrites the graph for ``caches``; its output is one flat tuple, to which the rows are appended."""
+    """Rewrite the graph for ``caches``; its output is one flat tuple, to which the rows are appended."""
     return _Rewriter(graph, pasts, fake_mode).run(caches)
 
 
@@ -96,7 +97,7 @@ class _Rewriter:
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
         self._make_once()
         remove_dead_code(self.graph)
-        # Only after dead code is gone does an input show who really still reads it.
+        # Dead code goes first, so that only real readers of an input remain.
         by_name = {n.name: n for op in ("placeholder", "get_attr") for n in self.graph.find_nodes(op=op)}
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
             self._let_go(node, by_name)
@@ -104,13 +105,13 @@ class _Rewriter:
         return self.done
 
     def _make_once(self) -> None:
-        """K and V read the same rows, of which each of them took a part, or which it unpacked."""
+        """Merge equal nodes: K and V read the same rows, and each may have sliced or unpacked them."""
         for node, first in first_equals(self.graph).items():
             if first is not node and OURS in node.meta:
                 node.replace_all_uses_with(first)
 
     def _read_parts(self, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Whoever reads some tokens of a buffer, or some of its sequences, gets them made of those rows alone."""
+        """Make the readers of some tokens or sequences of a buffer expand those rows alone."""
         for user in list(node.users):
             how = decode(user)
             if isinstance(how, Slice) and cache.recipe.kinds[how.dim] == "row" and how.bounds is not None:
@@ -120,7 +121,7 @@ class _Rewriter:
                 user.replace_all_uses_with(expand(cache.recipe, shown, cache.leaves, builder.call))
 
     def _let_go(self, node: fx.Node, by_name: Mapping[str, fx.Node]) -> None:
-        """Removes an input; whoever else reads it gets it expanded from its rows."""
+        """Remove an input; its remaining readers get it expanded from its rows."""
         recipe, weights = self.done.recipes[node.name]
         rows = [by_name[name] for name in self.done.inputs[node.name]]
         self._read_sizes_from_rows(node, recipe, rows[0])
@@ -130,7 +131,7 @@ class _Rewriter:
         self.graph.erase_node(node)
 
     def _read_sizes_from_rows(self, node: fx.Node, recipe: Recipe, rows: fx.Node) -> None:
-        """Whoever only asks for the length of K need not have it computed."""
+        """Read lengths of K from the rows, so that a reader of a length does not need K."""
         for user in list(node.users):
             if packet(user) is aten.sym_size:
                 dim = axis(argument(user, 1, "dim"), len(recipe.kinds))
@@ -138,14 +139,14 @@ class _Rewriter:
                     user.args = (rows, recipe.row_axis(dim))
 
     def _after(self, node: fx.Node) -> fx.Node:
-        """The first place where a node that reads ``node`` may stand."""
+        """Return the first position at which a reader of ``node`` may stand."""
         following: fx.Node = node.next
         if node.op in ("placeholder", "get_attr"):
             following = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
         return following
 
     def _rows(self, cache: CacheOfRows, index: int) -> fx.Node:
-        """All rows of one source: those of the past, then the new ones."""
+        """Return all rows of one source: the past rows, then the new ones."""
         ingredients = next((p for p in cache.parts if not isinstance(p, fx.Node)), None)
         parts: list[fx.Node] = []
         for part in cache.parts:
@@ -161,7 +162,7 @@ class _Rewriter:
             self.joined[key] = write_over(steps, builder.call, past, builder.cast(new, val(past).dtype))
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
-            # A copy where nothing is joined: the rows outlive this call and share no memory with anything else.
+            # If nothing is joined, the rows are copied: they outlive this call and must not share memory.
             self.joined[key] = (
                 builder.call(aten.cat.default, parts, cache.recipe.token_axis)
                 if len(parts) > 1
@@ -172,11 +173,11 @@ class _Rewriter:
         return self.joined[key]
 
     def _steps(self, cache: CacheOfRows) -> tuple[Step, ...]:
-        """The write of its new rows."""
+        """Return the steps that write the new rows."""
         return () if cache.write is None else cache.write.along(cache.recipe.row_axis)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
-        key = ingredient.node, ingredient.target  # K and V may differ in which axis of size 1 they take for one of rows
+        key = ingredient.node, ingredient.target  # K and V may take different axes of size 1 for an axis of the rows
         if key not in self.arranged:
             builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
             node = materialize(ingredient.node, builder, {})
@@ -190,7 +191,7 @@ class _Rewriter:
     def _past(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """The placeholder of the rows behind an input."""
+        """Return the placeholder of the rows behind an input."""
         if is_zeros(node):
             return self._zeros(node, cache, index, ingredients)
         past = self.pasts.get(node)
@@ -217,9 +218,9 @@ class _Rewriter:
         return self.inputs[name]
 
     def _grown(self, node: fx.Node, cache: CacheOfRows, new: Ingredient) -> Hashable:
-        """What tells which rows stand for ``node``.
+        """Return a key of the rows that replace ``node``.
 
-        What grows by the same rows, at the same positions, holds the same rows: K and V of one attention.
+        Tensors that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
         """
         room = cache.recipe.row_shape(val(node).shape, 0)
         return ("grows by", new.node, *self._steps(cache), *map(str, room))
@@ -227,7 +228,7 @@ class _Rewriter:
     def _zeros(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """Rows of zeros where the graph makes a buffer of zeros, or makes one of a buffer."""
+        """Return rows of zeros for a buffer that the graph creates or clears."""
         assert ingredients is not None, "a buffer is written to"
         assert cache.write is not None
         if cache.emptied is not None:

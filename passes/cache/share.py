@@ -1,16 +1,16 @@
-"""Rows that ranks share: a step writes the new rows where they are this rank's, and attends to what it has.
+"""Rows that ranks share: each rank writes its own among the new rows, and attends to the rows that it has.
 
 Before: ``joined = cat([past, new], dim)``, kept by the caller, and ``decode_attention(q, joined, ...)``.
-After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``, where ``past'`` are the rows of this rank, with
-room for those to come, and :mod:`mla_compile.passes.cache.share_attention` in place of the attention.
+After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``, where ``past'`` are the rows of this rank with
+room for later ones, and :mod:`mla_compile.passes.cache.share_attention` in place of the attention.
 
-A buffer of full length is the same with positions that are known when the graph runs::
+A buffer of full length is the same with positions that are known at run time::
 
     rows = index_copy(buffer, dim, at, new)
       ->  own = index_copy(buffer', dim, at // C, where(at % C == rank, new, old))
 
-Rows lie round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes into the places that the new tokens
-have on any of them, so that all have the same graph: what is not its own gets what was there before.
+Rows lie round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes to the places that the new tokens
+have on any rank, so that all ranks have the same graph; a row that is not its own keeps its old value.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ aten = torch.ops.aten
 
 
 def share_rows(program: Program) -> str | None:
-    """Makes a program of what this rank has of the rows in ``program.shared``; None, or why it needs all of them.
+    """Rewrite a program to this rank's share of the rows in ``program.shared``; return None, or why it needs all rows.
 
-    Then nothing is changed. The rewritten caches are listed in ``program.appends``.
+    If there is a reason, the rows stay whole. The rewritten caches are listed in ``program.appends``.
     """
     sharing, graph = program.sharing, program.gm.graph
     assert sharing is not None
     if program.cache is not None or program.latents:
-        return "the program has K and V of each head besides"
+        return "the program also keeps K and V of each head"
     joins = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
     found: list[_Cache | str] = []
     for past in (node for node in program.placeholders if node.name in program.shared):
@@ -54,7 +54,7 @@ def share_rows(program: Program) -> str | None:
         elif past.name in joins:
             found.append(_Cache.grown(program, *joins[past.name]))
         else:
-            found.append(f"{past.name} is more than joined with new rows")
+            found.append(f"{past.name} is used for more than a join with new rows")
     for cache in found:
         if isinstance(cache, str):
             return cache
@@ -79,7 +79,7 @@ def share_rows(program: Program) -> str | None:
 
 
 def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
-    """The caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
+    """Return the caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
     if program.cache is not None or program.latents:
         return set()
     before = len(program.mutations)
@@ -94,7 +94,7 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
         if plan is None:
             continue
         rows = {whole_rows(row.node) for row in plan.rows}
-        # An attention that reads anything else besides would need all rows of each.
+        # An attention that also reads other rows would need all rows of each cache.
         joined = any(r is not None and r.parts for r in (plan.latent, plan.rope, plan.values))
         fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known and not joined
         (good if fits else bad).update(rows)
@@ -102,7 +102,7 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
 
 
 def _made_of(part: fx.Node, joined: fx.Node) -> set[fx.Node]:
-    """Rows, and what they are in another shape or dtype."""
+    """Return rows, and the tensors of which they are another shape or dtype."""
     made_of = {joined, part}
     while isinstance(how := decode(part), (Copy, Permute, Regroup)):
         part = how.x
@@ -111,16 +111,16 @@ def _made_of(part: fx.Node, joined: fx.Node) -> set[fx.Node]:
 
 
 def grown_rows(program: Program) -> set[fx.Node]:
-    """The caches that a program continues and of whose rows each rank has its share."""
+    """Return the caches that a program continues and whose rows the ranks share."""
     before, joined = len(program.mutations), joined_rows(program)
     return {program.outputs[before + at] for at, how in joined if how.parts[0].name in program.shared}
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """``joined``: ``count`` rows ``new`` behind ``before`` rows ``past``, which is output ``at`` of the caller's.
+    """A cache ``joined``: ``count`` rows ``new`` behind ``before`` rows ``past``, returned at place ``at``.
 
-    Or, with :attr:`positions`, rows ``new`` in the place of some of the ``before`` rows of a buffer.
+    With :attr:`positions`, rows ``new`` replace some of the ``before`` rows of a buffer.
     """
 
     joined: fx.Node
@@ -139,12 +139,12 @@ class _Cache:
         if not isinstance(count, int):
             return "the number of new rows is symbolic"
         if len(past.users) > 1 or past.name in program.mutations:
-            return f"{past.name} is more than joined with new rows"
+            return f"{past.name} is used for more than a join with new rows"
         if not same(shape(joined)[how.dim], before + count) or val(joined).dtype != val(past).dtype:
             return f"{past.name} is converted"
         number = _number(program, before)
         if number is None:
-            return f"no input says how long {past.name} is"
+            return f"no input holds the length of {past.name}"
         return cls(joined, past, new, how.dim, number, at, count)
 
     @classmethod
@@ -152,17 +152,17 @@ class _Cache:
         joined = program.outputs[program.mutations.index(past.name)]
         how = rows_written(joined)
         if how is None or how.base is not past or len(past.users) > 1:
-            return f"{past.name} is more than written to at positions of its tokens"
+            return f"{past.name} is used for more than writes at positions of its tokens"
         if program.outputs.count(joined) > 1 or past.name in program.aliases.values():
             return f"{past.name} is returned"
         number = _number(program, shape(past)[how.dim])
         if number is None:
-            return f"no input says how long {past.name} is"
+            return f"no input holds the length of {past.name}"
         return cls(joined, past, how.x, how.dim, number, positions=how.index)
 
 
 def _number(program: Program, wanted: Size) -> int | fx.Node | None:
-    """A size, or the input that is it."""
+    """Return a number, or the input that holds a symbolic size."""
     if isinstance(wanted, int):
         return wanted
     symbolic = (n for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt))
@@ -170,10 +170,10 @@ def _number(program: Program, wanted: Size) -> int | fx.Node | None:
 
 
 def _plain_sizes(graph: fx.Graph, cache: _Cache) -> None:
-    """Reads the number of all rows from the inputs wherever the graph reads it from a tensor that is made of them."""
+    """Compute the number of all rows from inputs wherever the graph reads it from a tensor of these rows."""
     total = shape(cache.joined)[cache.dim]
     if isinstance(cache.before, int):
-        return  # sizes are numbers
+        return  # no size is symbolic
     for node in graph.nodes:
         if packet(node) is aten.sym_size and same(size(node.meta["val"]), total):
             with graph.inserting_before(node):
@@ -183,7 +183,7 @@ def _plain_sizes(graph: fx.Graph, cache: _Cache) -> None:
 
 
 class _Writer:
-    """Writes new rows into this rank's; what says which are its own is written once for caches that are alike."""
+    """Writes new rows into this rank's. Equal caches share the nodes that decide which rows are its own."""
 
     def __init__(self, program: Program, sharing: Sharing) -> None:
         self.program = program
@@ -192,7 +192,7 @@ class _Writer:
         self._rows: dict[object, tuple[fx.Node, fx.Node, fx.Node | None]] = {}
 
     def write(self, cache: _Cache) -> OwnRows:
-        """The rows of this rank, and how many tokens all ranks have then."""
+        """Return the rows of this rank, and the number of tokens that all ranks then have."""
         joined, dim = cache.joined, cache.dim
         builder = Builder(joined, self.program.fake_mode)
         call = builder.call
@@ -202,7 +202,7 @@ class _Writer:
         with self.program.fake_mode or contextlib.nullcontext():
             if cache.positions is None:
                 cache.past.meta["val"] = past.new_empty_strided(tuple(rows), token_major(rows, dim))
-            else:  # dense, as what is written to it: a compiler copies neither
+            else:  # dense, as the tensor written to it: then a compiler copies neither
                 cache.past.meta["val"] = past.new_empty(tuple(rows))
         new, axes = cache.new, [1] * (val(joined).dim() - dim - 1)
         if cache.positions is not None:
@@ -221,7 +221,7 @@ class _Writer:
         return OwnRows(own, dim, total)
 
     def _place(self, cache: _Cache) -> tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]:
-        """The rows that are written: first, last and one more; all tokens; which of the new ones each of them is."""
+        """Return the first row to write, the end, the total tokens, and each row's index among the new tokens."""
         key = cache.before, cache.count, val(cache.joined).device
         if key not in self._places:
             builder = Builder(self._first(), self.program.fake_mode)
@@ -239,10 +239,11 @@ class _Writer:
         return self._places[key]
 
     def _rows_of(self, cache: _Cache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """The rows that tokens at ``positions`` have, whether each is this rank's, and which token is written there.
+        """Return the rows of the tokens at ``positions``, whether each is this rank's, and the token to write there.
 
-        The row of another rank's token may be that of an own one, and of two writes to one row nobody knows the order:
-        a rank that has any of the tokens writes one of its own again in place of those that it has not.
+        Another rank's token may have the same row number as one of this rank's tokens, and the order of two writes to
+        one row is undefined. A rank with any of the tokens therefore repeats one of its own in place of those that it
+        does not own.
         """
         by_number = packet(cache.joined) is aten.index_put
         key = positions, cache.before, by_number
@@ -250,9 +251,9 @@ class _Writer:
             after = positions.next if positions.op == "call_function" else self._first()
             builder, ranks = Builder(after, self.program.fake_mode), self.sharing.size
             call, at = builder.call, builder.cast(positions, torch.int64)
-            if by_number:  # which counts from the end, too
+            if by_number:  # negative positions count from the end
                 at = call(aten.where.self, call(aten.lt.Scalar, at, 0), call(aten.add.Tensor, at, cache.before), at)
-            # A position that the buffer does not have stays one that it does not have, on every rank.
+            # A position outside the buffer must stay outside on every rank.
             there = call(aten.logical_and.default, call(aten.ge.Scalar, at, 0), call(aten.lt.Scalar, at, cache.before))
             rows = call(aten.where.self, there, call(aten.div.Tensor_mode, at, ranks, rounding_mode="floor"), at)
             mine = call(aten.eq.Scalar, call(aten.remainder.Scalar, at, ranks), self.sharing.rank)
@@ -267,13 +268,13 @@ class _Writer:
         return self._rows[key]
 
     def _first(self) -> fx.Node:
-        """In front of it everybody can read what is added."""
+        """Return the first node that is not an input: nodes added before it can be read everywhere."""
         nodes: Iterable[fx.Node] = self.program.gm.graph.nodes
         return next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
 
 
 def _return(program: Program, caches: list[_Cache], own: dict[fx.Node, OwnRows]) -> None:
-    """This rank's rows are what is written in place, and no longer among what is returned."""
+    """Write this rank's rows in place instead of returning them."""
     grown: dict[int, tuple[str, fx.Node]] = {}
     for cache in caches:
         rows = own[cache.joined].node

@@ -1,7 +1,7 @@
-"""Attention over rows that ranks share: each attends to its own, and the results are put together.
+"""Attention over rows that ranks share: each rank attends to its own rows, and the results are merged.
 
-Before: ``out, lse = decode_attention(q, rows, mask, length)``. After, between what :mod:`exchange
-<mla_compile.passes.cache.exchange>` sends::
+Before: ``out, lse = decode_attention(q, rows, mask, length)``. After, between the collectives of :mod:`exchange
+<mla_compile.passes.cache.exchange>`::
 
     out, lse = decode_attention(q', own, mask', own_length)            # own rows: T / C
 """
@@ -38,9 +38,9 @@ class OwnRows:
 
 
 def readers(joined: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> list[fx.Node] | str:
-    """The attentions that read a cache, or what else needs all of its rows, in words.
+    """Return the attentions that read a cache, or, in words, another reader that needs all of its rows.
 
-    ``dims``: the caches that are shared, and the axis of their tokens.
+    ``dims``: the shared caches, and their token axes.
     """
     found: list[fx.Node] = []
     waiting = [joined]
@@ -58,40 +58,40 @@ def readers(joined: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> l
                     return problem
                 found.append(user)
             else:
-                return f"{user.name} reads them all"
+                return f"{user.name} reads all of them"
     return found
 
 
 def is_view(node: object) -> bool:
-    """Whether axes of length 1 come or go, and nothing else."""
+    """Whether ``node`` only adds or drops axes of size 1."""
     return packet(node) in (aten.squeeze, aten.unsqueeze)
 
 
 def _problem(node: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> str | None:
-    """What keeps an attention from being computed in parts."""
+    """Explain why an attention cannot be computed in parts; None if it can."""
     for position, name in _NEVER:
         if argument(node, position, name) is not None:
             return f"{node.name} has {name}"
     given = [argument(node, position, name) for position, name in _ROWS]
     if any(row is not None and _token_axis(row, dims) != 1 for row in given):
-        return f"{node.name} reads other rows besides, or along another axis"
+        return f"{node.name} reads other rows too, or reads along another axis"
     mask = argument(node, 4, "mask")
     if any(_viewed(n) in dims for n in (argument(node, 0, "query"), mask)):
-        return f"{node.name} reads them as something else"
+        return f"{node.name} reads them as a query or a mask"
     if sharing.heads and mask is not None and not same(shape(mask)[1], 1):
         return f"{node.name} has a mask for each head"
     return None
 
 
 def _viewed(node: Any) -> Any:
-    """What ``node`` is a view of."""
+    """Return the tensor of which ``node`` is a view."""
     while is_view(node):
         node = args_of(node)[0]
     return node
 
 
 def _token_axis(rows: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
-    """The axis of ``rows`` that is the tokens' in the cache they are a view of; None where there is none."""
+    """Return the axis of ``rows`` that is the token axis of the cache behind the view; None if there is none."""
     if rows in dims:
         return dims[rows]
     if not is_view(rows):
@@ -108,12 +108,12 @@ def _token_axis(rows: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
 
 
 def attend(node: fx.Node, own: Mapping[fx.Node, OwnRows], sharing: Sharing, fake_mode: FakeTensorMode | None) -> None:
-    """Replaces an attention over all rows by one over those of this rank, and what puts the ranks' results together."""
+    """Replace an attention over all rows by one over this rank's rows and the merge of all ranks' results."""
     _Shared(node, own, sharing, fake_mode).run()
 
 
 class _Shared:
-    """One attention on its way."""
+    """The rewrite of one attention."""
 
     def __init__(
         self, node: fx.Node, own: Mapping[fx.Node, OwnRows], sharing: Sharing, fake_mode: FakeTensorMode | None
@@ -143,7 +143,7 @@ class _Shared:
         self.ranks.replace(self.node, result)
 
     def _own(self, rows: fx.Node) -> fx.Node:
-        """The same view of this rank's rows."""
+        """Return the same view of this rank's rows."""
         if rows in self.own:
             self.total = self.own[rows].total
             return self.own[rows].node
@@ -152,7 +152,7 @@ class _Shared:
         return self.call(rows.target, self._own(of), *where)
 
     def _own_lengths(self) -> fx.Node:
-        """int32 [B]: how many of this rank's rows are tokens that are visible at all."""
+        """Return how many of this rank's rows are visible tokens, int32 [B]."""
         ahead, ranks = self.sharing.size - 1 - self.sharing.rank, self.sharing.size
         if self.lengths is not None:
             longer = self.call(aten.add.Tensor, self.lengths, ahead)
@@ -162,7 +162,7 @@ class _Shared:
         return self.call(aten.full.default, [B], own, dtype=torch.int32, device=val(self.query).device)
 
     def _mask(self, latent: fx.Node) -> fx.Node | None:
-        """The columns of the mask that are this rank's tokens, and what causality and a window hide of these."""
+        """Return the mask's columns of this rank's tokens, combined with causality and the window."""
         mask, near = self.given_mask, self.causal or self.window > 0
         every = mask is not None and same(shape(mask)[3], 1) and not same(val(latent).shape[1], 1)
         if not near and (mask is None or every):
@@ -171,7 +171,7 @@ class _Shared:
         place = self.call(aten.arange.default, count, device=val(latent).device)
         place = self.call(aten.add.Tensor, self.call(aten.mul.Tensor, place, self.sharing.size), self.sharing.rank)
         if mask is not None and not every:
-            # The last row may be no token yet. The lengths leave it out, whatever it reads here.
+            # The last row may not be a token yet. The lengths exclude it, so any mask value will do.
             last = number(self.builder, operator.sub, self.total, 1)
             mask = self.call(aten.index_select.default, mask, 3, self.call(aten.clamp.default, place, None, last))
         if not near:
@@ -184,7 +184,7 @@ class _Shared:
         return self.call(aten.masked_fill.Scalar, mask, self.call(aten.logical_not.default, keep), float("-inf"))
 
     def _near(self, place: fx.Node) -> fx.Node:
-        """Which of the tokens at ``place`` each query sees by its own place, [B|1,1,S,own rows]."""
+        """Return which of the tokens at ``place`` each query sees by causality and window, [B|1,1,S,own rows]."""
         S = self.builder.size(self.query, 1)
         at = self.call(aten.unsqueeze.default, self.call(aten.arange.default, S, device=val(place).device), -1)
         if self.lengths is None:
@@ -200,7 +200,7 @@ class _Shared:
 
 
 def number(builder: Builder, op: Callable[[Any, Any], object], a: fx.Node | int, b: fx.Node | int) -> fx.Node | int:
-    """Arithmetic of sizes, done at once where both are numbers."""
+    """Compute with sizes, immediately if both are numbers."""
     if isinstance(a, int) and isinstance(b, int):
         return op(a, b)  # type: ignore[return-value]  # a number of two numbers
     return builder.call(op, a, b)

@@ -1,7 +1,7 @@
-"""Writes into a buffer of full length: the same write puts rows where it put K or V.
+"""Writes into a buffer of full length: writes of K or V are redirected to a buffer of rows.
 
-``K = index_copy(buffer, tokens, positions, k_new)`` holds at each position what was written there last, else what the
-buffer held. Over rows that is ``index_copy(rows, tokens, positions, c_new)``, by the same positions. A write into a
+``K = index_copy(buffer, tokens, positions, k_new)`` holds at each position the value written last, or else the value of
+the buffer. Over rows, this is ``index_copy(rows, tokens, positions, c_new)`` with the same positions. A write into a
 part of the buffer, such as its first sequences, is the same write into that part of the rows.
 """
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class Step:
     """One operator of a write, along axis ``dim``; ``at``: the bounds of a slice, or the positions.
 
-    Positions in several tensors are those of as many axes, from ``dim`` on.
+    Several tensors of positions index as many axes, from ``dim`` on.
     """
 
     op: object
@@ -36,13 +36,13 @@ class Step:
 
     @property
     def dims(self) -> range:
-        """The axes in which it chooses positions."""
+        """The axes along which the step chooses positions."""
         return range(self.dim, self.dim + (len(self.at) if self.op is aten.index_put else 1))
 
 
 @dataclass(frozen=True)
 class Write:
-    """``new`` is written into ``buffer``: the last of ``steps`` writes it, into the part that those before it show."""
+    """A write of ``new`` into ``buffer``: the last of ``steps`` writes into the part that earlier steps select."""
 
     node: fx.Node
     buffer: fx.Node
@@ -50,12 +50,12 @@ class Write:
     steps: tuple[Step, ...]
 
     def along(self, axis: Callable[[int], int]) -> tuple[Step, ...]:
-        """The same steps along the axes ``axis(dim)`` of other things."""
+        """Return the same steps along the axes ``axis(dim)`` of another tensor."""
         return tuple(Step(step.op, axis(step.dim), step.at) for step in self.steps)
 
 
 def write_over(steps: tuple[Step, ...], call: Call[fx.Node], buffer: fx.Node, new: fx.Node) -> fx.Node:
-    """``buffer`` with ``new`` written into it."""
+    """Write ``new`` into ``buffer``."""
     first, *inner = steps
     result: fx.Node
     if first.op is aten.index_copy:
@@ -70,7 +70,7 @@ def write_over(steps: tuple[Step, ...], call: Call[fx.Node], buffer: fx.Node, ne
 
 
 def write_of(node: fx.Node) -> Write | None:
-    """The write that ``node`` is, where each position gets what is given for it and nothing else."""
+    """Return ``node`` as a write in which each position gets its own value, without broadcasting; None otherwise."""
     how = decode(node)
     length: Size
     if isinstance(how, operators.WriteRows):
@@ -88,7 +88,7 @@ def write_of(node: fx.Node) -> Write | None:
 
 
 def rows_written(node: fx.Node) -> operators.WriteRows | None:
-    """``node`` as a write of one row for each of the positions in a tensor."""
+    """Return ``node`` as a write of one row for each position in a tensor."""
     how = decode(node)
     if not isinstance(how, operators.WriteRows) or len(shape(how.index)) != 1 or write_of(node) is None:
         return None
@@ -96,13 +96,13 @@ def rows_written(node: fx.Node) -> operators.WriteRows | None:
 
 
 def is_zeros(node: fx.Node) -> bool:
-    """Whether a buffer begins here."""
+    """Whether ``node`` starts a buffer of zeros."""
     how = decode(node)
     return isinstance(how, operators.Fill) and how.value == 0 and not isinstance(how.value, bool)
 
 
 def seen_through_views(graph: fx.Graph) -> set[fx.Node]:
-    """What the caller gets views of: of what it keeps, a write to one would no longer show in the other."""
+    """Return tensors of which the caller gets views. If they became rows, a write would no longer show in the views."""
     shown: set[fx.Node] = set()
     for value in graph.output_node().all_input_nodes:
         root = view_source(value)
@@ -113,7 +113,7 @@ def seen_through_views(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _write_by_pairs(node: fx.Node) -> Write | None:
-    """A write at positions of several neighbouring axes, such as a position of its own for each sequence."""
+    """Return a write at positions along several neighbouring axes, such as one position for each sequence."""
     if packet(node) is not aten.index_put or argument(node, 3, "accumulate", False):
         return None
     base, indices, new = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
@@ -122,7 +122,7 @@ def _write_by_pairs(node: fx.Node) -> Write | None:
     rank = len(dims)
     if rank < 2 or dims != [*range(dims[0], dims[0] + rank)]:
         return None
-    # As many axes of positions as there are axes to choose in: `new` has the axes of the buffer.
+    # There are as many axes of positions as indexed axes, so `new` has the axes of the buffer.
     if any(len(shape(index)) != rank or val(index).dtype not in (torch.int64, torch.int32) for index in at):
         return None
     chosen = shape(new)[dims[0] : dims[0] + rank]
@@ -134,13 +134,13 @@ def _write_by_pairs(node: fx.Node) -> Write | None:
 
 
 def _is_part(node: fx.Node, base: fx.Node, step: Step) -> bool:
-    """Whether ``node`` is what ``step`` replaces in ``base``."""
+    """Whether ``node`` is the part of ``base`` that ``step`` replaces."""
     how = decode(node)
     return isinstance(how, operators.Slice) and how.x is base and how.dim == step.dim and how.bounds == step.at
 
 
 def _fits(buffer: fx.Node, new: fx.Node, dim: int, length: Size) -> bool:
-    """Whether ``new`` is the buffer's shape but for its ``length`` along ``dim``: nothing is broadcast."""
-    # One value broadcast over several positions could not be written as one row for each.
+    """Whether ``new`` has the buffer's shape except for its ``length`` along ``dim``, so that nothing is broadcast."""
+    # One value that is broadcast over several positions could not be written as one row for each.
     sizes = [*shape(buffer)[:dim], length, *shape(buffer)[dim + 1 :]]
     return same_sizes(sizes, shape(new))

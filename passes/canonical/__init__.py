@@ -1,1 +1,1 @@
-"""One spelling of every operator, before anything is analysed."""
+"""Rewrites that give every operator one spelling before any analysis."""

@@ -1,30 +1,31 @@
-"""Removes what carries no meaning for the analysis before it starts.
+"""Removes operators that mean nothing to the analysis.
 
 Before::
 
     _assert_tensor_metadata(x, None, None, float32)      # a check that tracing left behind
     y = clone(x); z = _to_copy(y, dtype=<dtype of y>)
 
-After: the users of ``y`` and ``z`` read ``x``; the check is gone. The checks were true when the graph was traced and
-guard nothing that Dynamo's own guards miss. Copies whose value escapes (outputs, inputs written in place) stay.
+After: the users of ``y`` and ``z`` read ``x``; the check is gone. The checks held when the graph was traced, and
+Dynamo's own guards cover them. Copies whose value escapes (outputs, inputs written in place) stay.
 
-Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, which is what ``k[..., a:b] = x`` becomes
+Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, to which ``k[..., a:b] = x`` is traced
 
-After: ``new = slice_scatter(k, x, dim, a, b)``, which reads nothing of what is overwritten, and ``x`` where that is all
+After: ``new = slice_scatter(k, x, dim, a, b)``, which does not read the overwritten part; or ``x``, if it covers all of
+``k``
 
-Before: ``k = select(stack([q, k, v], dim), dim, 1)``, as packed operands of an attention are taken apart
+Before: ``k = select(stack([q, k, v], dim), dim, 1)``, by which packed operands of an attention are unpacked
 
-After: ``k`` itself, in the memory layout that the selection had
+After: ``k`` itself, in the memory layout of the selection
 
 Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))`` where the first axis has size 1
 
 After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, with all axes of ``k``
 
-Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, which is what ``k.zero_()`` and ``k[:] = 0`` become
+Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, to which ``k.zero_()`` and ``k[:] = 0`` are traced
 
-After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which read nothing of what is overwritten
+After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which do not read the overwritten values
 
-Before: ``ones_like(k)``; ``k.new_zeros(size)``; ``type_as(q, k)`` of a ``k`` that is computed here
+Before: ``ones_like(k)``; ``k.new_zeros(size)``; ``type_as(q, k)`` for a ``k`` that the graph computes
 
 After: ``full(k's sizes, 1)``; ``full(size, 0)``; ``_to_copy(q, dtype)``, for which ``k`` need not be computed
 """
@@ -59,7 +60,7 @@ aten = torch.ops.aten
 
 
 def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
-    """Removes checks, empty operators and selections of what was stacked; returns how many."""
+    """Remove checks, operators without effect and selections from stacked tensors; return how many."""
     removed = 0
     for node in list(graph.nodes):
         if (number := _filled_with(node)) is not None:
@@ -84,7 +85,7 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
 
 
 def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """The same without a tensor that ``node`` asks for its dtype, device and sizes alone; None where there is none."""
+    """Rewrite ``node`` without a tensor that it reads only for dtype, device and sizes; None if there is none."""
     op, given = packet(node), args_of(node)
     converts = op is aten.type_as or (op is aten.to and len(given) > 1 and is_tensor(given[1]))
     asked = given[1] if converts else given[0] if op in (*_LIKE, *_NEW) else None
@@ -104,7 +105,7 @@ def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
 
 
 def _length(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
-    """An axis of ``node`` as an argument, asked of the first tensor behind it that has one of that length."""
+    """Return an axis of ``node`` as an argument, read from the earliest tensor behind it that has that length."""
     length, behind = shape(node)[dim], islice(ancestors(node), REACH)
     having = [(n, k) for n in behind if is_tensor(n) for k, other in enumerate(shape(n)) if same(other, length)]
     return builder.size(*min(having, default=(node, dim)))
@@ -112,11 +113,14 @@ def _length(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
 
 _LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None}
 _NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: None}
-"""Operators that fill a tensor like another, and the number; None: the last argument is it."""
+"""Operators that create a filled tensor like another, and the fill value; None: it is the last argument."""
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is no input, nor a part or another view of one: what is like a buffer may empty it."""
+    """Whether ``node`` is neither an input nor a view of one.
+
+    A tensor like a buffer may be written back to clear the buffer.
+    """
     while node.op == "call_function" and (how := decode(node)) is not None:
         if isinstance(how, (Write, WriteOne, WriteRows)):
             node = how.base
@@ -128,7 +132,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def _stacked_part(node: fx.Node) -> fx.Node | None:
-    """What ``node`` selects of several tensors that were stacked; None where it does something else."""
+    """Return the tensor that ``node`` selects from a stack; None for other operators."""
     how = decode(node)
     stacked = decode(how.x) if isinstance(how, Select) else None
     if not isinstance(how, Select) or not isinstance(stacked, Stack) or _is_returned(node):
@@ -140,17 +144,17 @@ def _stacked_part(node: fx.Node) -> fx.Node | None:
 
 
 def _is_write_of_all(node: fx.Node) -> bool:
-    """Whether this is ``copy(part, x)`` that leaves ``x`` unchanged on its way into a larger tensor."""
+    """Whether ``node`` is a ``copy(part, x)`` that leaves ``x`` unchanged on its way into a larger tensor."""
     how = decode(node)
     if not isinstance(how, Assign) or not all(_writes(node, decode(user)) for user in node.users):
         return False
     old, new = val(how.x), val(node)
-    # Where one of these differs, the `copy` also converts, moves or broadcasts, and has to stay.
+    # If one of these differs, the `copy` also converts, moves or broadcasts, and has to stay.
     return old.dtype == new.dtype and old.device == new.device and same_sizes(shape(how.x), shape(node))
 
 
 def _is_write_over_all(node: fx.Node) -> bool:
-    """Whether all of a tensor is replaced by what was written into all of it before: ``k[:B]`` where B is its size."""
+    """Whether ``node`` overwrites all of a tensor with an earlier write: ``k[:B]`` where B is its size."""
     how = decode(node)
     if not isinstance(how, Write) or not isinstance(decode(how.x), (Write, WriteRows)):
         return False
@@ -159,11 +163,11 @@ def _is_write_over_all(node: fx.Node) -> bool:
 
 
 def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    """Gives what is written the axes of size 1 at its front, which ``k[:, :, at] = x`` drops for a batch of one."""
+    """Add to the written tensor the leading axes of size 1 that ``k[:, :, at] = x`` drops for a batch of one."""
     base, indices, x, *accumulate = args_of(node)
     at = [k for k, index in enumerate(indices) if index is not None]
     if any(val(indices[k]).dtype in (torch.bool, torch.uint8) for k in at):
-        return  # a mask says how many rows are written by its values, not by its shape
+        return  # the values of a mask, and not its shape, decide how many rows are written
     chosen = [shape(indices[k]) for k in at]
     if at != [*range(at[0], at[0] + len(at))] or len({len(sizes) for sizes in chosen}) > 1:
         return
@@ -178,12 +182,12 @@ def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _filled_with(node: fx.Node) -> object:
-    """The number that all of a tensor is overwritten with; None where it is not, or with one that is not known."""
+    """Return the known number that overwrites all of a tensor; None if there is none."""
     how = decode(node)
     if packet(node) is aten.zero:
         return 0
     if isinstance(how, Assign) and isinstance(of := decode(how.x), Fill):
-        return 0 if of.value == 0 else None  # the only number that no dtype on the way rounds
+        return 0 if of.value == 0 else None  # no dtype on the way rounds 0
     if packet(node) is not aten.fill:
         return None
     value = args_of(node)[1]
@@ -191,7 +195,7 @@ def _filled_with(node: fx.Node) -> object:
 
 
 def _literal(node: fx.Node) -> object:
-    """The number in a tensor that was made of one where the graph was traced."""
+    """Return the number in a tensor that was created from a literal during tracing."""
     if packet(node) is not aten.lift_fresh_copy or args_of(node)[0].op != "get_attr" or shape(node):
         return None
     owner: object = node.graph.owning_module
@@ -211,8 +215,8 @@ def _is_returned(node: fx.Node) -> bool:
 def _is_empty(node: fx.Node) -> bool:
     """Whether the operator returns its input unchanged and its users only compute with the result."""
     if packet(node) is aten.alias and (x := args_of(node)[0]).op == "call_function" and not _is_returned(x):
-        return True  # nobody else has what is shown
-    # What the caller gets must stay a tensor of its own: without the operator it would be the input itself.
+        return True  # nothing else refers to the tensor behind the view
+    # A returned result must stay a separate tensor: without the operator, the caller would get the input itself.
     if _is_returned(node):
         return False
     if packet(node) in (aten.detach, aten.alias):
@@ -223,5 +227,5 @@ def _is_empty(node: fx.Node) -> bool:
         return not how.active and packet(node) is aten.dropout
     if packet(node) not in (aten.expand, aten.slice) or not isinstance(how, (Broadcast, Slice)):
         return False
-    # The strides too: later views were traced on those of the result.
+    # The strides have to agree too, because later views were traced on those of the result.
     return same_sizes(shape(how.x), shape(node)) and bool(val(how.x).stride() == val(node).stride())

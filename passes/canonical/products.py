@@ -24,11 +24,11 @@ _PRODUCTS = {aten.baddbmm.default: aten.bmm.default, aten.addmm.default: aten.mm
 
 
 def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Splits products of two activations beside a softmax, also one written as ``exp``; returns how many."""
+    """Split products of two activations beside a softmax, or beside an ``exp``; return how many."""
     found = 0
     for node in [n for n in graph.nodes if n.target in _PRODUCTS]:
         bias, left, right = args_of(node)[:3]
-        # A product with a weight is a projection: the rules of the linear maps read it with its bias.
+        # A product with a weight is a projection, which the rules of the linear maps read with its bias.
         if left in weights or right in weights or not val(node).dtype.is_floating_point or not _beside_a_softmax(node):
             continue
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
@@ -36,7 +36,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
         product = build.call(_PRODUCTS[node.target], left, right)
         if alpha != 1:
             product = build.call(aten.mul.Tensor, product, alpha)
-        # Not a multiplication by zero: the bias may hold NaN, which `beta=0` ignores.
+        # This is not a multiplication by zero: the bias may hold NaN, which `beta=0` ignores.
         if beta != 0:
             bias = bias if beta == 1 else build.call(aten.mul.Tensor, bias, beta)
             product = build.call(aten.add.Tensor, product, bias)
@@ -47,7 +47,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
 
 
 def _beside_a_softmax(node: fx.Node) -> bool:
-    """Whether it makes the scores of a softmax, or multiplies the probabilities of one."""
+    """Whether the product makes the scores of a softmax, or multiplies its probabilities."""
     operands = args_of(node)[1:3]
     before, _ = nearest(node, lambda n: operands if n is node else n.all_input_nodes, _is_softmax, is_contraction)
     after, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)

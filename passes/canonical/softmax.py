@@ -1,11 +1,11 @@
-"""Replaces a softmax written out with exponentials by the operator, so that the attention is found.
+"""Replaces a softmax that is written with exponentials by the operator, so that the attention is found.
 
 Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = exp(x - logsumexp(x, -1, True))``
 
 Before: ``out = (e @ v) / e.sum(-1, True)``, flash-style: divided after the product
 
-After: ``p = softmax(x, -1)``, and ``out = p @ v``. Whatever is subtracted, as long as it is one number for each row,
-cancels. Where an exponential that is not shifted overflows, the original gives NaN and this does not.
+After: ``p = softmax(x, -1)``, and ``out = p @ v``. Any subtracted shift cancels if it is one number per row. If an
+exponential without a shift overflows, the original gives NaN and the softmax does not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ aten = torch.ops.aten
 
 
 def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Replaces the softmaxes of attentions that are written out; returns how many. Any other stays as it is."""
+    """Replace the written-out softmaxes of attentions; return how many. All others stay as they are."""
     found = 0
     tracer = ScoreTracer(weights)
     for node in list(graph.nodes):
         match = _ratio(node) or _shifted_by_its_logarithm(node)
-        # Only attentions: elsewhere a softmax would change the rounding of a model for no gain.
+        # Elsewhere, a softmax would change the rounding of a model for no gain.
         if match is None or between_products(node, tracer) is None:
             continue
         x, dim = match
@@ -58,7 +58,7 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
 
 @dataclass(frozen=True)
 class _Late:
-    """``product / sum(e)``, where ``product`` weighs something by ``e = exp(x - shift)`` along ``dim`` of ``e``."""
+    """``product / sum(e)``, where ``product`` is weighted by ``e = exp(x - shift)`` along ``dim`` of ``e``."""
 
     product: fx.Node
     e: fx.Node
@@ -67,7 +67,7 @@ class _Late:
 
 
 def _divided_after(node: fx.Node, tracer: ScoreTracer) -> _Late | None:
-    """A weighted sum that is divided by the sum of its weights, where nothing else reads the weights."""
+    """Match a weighted sum that is divided by the sum of its weights, which have no other reader."""
     divided = _division(node)
     if divided is None or not is_tensor(divided[0]) or not tracer.is_product(divided[0]):
         return None
@@ -81,7 +81,7 @@ def _divided_after(node: fx.Node, tracer: ScoreTracer) -> _Late | None:
         dim = _summed_axis(total, e)
         if packet(e) is not aten.exp or dim is None or summed != [labels[dim]] or len(product.users) != 1:
             continue
-        # The division aligns the sums with the output by place: each has to be the place of the same axis.
+        # The division aligns the sums with the output by position, so each position has to be the same axis in both.
         aligned = len(labels) == len(out) and all(
             a == b for d, (a, b) in enumerate(zip(labels, out, strict=True)) if d != dim
         )
@@ -97,19 +97,19 @@ def _without(x: fx.Node, dim: int) -> list[Size]:
 
 
 def _division(node: fx.Node) -> tuple[Any, Any] | None:
-    """``a`` and ``b`` of ``a / b`` or ``a * reciprocal(b)``."""
+    """Return ``a`` and ``b`` of ``a / b`` or ``a * reciprocal(b)``."""
     # A third argument, or a keyword, is a rounding mode.
     if packet(node) not in (aten.div, aten.mul) or len(args_of(node)) != 2 or node.kwargs:
         return None
     a, b = args_of(node)
     if packet(node) is aten.div:
         return a, b
-    # `a * b` is no ratio, however `b` was made.
+    # `a * b` is not a ratio, however `b` was made.
     return (a, args_of(b)[0]) if packet(b) is aten.reciprocal else None
 
 
 def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``e / sum(e)`` or ``e * reciprocal(sum(e))``: what is exponentiated, and along which axis."""
+    """Match ``e / sum(e)`` or ``e * reciprocal(sum(e))``; return the exponent and the axis."""
     divided = _division(node)
     if divided is None:
         return None
@@ -122,12 +122,12 @@ def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _summed_axis(total: object, e: object) -> int | None:
-    """The one axis along which ``total`` is the sum of ``e``, kept as an axis of size 1."""
+    """Return the one axis along which ``total`` is the sum of ``e``, kept as an axis of size 1."""
     if not is_tensor(total) or not is_tensor(e):
         return None
     sizes, kept = shape(total), True
     lifted = decode(total)
-    if isinstance(lifted, Regroup):  # the axis that the sum has lost is put back
+    if isinstance(lifted, Regroup):  # the reduced axis is restored
         total, kept = lifted.x, False
     if packet(total) is not aten.sum or args_of(total)[0] is not e or "dtype" in total.kwargs:
         return None
@@ -135,13 +135,13 @@ def _summed_axis(total: object, e: object) -> int | None:
     if not isinstance(dims, (list, tuple)) or len(dims) != 1 or bool(argument(total, 2, "keepdim", False)) is not kept:
         return None
     dim = axis(dims[0], len(shape(e)))
-    # The shape says where the lost axis was put back: at another place the division would broadcast along another axis.
+    # The shape shows where the axis was restored: elsewhere the division would broadcast along another axis.
     row = [1 if k == dim else size for k, size in enumerate(shape(e))]
     return dim if same_sizes(row, sizes) else None
 
 
 def _unshifted(x: fx.Node, dim: int) -> fx.Node:
-    """``x`` before one number was subtracted from each of its rows along ``dim``."""
+    """Return ``x`` before one number was subtracted from each of its rows along ``dim``."""
     if packet(x) is aten.sub and not x.kwargs and len(args_of(x)) == 2:
         source, shift = args_of(x)
         if is_tensor(source) and is_tensor(shift) and _alike(x, source):
@@ -154,7 +154,7 @@ def _unshifted(x: fx.Node, dim: int) -> fx.Node:
 
 
 def _shifted_by_its_logarithm(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``exp(x - logsumexp(x))``."""
+    """Match ``exp(x - logsumexp(x))``."""
     if packet(node) is not aten.exp or not isinstance(args_of(node)[0], fx.Node):
         return None
     (difference,) = args_of(node)
@@ -164,12 +164,12 @@ def _shifted_by_its_logarithm(node: fx.Node) -> tuple[fx.Node, int] | None:
     if packet(shift) is not aten.logsumexp or args_of(shift)[0] is not x or not _alike(node, x):
         return None
     dims = args_of(shift)[1]
-    # Without `keepdim` the subtraction broadcasts along another axis, unless sizes happen to agree.
+    # Without `keepdim`, the subtraction broadcasts along another axis, if the sizes agree at all.
     if len(dims) != 1 or not argument(shift, 2, "keepdim", False):
         return None
     return x, axis(dims[0], val(x).dim())
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values have one shape and dtype, and so neither was broadcast nor promoted into the other."""
+    """Whether two values have the same shape and dtype, so that neither was broadcast or promoted to the other."""
     return val(a).dtype == val(b).dtype and val(a).dtype.is_floating_point and same_sizes(shape(a), shape(b))

@@ -1,4 +1,4 @@
-"""Gives views, permutations, slices and joins the one spelling of each that later passes read.
+"""Rewrites views, permutations, slices and joins to the spellings that later passes read.
 
 Before::
 
@@ -8,20 +8,20 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-An operator in this spelling keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
-positions from the front. The nodes keep their names, their metadata and their users: numbers, strides and dtypes do
-not change, and a lookup by name still works. The operator that the user called is kept for reports
+An operator that already has its spelling keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts
+all positions from the front. The nodes keep their names, metadata and users: values, strides and dtypes do not change,
+and looking up a name still works. The operator that the user called is kept for reports
 (:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
-What later passes read, and the record that ``decode`` gives them:
+Later passes read these spellings, which ``decode`` turns into records:
 
 =============================  ==========================  =========================================================
-spelling                       record                      stands for
+spelling                       record                      replaces
 =============================  ==========================  =========================================================
 permute(x, dims)               Permute                     transpose, t, T, mT, H, mH, adjoint, swapaxes, swapdims,
                                                            movedim, moveaxis
 view(x, sizes)                 Regroup                     _unsafe_view, _reshape_alias, unflatten, view_as
-reshape(x, sizes)              Regroup                     flatten, reshape_as: what may copy
+reshape(x, sizes)              Regroup                     flatten, reshape_as: operators that may copy
 unsqueeze, squeeze.dims        Regroup                     squeeze, squeeze.dim
 expand(x, sizes)               Broadcast                   expand_as, broadcast_to
 repeat(x, counts)              Repeat                      tile
@@ -58,7 +58,7 @@ Spelling: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]
 
 
 def canonicalize(graph: fx.Graph) -> int:
-    """Gives every operator of the table its one spelling; returns how many nodes had another."""
+    """Rewrite every operator of the table to its spelling; return how many nodes changed."""
     changed = 0
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -74,17 +74,17 @@ def canonicalize(graph: fx.Graph) -> int:
 
 
 def _respell(node: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argument, ...], called: str = "") -> None:
-    """In place: whoever knows the node, or its name, still finds it."""
-    # `setdefault`: a node that is respelled twice keeps what the user called.
+    """Rewrite the node in place, so that references to it and to its name stay valid."""
+    # `setdefault` keeps the operator that the user called, even if a node is rewritten twice.
     if op is not node.target:
         node.meta.setdefault(SPELLED, called or packet(node).__name__)
     node.target, node.args, node.kwargs = op, args, {}
 
 
 def _unbind(node: fx.Node) -> int:
-    """The parts of an unbind select one position each: ONNX has no counterpart of a tuple of views."""
+    """Turn the parts of an unbind into selections, because ONNX has no counterpart of a tuple of views."""
     x, dim, parts = argument(node, 0, "self"), argument(node, 1, "dim", 0), list(node.users)
-    # A tuple that is returned or passed on as a whole has no parts to be selected.
+    # The parts of a tuple that is returned or passed on as a whole cannot be selected.
     if any(part.target is not operator.getitem for part in parts):
         return 0
     for part in parts:
@@ -94,7 +94,7 @@ def _unbind(node: fx.Node) -> int:
     return 1
 
 
-# Permutations.
+# Permutations
 
 
 def _permuted(node: fx.Node, order: list[int]) -> Spelling:
@@ -102,7 +102,7 @@ def _permuted(node: fx.Node, order: list[int]) -> Spelling:
 
 
 def _transpose(node: fx.Node) -> Spelling:
-    """transpose, swapaxes and swapdims call the two axes by three names, and torch never passes them by name."""
+    """Rewrite transpose, swapaxes and swapdims, which name their axes differently; torch never passes them by name."""
     order = list(range(len(shape(node))))
     if order:
         a, b = (axis(d, len(order)) for d in args_of(node)[1:3])
@@ -115,7 +115,7 @@ def _reverse(node: fx.Node) -> Spelling:
 
 
 def _matrix_transpose(node: fx.Node) -> Spelling | None:
-    """mT, and mH, H and adjoint, which conjugate too: that changes no real number."""
+    """Rewrite mT, and mH, H and adjoint, whose conjugation does not change real numbers."""
     order = list(range(len(shape(node))))
     if val(node).dtype.is_complex and packet(node) is not aten.mT:
         return None
@@ -126,22 +126,22 @@ def _movedim(node: fx.Node) -> Spelling:
     rank = len(shape(node))
     sources, targets = ([d] if isinstance(d, int) else d for d in args_of(node)[1:3])
     moved = {axis(b, rank): axis(a, rank) for a, b in zip(sources, targets, strict=True)}
-    # The axes that are not moved keep their order, in the places that are left over.
+    # The other axes keep their order in the remaining positions.
     left = iter(d for d in range(rank) if d not in moved.values())
     return _permuted(node, [moved[d] if d in moved else next(left) for d in range(rank)])
 
 
-# Other axes, the same numbers.
+# Other axes, the same values
 
 
 def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
-    """``op`` with the arguments of a spelling that only has another name."""
+    """Return a rule for operators that are ``op`` under another name."""
     return lambda node: (op, (argument(node, 0, "self"), argument(node, 1, "size")))
 
 
 def _in_shape_of(node: fx.Node) -> Spelling:
     x, other = args_of(node)
-    # These stay two operators: only `reshape_as` may copy.
+    # Both operators are needed, because only `reshape_as` may copy.
     op = aten.view.default if packet(node) is aten.view_as else aten.reshape.default
     return op, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 
@@ -157,11 +157,11 @@ def _unflatten(node: fx.Node) -> Spelling:
 def _flatten(node: fx.Node) -> Spelling:
     x = argument(node, 0, "self")
     rank = len(shape(x))
-    # A tensor without axes is flattened to one axis, as if it had one of size 1.
+    # A tensor without axes is flattened to one axis of size 1.
     first, last = (axis(argument(node, k, name, d), max(rank, 1)) for k, name, d in _FLATTENED)
     own = [(x, k) for k in range(rank)]
     before, after = _sizes(node, own[:first]), _sizes(node, own[last + 1 :], first + 1)
-    # A product of symbols is left to torch (-1) rather than written out as a multiplication of sizes.
+    # A product of symbols is left to torch (-1), which avoids nodes that multiply sizes.
     merged = shape(node)[first]
     return aten.reshape.default, (x, [*before, merged if isinstance(merged, int) else -1, *after])
 
@@ -170,14 +170,14 @@ _FLATTENED = ((1, "start_dim", 0), (2, "end_dim", -1))
 
 
 def _sizes(node: fx.Node, axes: Iterable[tuple[fx.Node, int]], first: int = 0) -> list[Dim]:
-    """The sizes of axes of ``node`` from ``first`` on: numbers, or read from the given axes of other tensors."""
+    """Return the sizes of axes of ``node`` from ``first`` on: numbers, or read from the given axes of other tensors."""
     known = shape(node)[first:]
     return [own if isinstance(own, int) else _size_of(x, k, node) for own, (x, k) in zip(known, axes, strict=False)]
 
 
 def _size_of(x: fx.Node, dim: int, reader: fx.Node) -> fx.Node:
-    """A node before ``reader`` with the size of an axis of ``x``."""
-    # Tracing often made a `sym_size` already. It must stand before the reader.
+    """Return a node before ``reader`` that reads the size of an axis of ``x``."""
+    # Tracing often added a `sym_size` already, which is reused if it stands before the reader.
     for user in x.users:
         if user.target is aten.sym_size.int and user.args == (x, dim) and user < reader:
             return user
@@ -185,10 +185,10 @@ def _size_of(x: fx.Node, dim: int, reader: fx.Node) -> fx.Node:
 
 
 def _number(reader: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argument, ...], value: object) -> fx.Node:
-    """A new node before ``reader`` that computes a number it is given as an argument."""
+    """Add a node before ``reader`` that computes a number for one of its arguments."""
     with reader.graph.inserting_before(reader):
         node = reader.graph.call_function(op, args)
-    # `val` describes another value, and the number was not spelled by the user at all.
+    # `val` describes another value, and the user did not spell this number.
     node.meta.update({k: v for k, v in reader.meta.items() if k not in ("val", "tensor_meta", SPELLED)})
     node.meta["val"] = value
     return node
@@ -198,31 +198,31 @@ def _squeeze(node: fx.Node) -> Spelling | None:
     x, told = argument(node, 0, "self"), argument(node, 1, "dim")
     rank = len(shape(x))
     dims = range(rank) if told is None else [told] if isinstance(told, int) else told
-    # `squeeze(dim)` of an axis that is not 1 does nothing. Decided here, so that later passes need no sizes to read it.
+    # `squeeze(dim)` does nothing to an axis that is not 1. This is decided here, so that later passes need no sizes.
     gone = [axis(d, rank) for d in dims if same(shape(x)[d], 1)] if rank else []
     return (aten.squeeze.dims, (x, gone)) if gone else None
 
 
-# Copies of axes.
+# Copies of axes
 
 
 def _expand_as(node: fx.Node) -> Spelling:
     x, other = args_of(node)
     extra = len(shape(other)) - len(shape(x))
     sizes = _sizes(node, [(other, k) for k in range(len(shape(other)))])
-    # -1 keeps the size, so that a symbolic axis which is not expanded needs no `sym_size`.
+    # -1 keeps a size, so a symbolic axis that is not expanded needs no `sym_size`.
     kept = (k >= extra and same(shape(x)[k - extra], shape(node)[k]) for k in range(len(sizes)))
     return aten.expand.default, (x, [-1 if own else wide for own, wide in zip(kept, sizes, strict=True)])
 
 
 def _tile(node: fx.Node) -> Spelling:
-    """``tile`` takes fewer numbers than there are axes."""
+    """Rewrite ``tile``, which may take fewer counts than there are axes."""
     x, counts = argument(node, 0, "self"), argument(node, 1, "dims")
     return aten.repeat.default, (x, [*[1] * (len(shape(node)) - len(counts)), *counts])
 
 
 def _repeat_interleave(node: fx.Node) -> Spelling | None:
-    """``output_size`` follows from the count, and would be wrong for a part of ``x``."""
+    """Drop ``output_size``, which follows from the count and would be wrong for a part of ``x``."""
     x, count, dim = argument(node, 0, "self"), argument(node, 1, "repeats"), argument(node, 2, "dim")
     # Counts in a tensor differ from position to position, and without `dim` the tensor is flattened first.
     if node.target is not aten.repeat_interleave.self_int or not isinstance(count, int) or dim is None:
@@ -230,7 +230,7 @@ def _repeat_interleave(node: fx.Node) -> Spelling | None:
     return aten.repeat_interleave.self_int, (x, count, dim)
 
 
-# Parts.
+# Parts
 
 
 def _narrow(node: fx.Node) -> Spelling | None:
@@ -243,11 +243,11 @@ def _narrow(node: fx.Node) -> Spelling | None:
     end: Dim | None
     if isinstance(start, int) and isinstance(length, int):
         end = start + length
-        if start < 0 and end == 0:  # to the end of the axis: a slice would take 0 for its beginning
+        if start < 0 and end == 0:  # to the end of the axis, where 0 would mean its beginning
             end = None
     elif start == 0:
         end = length
-    # A start that may be negative counts from the end, and `start + length` would then count from the front.
+    # A negative start counts from the end, but `start + length` would then count from the front.
     elif _counts_from_the_front(start):
         both = (start, length)
         end = _number(node, operator.add, both, evaluate_fake(None, operator.add, both, {}))
@@ -267,13 +267,13 @@ def _split(node: fx.Node) -> Spelling | None:
     if not isinstance(parts, (tuple, list)) or not parts:
         return None
     sizes = [part.shape[dim] for part in parts]
-    # Sizes that only sum up for the lengths at hand must not become constants of a dynamic graph.
+    # Sizes that only add up for the traced lengths must not become constants of a dynamic graph.
     if not all(isinstance(s, int) for s in (*sizes, shape(x)[dim])) or sum(sizes) != shape(x)[dim]:
         return None
     return aten.split_with_sizes.default, (x, sizes, dim)
 
 
-# Joins.
+# Joins
 
 
 def _cat(node: fx.Node) -> Spelling:
@@ -284,9 +284,9 @@ _STACKS = {aten.hstack: 1, aten.column_stack: 1, aten.vstack: 0, aten.row_stack:
 
 
 def _stack_along(node: fx.Node) -> Spelling | None:
-    """hstack, vstack, dstack and column_stack of tensors that have the axis: they add one where it is missing."""
+    """Rewrite hstack, vstack, dstack and column_stack of tensors that have the axis; otherwise they add it."""
     parts, dim = argument(node, 0, "tensors"), _STACKS[packet(node)]
-    # hstack joins vectors along the only axis they have, and anything else along the second.
+    # hstack joins vectors along their only axis, and other tensors along the second axis.
     if packet(node) is aten.hstack and all(len(shape(x)) == 1 for x in parts):
         dim = 0
     elif any(len(shape(x)) < max(dim + 1, 2) for x in parts):
@@ -313,4 +313,4 @@ _RULES: dict[object, Callable[[fx.Node], Spelling | None]] = {
     **dict.fromkeys((aten.concat, aten.concatenate), _cat),
     **dict.fromkeys(_STACKS, _stack_along),
 }
-"""The spelling that an operator gets; None where a node stays as it is."""
+"""Rules by operator; a rule returns None if the node stays as it is."""

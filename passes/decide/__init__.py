@@ -1,1 +1,1 @@
-"""What becomes of each attention: the proof obligations, the costs, the verdict and its reason."""
+"""The decision about each attention: proof obligations, costs, the verdict and its reason."""

@@ -1,4 +1,4 @@
-"""The operator to blame: what stands between an up-projection and the node where the walk from K or V ended."""
+"""The operator to blame: it stands between an up-projection and the node where the walk from K or V ended."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 aten = torch.ops.aten
 
 _WRITES = (aten.where, aten.index_put, aten.scatter, aten.index_add)
-"""Operators by which tokens are written into a buffer, besides those that :func:`decode` reads."""
+"""Operators that write tokens into a buffer, besides those that :func:`decode` reads."""
 
 _PICKS = (aten.gather, aten.index, aten.index_select)
 """Operators that read rows of a buffer at positions."""
 
 SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
-"""Codes that say what the rows look like, not why: an operator further back may be the cause, and says more."""
+"""Codes that describe the rows but give no cause: an operator further back may be the cause and says more."""
 
 
 @dataclass(frozen=True)
 class Search:
     """Which projections count as up-projections in a search behind a source.
 
-    Usually a projection that makes rows wider. ``own`` are the nodes that the queries are computed from: a projection
-    from one of those starts at the hidden state, not at a latent. ``rows`` are the latent rows already known for this
-    site: any projection from them counts, even one that makes nothing wider. ``proofs``: what is shown of operators.
+    Usually these are projections that make rows wider. ``own`` are the nodes from which the queries are computed: a
+    projection from one of them starts at the hidden state, not at a latent. ``rows`` are the latent rows already known
+    for this site: any projection from them counts, even if it makes nothing wider. ``proofs``: facts that are shown of
+    operators.
     """
 
     maps: Maps
@@ -64,19 +65,19 @@ class Search:
 
 
 def explained(source: fx.Node, search: Search) -> Stop | None:
-    """The operator to blame for a walk that ended at ``source``; None where no up-projection lies behind it."""
+    """Return the operator to blame for a walk that ended at ``source``; None if no up-projection lies behind it."""
     if BARRED in source.meta:
         return barred(None, source)
     return _behind(source, search) or _by_an_input(source, search) or _blocked_projection(source, search)
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
-    """:func:`explained` for ``site``, the rest of which is projected from ``rows``."""
+    """Return :func:`explained` for ``site``, whose other parts are projected from ``rows``."""
     return explained(source, Search(maps, of_queries(site, maps), rows, Proofs(site, maps)))
 
 
 def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
-    """Why ``source``, a product of rows with a weight, has no linear map; None where it is no such product."""
+    """Explain why ``source``, a product of rows with a weight, has no linear map; None if it is not such a product."""
     maps = search.maps
     stop = maps.reasons.get(source)
     if stop is None or BARRED in source.meta:
@@ -84,10 +85,10 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     if not is_contraction(source):
         rows = foreign_rows(source, maps.weights)
         return None if rows is None or rows in search.own else _foreign_product(source, rows)
-    # A product of two activations, such as the scores of another attention, is no projection.
+    # A product of two activations, such as the scores of another attention, is not a projection.
     if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
         return None
-    # Projected from what the queries are made of: that is the hidden state, as in plain attention.
+    # A projection from nodes behind the queries starts at the hidden state, as in plain attention.
     if all(n in search.own for n in source.all_input_nodes if not maps.is_weight(n)):
         return None
     if stop.code not in ("head_dependent_latent", "position_dependent", "unsupported_weight"):
@@ -99,19 +100,19 @@ def _foreign_product(node: fx.Node, rows: fx.Node) -> Stop:
     if quantizes(val(rows).dtype):
         return Stop(node, "nonlinear", "rows are rounded before this product by a scale that is not known to fit them")
     name = foreign_name(node) or foreign_name(args_of(node)[0])
-    how = f"{name} multiplies rows by a weight in a format of its own; register_quantized_linear says how to read it"
+    how = f"{name} multiplies rows by a weight in its own format; register_quantized_linear tells how to read it"
     return Stop(node, "unknown_product", how)
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a linear layer, its weight perhaps computed from inputs, makes rows wider than those it reads."""
+    """Whether a linear layer, whose weight may be computed from inputs, makes rows wider than those it reads."""
     rows = args_of(node)[0]
-    # Only `linear` says which operand is the weight; of the other products either could be.
+    # Only `linear` tells which operand is the weight; in other products either could be.
     return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
 
 
 def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
-    """Why ``source`` has no linear map where an input makes it of a latent, as the weight of an up-projection would."""
+    """Explain that ``source`` has no linear map because an input acts as the weight of an up-projection."""
     operands = [n for n in source.all_input_nodes if is_tensor(n)]
     if not is_contraction(source) or len(operands) != 2:
         return None
@@ -120,25 +121,25 @@ def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
         if search.maps.is_weight(given):
             return None
         if _is_input(given) and not _is_input(_moved(rows)) and wider and rows not in search.own:
-            how = f"rows are multiplied by {given}, an input of the graph that is no weight of the model"
+            how = f"rows are multiplied by {given}, an input of the graph that is not a weight of the model"
             return Stop(source, "unsupported_weight", how)
     return None
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """What ``node`` shows in another order, shape or dtype, or a part of."""
+    """Return the tensor of which ``node`` is a permutation, reshape, cast or slice."""
     how = decode(node)
     return _moved(how.x) if isinstance(how, (Copy, Regroup, Permute, Slice)) else node
 
 
 def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:
-    """What the queries are computed from. Rows among those nodes are the model's hidden state, not a latent."""
+    """Return the nodes behind the queries. Rows among them are the model's hidden state, not a latent."""
     return maps.behind(p.q.node for p in site.products)
 
 
 def _behind(source: fx.Node, search: Search) -> Stop | None:
-    """What follows the nearest up-projection behind ``source``, or why the nearest projection is not a usable one."""
-    reader: dict[fx.Node, fx.Node] = {}  # of the nodes seen, the one by which each was reached: the way back to source
+    """Return the obstacle after the nearest up-projection, or why the nearest projection is not usable."""
+    reader: dict[fx.Node, fx.Node] = {}  # the reader from which each node was reached: the way back to source
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
         if not is_tensor(node) and not is_tuple(node):
@@ -148,7 +149,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
                 reader.setdefault(n, node)
                 yield n
 
-    # The first is the source itself, which is known to be no up-projection.
+    # The first node is the source itself, which is known to be no up-projection.
     for node in islice(reachable([source], inputs, REACH), 1, None):
         if not is_tensor(node):
             continue
@@ -161,9 +162,10 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
 
 
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
-    """What ``node`` is computed from; for a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` are the rows.
+    """Return the inputs of ``node``; of a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` are the rows.
 
-    Inside ``f``, a feed-forward network or another attention, projections widen rows too, but those are no latents.
+    Inside ``f``, a feed-forward network or another attention, projections widen rows too, but their operands are no
+    latents.
     """
     inputs = list(node.all_input_nodes)
     through = None if any(n in rows for n in inputs) else shortcut(node)
@@ -171,7 +173,7 @@ def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_expansion(node: fx.Node, search: Search) -> bool:
-    """Whether ``node`` is an up-projection: wider than some row tensor before its last projection."""
+    """Whether ``node`` is an up-projection: it is wider than a row tensor before its last projection."""
     for piece in search.maps.map(node).pieces:
         if not piece.path or not piece.path[-1].contractions:
             continue
@@ -184,13 +186,13 @@ def _is_expansion(node: fx.Node, search: Search) -> bool:
 
 
 def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, search: Search) -> Stop:
-    """The first node after the up-projection that has no linear map, preferably one whose code says why."""
+    """Return the first reason after the up-projection, preferably one whose code gives a cause."""
     maps, said = search.maps, list[Stop]()
     node = expansion
     while node is not source:
         node = reader[node]
         if (stop := maps.reasons.get(node)) is not None:
-            # The cause may lie beside the way, as the other term of a sum does, and holds no cache of these rows then.
+            # The cause may lie beside the path, as the other term of a sum does; then it is not a cache of these rows.
             of_a_cache = _of_a_cache(node, expansion, search) if stop.node is node else None
             said.append(of_a_cache or search.proofs.shown(stop))
     found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)
@@ -201,7 +203,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
 
 
 def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | None:
-    """The reason where ``node`` joins what an up-projection made to, or chooses it over, what an input holds."""
+    """Return the reason if ``node`` joins the result of an up-projection to an input, or writes it into one."""
     how = decode(node)
     if isinstance(how, (Join, Write, WriteRows)) and how.dim not in search.proofs.tokens.get(node, ()):
         return None
@@ -221,7 +223,7 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
-    """The buffer of which ``node`` is a part, new rows in it or not; whether the part is one that was selected."""
+    """Return the buffer of which ``node`` is a part, with or without new rows, and whether the part was selected."""
     how = decode(node)
     if isinstance(how, (Slice, Select)):
         return _whole(how.x, selected=selected or isinstance(how, Select))
@@ -233,7 +235,7 @@ def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
 
 
 def _joins_heads(node: fx.Node, maps: Maps) -> bool:
-    """Whether ``node`` joins tensors along an axis, such as the heads, that a weight of one of them makes."""
+    """Whether ``node`` joins tensors along an axis, such as the heads, that a weight makes in one of them."""
     how = decode(node)
     if not isinstance(how, (Join, Stack)):
         return False
@@ -248,14 +250,14 @@ def _joins_heads(node: fx.Node, maps: Maps) -> bool:
 
 
 def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: Maps) -> Stop | None:
-    """Why ``nodes``, the keys or values of ``site``, stay where nothing makes them of a latent; None where one does."""
+    """Explain why ``nodes``, the keys or values of ``site``, stay if no latent makes them; None if one does."""
     pieces = pieces_of([maps.map(node) for node in nodes])
     at_rows = maps.with_sources(choose_sources(pieces, of_queries(site, maps))[0])
     if any(p.projected for p in pieces_of([at_rows.map(node) for node in nodes])):
         return None
     if made_outside(nodes, maps):
         return from_outside(nodes[0], f"the {side}", nodes)
-    return Stop(nodes[0], "not_mla", f"the {side} are no linear image of narrower rows that all heads share")
+    return Stop(nodes[0], "not_mla", f"the {side} are not a linear image of narrower rows that all heads share")
 
 
 def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
@@ -264,7 +266,7 @@ def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
 
 
 def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node]) -> Stop:
-    """The reason where inputs alone make K and V. That Dynamo broke the graph is said only where it did."""
+    """Return the reason for K and V made from inputs alone. It names a graph break only if Dynamo broke the graph."""
     if any(HANDED_OVER in a.meta for one in made for a in chain([one], ancestors(one))):
         return Stop(node, "graph_break", f"{what} enter this graph from before a graph break: what makes them is there")
-    return Stop(node, "expanded_inputs", f"{what} enter this graph as inputs: nothing in it makes them of a latent")
+    return Stop(node, "expanded_inputs", f"{what} enter this graph as inputs: nothing in it makes them from a latent")

@@ -1,11 +1,11 @@
 """Attentions whose heads share one row per token, which is key and value at once.
 
-Code that is absorbed by hand takes queries into the space of the latent itself (``q' = [q_n W_k | q_r]``), reads
-``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to what comes out. No weight lies between rows and
-attention, so there is no plan; to its user it is Multi-head Latent Attention all the same, with nothing left to do.
+Code that is absorbed by hand projects queries into the latent space itself (``q' = [q_n W_k | q_r]``), reads
+``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to the output. No weight lies between rows and attention,
+so there is no plan. For its user this is Multi-head Latent Attention all the same, with nothing left to do.
 
-Other models are made in that form (DeepSeek-V4, whose queries are normed and rotated for each head). What their queries
-went through tells nothing of a ``W_k``, and nothing has to: the attention is the same.
+Other models are built in that form (DeepSeek-V4, whose queries are normed and rotated for each head). The path of their
+queries does not show a ``W_k``, and need not: the attention is the same.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from mla_compile.passes.linear.records import Maps
 
 REASON = "heads share one row per token, key and value at once, and read it as it is: nothing is left to absorb"
 _OUT_OF_SIGHT = (Code.NOT_MLA, Code.EXPANDED_INPUTS, Code.EXPANDED_CACHE)
-NO_WEIGHT = "heads share one row per token, key and value at once, and no weight lies between them and it"
+NO_WEIGHT = "heads share one row per token, key and value at once, and no weight lies between the heads and the rows"
 
 
 def over_shared_rows(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps) -> list[Verdict]:
-    """``verdicts``, in which attentions without a latent whose heads share rows that are key and value say so."""
+    """Return ``verdicts``, with separate codes for attentions whose heads share rows that are key and value."""
     if all(v.code not in _OUT_OF_SIGHT for v in verdicts):
         return list(verdicts)
     first = first_equals(graph)
@@ -63,9 +63,9 @@ def _told(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Ver
 
 
 def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
-    """The products whose queries are made by a weight for each of several heads that all read the same keys and values.
+    """Return the products whose queries a weight makes for each of several heads with the same keys and values.
 
-    Other axes that only the queries have (the two of an image, say) are no heads.
+    Other axes that only the queries have (the two of an image, say) are not heads.
     """
     operands = (*(p.k for p in site.products), site.v)
     shared = {a for a in (*site.lead, *site.queries) if all(repeats(o, a, maps) for o in operands)}
@@ -73,9 +73,9 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
 
 
 def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
-    """The plan for rows that heads share as they are; the code may write heads as it writes tokens."""
+    """Return the plan for rows that heads share as they are; the code may write heads like tokens."""
     bases = {_base(o.node) for o in (*(p.k for p in site.products), site.v)}
-    if len(bases) == 1:  # key and value at once, whatever it is joined of
+    if len(bases) == 1:  # key and value at once, however it was joined
         maps = maps.with_sources(bases)
     written = [] if site.causal else heads_among_queries(site, maps)
     plan = make_plan(_with_heads(site, written), maps, by_hand=True)
@@ -85,7 +85,7 @@ def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of, or repeats for several heads."""
+    """Return the tensor of which ``node`` is a view, or which it repeats for several heads."""
     while isinstance(how := decode(node), (Copy, Permute, Broadcast, Repeat, Regroup)):
         node = how.x
     return node
@@ -97,7 +97,7 @@ def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:
 
 
 def _unmasked(site: AttentionSite) -> list[Atom]:
-    """The axis that only queries of four axes have, if it is the one of fixed length that no mask tells apart."""
+    """Return the only query axis of fixed length that no mask has, for queries with more than three axes."""
     masked = {a for mask in site.masks for a in flatten(mask.operand.axes)}
     several = all(len(p.q.axes) > 3 for p in site.products)
     found = [a for a in site.queries if several and isinstance(a.size, int) and a not in masked]
@@ -105,7 +105,7 @@ def _unmasked(site: AttentionSite) -> list[Atom]:
 
 
 def heads_among_queries(site: AttentionSite, maps: Maps) -> list[Atom]:
-    """The axes of the queries along which a weight makes them: heads that the code writes as it writes tokens."""
+    """Return the query axes along which a weight differs: heads that the code writes like tokens."""
     found: set[Atom] = set()
     for product in site.products:
         for piece in maps.map(product.q.node).pieces:
@@ -121,7 +121,7 @@ def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
         return True
 
-    # Queries that have heads before that weight, of a norm or from outside, are no linear map of rows.
+    # Queries that have heads before that weight, through a norm or from an input, are not a linear map of rows.
     def inputs(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if not maps.is_weight(n)]
 
@@ -134,7 +134,7 @@ def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
 
 
 def _weights_of_their_own(node: fx.Node, maps: Maps) -> list[Size]:
-    """The lengths of the axes along which ``node`` multiplies each position by a weight of its own."""
+    """Return the lengths of the axes along which ``node`` multiplies each position by its own weight."""
     labelled = product_labels(node) if packet(node) in LABELLED else None
     if labelled is None:
         return []
@@ -145,7 +145,7 @@ def _weights_of_their_own(node: fx.Node, maps: Maps) -> list[Size]:
 
 
 def _values_among_keys(site: AttentionSite, products: Iterable[Product], first: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether each column of the values is one of the keys of ``products``."""
+    """Whether each column of the values is a column of the keys of ``products``."""
     keys = [piece for product in products for piece in reads(product.k, product.features, first)]
     outer = {*site.lead, *site.queries, *site.keys}
     values = reads(site.v, tuple(a for a in flatten(site.v.axes) if a not in outer), first)

@@ -1,4 +1,4 @@
-"""Rows that outlive a call: those that a cache holds, whatever is made of them."""
+"""Rows that outlive a call because a cache holds them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _VIEWS = (Broadcast, Copy, Permute, Regroup, Select, Slice)
 
 
 def are_cached(rows: fx.Node) -> bool:
-    """Whether new rows stand behind, or are written between, rows that came in, perhaps under a norm of all of them.
+    """Whether new rows are joined to, or written into, rows from an input, perhaps below a norm of all of them.
 
-    Then the caller keeps the rows and not what they are expanded into, which is made anew in every call. A projection
-    on the way makes other rows of them.
+    Then the caller keeps the rows, and their expansion is computed anew in every call. Behind a projection the rows are
+    different ones.
     """
     return bool(pasts_of(rows))
 
 
 def pasts_of(rows: fx.Node) -> set[fx.Node]:
-    """The inputs and the state of the graph that hold what was there of ``rows`` before this call."""
+    """Return the inputs and state tensors that hold the earlier part of ``rows``."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
         ends = packet(node) in CONTRACTIONS or _held(node)
@@ -48,7 +48,7 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
 
 
 def _held(node: fx.Node) -> Sequence[fx.Node]:
-    """The tensors among whose rows ``node`` puts others."""
+    """Return the tensors into whose rows ``node`` puts others."""
     match decode(node):
         case Join(parts=parts):
             return parts
@@ -58,7 +58,7 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _input(node: fx.Node) -> fx.Node | None:
-    """The input of the graph, or the state that it owns, which ``node`` shows; ``None`` if it shows neither."""
+    """Return the input or state tensor that ``node`` shows; None if it shows neither."""
     while isinstance(how := decode(node), _VIEWS):
         node = how.x
     return node if node.op in ("placeholder", "get_attr") else None

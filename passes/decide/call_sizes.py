@@ -1,4 +1,4 @@
-"""The sizes of the calls that a rewritten attention will see, in the form the cost model asks for them."""
+"""The sizes of the calls that a rewritten attention will see, as the cost model needs them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mla_compile.passes.ir.sizes import hint, least_of, size
 
 @dataclass(frozen=True)
 class CallSizes:
-    """B, S, T as representative numbers (T ``None``: a long context), and what is known of S.
+    """B, S and T as representative numbers (T None: a long context), and what is known of S.
 
-    ``symbolic``: the number of queries may differ from call to call. ``prefill``: it does, and is always that of the
-    keys, as in a prompt. ``made``: the number of tokens that K and V are made for, where T of them are then cut out.
-    ``chosen``: of how many keys a query has a list.
+    ``symbolic``: the number of queries may differ from call to call. ``prefill``: it does, and always equals the number
+    of keys, as in a prompt. ``made``: the number of tokens for which K and V are made, if T of them are then sliced
+    out. ``chosen``: the number of keys in a query's list.
     """
 
     B: int
@@ -36,28 +36,28 @@ class CallSizes:
 def call_sizes(plan: AbsorbPlan) -> CallSizes:
     _, s, t = plan.sizes()
     counts = [_axis_hint(plan, axis) for axis in (plan.batch, plan.site.queries, plan.site.keys)]
-    # One query is decode: what counts is the long context it will meet, not the one it was traced with.
+    # One query is decode. It will meet a long context, which counts more than the traced length.
     context = None if s == 1 or not isinstance(t, int) else counts[2]
     symbolic = not isinstance(s, int)
     element = val(plan.latent.node).element_size()
-    # A slice of a static cache is attended to, but the expanded form makes K and V of the whole cache.
+    # Attention reads a slice of a static cache, but the expanded form makes K and V of the whole cache.
     shares = [bytes_hint(whole_rows(r.node)) / bytes_hint(r.node) for r in plan.rows]
     made = None if context is None or max(shares) == 1 else math.ceil(context * max(shares))
     return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made, _chosen(plan))
 
 
 def _chosen(plan: AbsorbPlan) -> int | None:
-    """The length of each query's list, in a long context."""
+    """Return the length of each query's list in a long context."""
     chosen = plan.visible.chosen
     if chosen is None:
         return None
-    # The least of a number and a size: of a short context all keys are chosen.
+    # The length is the minimum of a number and a size: in a short context, all keys are chosen.
     fixed = [int(n) for n in least_of(axis_size(chosen.count)) if sympy.sympify(n).is_Integer]
     return (min(fixed, default=None) or _axis_hint(plan, chosen.count, chosen.indices)) * chosen.block
 
 
 def _axis_hint(plan: AbsorbPlan, axis: Axis, *more: Operand) -> int:
-    """The size of a product of atoms at the sizes seen when the graph was traced."""
+    """Return the size of a product of atoms, at the sizes seen when the graph was traced."""
     hints: dict[Axis, int] = {}
     for operand in (plan.site.out, plan.site.v, *(p.k for p in plan.site.products), *more):
         for own, dim in zip(operand.axes, val(operand.node).shape, strict=True):

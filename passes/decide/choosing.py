@@ -1,8 +1,8 @@
-"""What it takes to choose the keys of a sparse attention: the indexer, which looks at every cached token.
+"""The cost of choosing the keys of a sparse attention: the indexer reads every cached token.
 
-Its products over the keys are counted so that a report shows what still grows with the context: FLOPs, and bytes of the
-rows that they read and of products of each head, which are written to memory and read again unless one operator makes
-the scores of all heads.
+Its products over the keys are counted, so that a report shows what still grows with the context: the FLOPs and the
+bytes. The bytes are those of the rows that the products read, and of the products of each head, which go through memory
+unless one operator makes the scores of all heads.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mla_compile.passes.ir.walk import reachable
 
 
 class Choosing(NamedTuple):
-    """Of one sequence and query, for each token in the context."""
+    """The cost for one sequence and query, per token of the context."""
 
-    scores: fx.Node  # of every cached token, of which the greatest are chosen
+    scores: fx.Node  # of every cached token; the largest are chosen
     flops: int
     bytes: int
     fused: bool  # no product of a head goes through memory
 
 
 def choosing(plan: AbsorbPlan) -> Choosing | None:
-    """What choosing the keys takes; None where no scores of them are found (they came in, for example)."""
+    """Return the cost of choosing the keys; None if their scores are not found (they may be inputs)."""
     chosen = plan.visible.chosen
     found = None if chosen is None else ranked(chosen, some=True)
     if chosen is None or found is None:
@@ -71,7 +71,7 @@ def _product(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], s
 
 
 def _made(node: fx.Node, T: Size) -> bool:
-    """Whether a product over the keys made ``node``; else they are rows that are kept."""
+    """Whether a product over the keys made ``node``; otherwise it holds rows that are kept."""
     return any(_product(n) is not None for n in reachable([node], lambda n: with_keys(n, T)))
 
 
@@ -86,5 +86,5 @@ def _sizes(node: fx.Node) -> list[int]:
 
 
 def _length(node: fx.Node, T: Size) -> int:
-    """The size of the axis of keys that ``node`` has, 0 where it has none."""
+    """Return the length of the key axis of ``node``, or 0 if it has none."""
     return next((n for n, own in zip(_sizes(node), shape(node), strict=True) if same(own, T)), 0)

@@ -1,4 +1,4 @@
-"""Which form of an MLA site is cheapest: the counts of :mod:`~mla_compile.passes.decide.formulas` on a given device."""
+"""The cheapest form of an MLA site: the counts of :mod:`~mla_compile.passes.decide.formulas` on a given device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from mla_compile.passes.decide.formulas import Form
 ChosenForm = Literal["expanded", "chained", "folded"]  # the last two may be sparse
 
 LONG_CONTEXT = 32768
-"""The T assumed where it is not known. The choice of a form matters most for a long context, and there the ratio of the
-two forms hardly depends on T any more."""
+"""The T that is assumed if it is unknown.
+
+The choice of a form matters most in a long context, where the ratio of the two forms hardly depends on T.
+"""
 
 _REMEMBERED = 4096
-"""Estimates kept by each cache: the layers of a model, and all of its calls, ask about a few sizes over and over."""
+"""Estimates kept by each cache: the layers and calls of a model ask about the same few sizes again and again."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Device:
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
-        # Orders of magnitude, not measurements: a mid-size server CPU, and a data-centre GPU in bfloat16 reaching about
-        # half of its peak. Only ratios matter for the choice of a form. Pass your own Device for another machine.
+        # These are orders of magnitude, not measurements: a mid-size server CPU, and a data-centre GPU in bfloat16 at
+        # about half of its peak. Only ratios matter for the choice of a form. Pass your own Device for another machine.
         "cpu": Device("cpu", flops_per_s=5e11, bytes_per_s=5e10, launch_s=2e-6),
         "cuda": Device("cuda", flops_per_s=5e14, bytes_per_s=3e12, launch_s=2e-6),
     }
@@ -52,8 +54,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 class Choice:
     """The form chosen for one call.
 
-    ``seconds`` holds the estimate for ``expanded``, ``chained`` and, where a fold was taken, ``folded``; ``sparse``:
-    attention reads only the keys that each query has chosen, and the last two are estimates of that.
+    ``seconds`` holds the estimates for ``expanded``, ``chained`` and, if a fold was chosen, ``folded``. ``sparse``:
+    attention reads only the keys that each query has chosen, and the estimates of the absorbed forms include this.
     """
 
     form: ChosenForm
@@ -70,7 +72,7 @@ class Choice:
 
 
 def default_device(kind: str) -> Device:
-    """The description for a ``torch.device.type``; an unknown kind is taken to be an accelerator like ``cuda``."""
+    """Return the description for a ``torch.device.type``; an unknown kind counts as an accelerator like ``cuda``."""
     return DEVICES.get(kind, DEVICES["cuda"])
 
 
@@ -89,15 +91,15 @@ def choose(
     made: int | None = None,
     chosen: int | None = None,
 ) -> Choice:
-    """Picks the cheapest form for B sequences of S queries against T cached tokens (``None``: unknown, so many).
+    """Choose the cheapest form for B sequences of S queries against T cached tokens (None: unknown, a long context).
 
-    ``made``: how many tokens K and V are made for, where the T attended to are cut out of more. ``chosen``: how many of
-    them each query may see, where a list says which.
+    ``made``: the number of tokens for which K and V are made, if the T tokens are sliced out of more. ``chosen``: the
+    number of keys that each query may see, if they are listed.
 
-    Time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. Expanded is first compared with
-    chained, which takes as many launches; then each side is folded or not by itself, and there launches count. A side
-    is folded only when the caller allows it and the width it needs (Q, D) is known. Raises :class:`OptionError` for an
-    unknown ``forms`` or ``fold``.
+    The time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. First expanded is compared
+    with chained, which takes as many launches. Then each side is folded or not by itself, and there launches count. A
+    side is folded only if the caller allows it and the width it needs (Q, D) is known. Raises :class:`OptionError` for
+    an unknown ``forms`` or ``fold``.
     """
     _check_option("forms", forms, get_args(Forms))
     _check_option("fold", fold, get_args(Fold))
@@ -137,7 +139,7 @@ def _choose(
     def time_of(form: Form) -> float:
         return seconds(form, dims, B=B, S=S, T=T, made=made, J=chosen, element_bytes=element_bytes, device=device)
 
-    # Folding is left out of the first comparison: it must not make absorbing look good where by itself it is not.
+    # Folding is left out of the first comparison: it must not make absorption look good where it is not good by itself.
     expanded, dense = time_of("expanded"), time_of("chained")
     chained = dense if chosen is None else min(dense, time_of("sparse"))
     sparse = chained < dense or (chosen is not None and S == 1)
@@ -173,9 +175,9 @@ def seconds(
     made: int | None = None,
     J: int | None = None,
 ) -> float:
-    """Roofline estimate of one call; ``J`` for the sparse form.
+    """Return the roofline estimate of one call; ``J``: the number of chosen keys, for the sparse form.
 
-    Projections whose width (Q, D) is not known are left out of every form alike.
+    Projections whose width (Q, D) is unknown are left out of all forms.
     """
     known = {name: size for name, size in vars(dims).items() if size is not None}
     stages = tuple(s for s in formulas.stages(form) if s.projection is None or s.projection in known)
@@ -184,9 +186,9 @@ def seconds(
 
 
 def break_even_S(dims: Dims, T: int | None = None) -> float:
-    """Queries per call up to which absorbing needs fewer FLOPs, at T cached tokens or (``None``) on a long context.
+    """Return the queries per call up to which absorbing needs fewer FLOPs, at T cached tokens (None: a long context).
 
-    ``inf`` where absorbing always pays.
+    The result is ``inf`` if absorbing always pays.
     """
     formula = formulas.break_even_queries(long_context=T is None)
     numerator, denominator = sympy.fraction(sympy.together(formula))
@@ -198,26 +200,26 @@ def break_even_S(dims: Dims, T: int | None = None) -> float:
 
 
 def decode_flops(dims: Dims, form: Form) -> int:
-    """FLOPs of one decode step per context token: 2H(2L+R) absorbed, 2H(L(N+V)+N+R+V) expanded."""
+    """Return the FLOPs of a decode step per context token: 2H(2L+R) absorbed, 2H(L(N+V)+N+R+V) expanded."""
     return int(formulas.evaluate(formulas.marginal_flops(form), dims))
 
 
 def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
-    """Bytes moved by one decode step per context token."""
+    """Return the bytes that a decode step moves per context token."""
     return int(formulas.evaluate(formulas.marginal_bytes(form), dims, E=element_bytes))
 
 
 def saves_cache(dims: Dims) -> bool:
-    """Whether latent rows are narrower than the K and V they stand for; if not, absorbing the site saves nothing."""
+    """Whether latent rows are narrower than the K and V that they replace; otherwise absorption saves nothing."""
     return dims.latent_values < dims.expanded_values
 
 
 @dataclass(frozen=True)
 class AbsorbedColumns:
-    """A side of an attention, or some columns of it, that weights make from narrow rows.
+    """A side of an attention, or some of its columns, that weights make from narrow rows.
 
-    ``columns`` is per head. Of the ``heads`` heads ``made`` have columns of their own (with GQA, as many as there are
-    groups). They come from rows of ``width`` values, of which a token has ``rows`` (1 where all heads share one row).
+    ``columns`` is per head. Of the ``heads`` heads, ``made`` have their own columns (with GQA, one per group). They
+    come from rows of ``width`` values, of which a token has ``rows`` (1 if all heads share one row).
     """
 
     side: Literal["keys", "values"]
@@ -233,15 +235,15 @@ class AbsorbedColumns:
 
 
 def part_break_even(parts: Sequence[AbsorbedColumns]) -> float:
-    """Queries per call up to which absorbing all of ``parts`` needs fewer FLOPs, on a long context."""
+    """Return the queries per call up to which absorbing all of ``parts`` needs fewer FLOPs in a long context."""
     per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
-    # No solution: the gain per token does not depend on S, so neither do the two forms cross.
+    # Without a solution, the gain per token does not depend on S, so the two forms never cross.
     (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
     return float(solution) if solution > 0 else math.inf
 
 
 def part_gain(part: AbsorbedColumns) -> sympy.Expr:
-    """Multiply-adds that absorbing ``part`` saves per sequence, as a function of S and T."""
+    """Return the multiply-adds that absorbing ``part`` saves per sequence, as a function of S and T."""
     return formulas.part_gain().subs({getattr(formulas, name): value for name, value in part.letters.items()})
 
 
@@ -257,9 +259,9 @@ def choose_parts(
     forms: Forms = "auto",
     made: int | None = None,
 ) -> Choice:
-    """Whether absorbing ``parts`` is cheaper than expanding them; what both forms have in common is left out.
+    """Decide whether absorbing ``parts`` is cheaper than expanding them; costs that both forms share are left out.
 
-    ``writes``: the attention is a fused one that has to be written out first. ``made`` as in :func:`choose`.
+    ``writes``: the attention is fused and has to be written out first. ``made`` as in :func:`choose`.
     """
     context = LONG_CONTEXT if T is None else T
     whole = max(context, made or 0)
@@ -268,7 +270,7 @@ def choose_parts(
         for absorbed in (False, True)
     )
     if writes:
-        # Four bytes whatever the model's dtype: scores that are written out are float32.
+        # Written-out scores are float32, four bytes, whatever the model's dtype.
         letters = {"B": B, "S": S, "T": context, "H": parts[0].heads}
         chained += _stage_seconds(formulas.written_stages(), letters, 4, device)
     estimates = MappingProxyType({"expanded": expanded, "chained": chained})
@@ -295,7 +297,7 @@ def _stage_seconds(
     device: Device,
     made: int | None = None,
 ) -> float:
-    """Roofline estimate: of each stage the larger of computing and moving bytes, plus its launches."""
+    """Return the roofline estimate: for each stage, the larger of its compute and memory times, plus its launches."""
     numbers = _stage_numbers(stages, tuple(letters))
     attended, everything = (numbers(**{**letters, "T": tokens}) for tokens in (letters["T"], made or letters["T"]))
     total = 0.0
@@ -334,7 +336,7 @@ def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
 def _stage_numbers(
     stages: tuple[formulas.Stage, ...], letters: tuple[str, ...]
 ) -> Callable[..., tuple[tuple[float, float], ...]]:
-    """FLOPs and values moved by each stage, as a function of ``letters``: compiled, as evaluating sympy is slow."""
+    """Return a function of ``letters`` that gives FLOPs and values moved by each stage; compiled for speed."""
     counts = tuple((2 * stage.multiply_adds, stage.weights + stage.activations) for stage in stages)
     function: Callable[..., tuple[tuple[float, float], ...]] = sympy.lambdify(
         [getattr(formulas, name) for name in letters], counts, modules="math"

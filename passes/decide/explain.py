@@ -1,7 +1,7 @@
-"""Why an attention that looks like MLA cannot be absorbed: the operator to blame, not just a no.
+"""Why an attention that looks like MLA cannot be absorbed: the operator to blame.
 
-The walk back from K or V ended at some node. If an up-projection lies behind that node, this is MLA with something in
-the way, and what the walk ended at is the explanation. If none does, the attention is plain MHA, GQA or MQA.
+The walk back from K or V ended at some node. If an up-projection lies behind that node, this is MLA with an obstacle,
+and the node where the walk ended is the explanation. Otherwise the attention is plain MHA, GQA or MQA.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mla_compile.passes.linear.records import Maps
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
-    """The best explanation for ``site``, whose plan failed with ``failed``.
+    """Return the best explanation for ``site``, whose plan failed with ``failed``.
 
-    Tried in this order: the rows are merely too wide; weights or views mix tokens, so that no walk ended and there is
-    no operator to blame; an operator behind the side that could not be absorbed by itself either; ``failed`` as it is.
+    The candidates, in order: the rows are merely too wide; weights or views mix tokens, so no walk ended and there is
+    no operator to blame; an operator behind a side that could not be absorbed by itself either; ``failed`` as it is.
     """
     if failed.code not in SYMPTOMS:
         return failed
@@ -42,27 +42,28 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     pieces = pieces_of([maps.map(node) for nodes in operands for node in nodes])
     at_rows = maps.with_sources(choose_sources(pieces, any_width=True)[0])
     at_cuts = _plans(site, at_rows)
-    # Refused for its width alone: with the width out of the way, all obligations hold.
+    # If all obligations hold once any width is allowed, the width alone is the reason.
     rows, too_wide = [], None
     if failed.code == "not_mla" and wide is not None and wide not in own:
         rows = [wide]
         too_wide = Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
         if not isinstance(at_cuts[0], Stop):
             return too_wide
-    # Where no weight lies between rows and attention there is no up-projection whose tokens could be mixed.
+    # Without a weight between rows and attention, there is no up-projection whose tokens could be mixed.
     for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
         if _by_weights_alone(plan):
             return plan
     illegal = [k for k, plan in enumerate(at_cuts[1:]) if not _shared(plan)]
-    # From the rows on: the weights of two projections may be one map of what the first reads, and none of the rows.
+    # The search also starts from the rows: two projections may form one map from the input of the first, although no
+    # map leads to the rows.
     for one in (maps, at_rows):
         search = Search(one, own, rows, Proofs(site, one))
         of_sides = [[one.map(n) for n in nodes] for nodes in operands]
         for source in dict.fromkeys(p.source for k in illegal or (0, 1) for p in pieces_of(of_sides[k])):
             found = None if source is None else explained(source, search)
-            # Where all heads share K and V, as in MQA, nothing can depend on the head.
+            # If all heads share K and V, as in MQA, nothing can depend on the head.
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
-                # A cache that nothing can be made of rows for is no reason: the attention over it is.
+                # If the attention cannot be rewritten anyway, its problem is the reason, and not the cache.
                 return site.problem if found.code == "expanded_cache" and site.problem is not None else found
     if too_wide is not None:
         return too_wide
@@ -74,35 +75,35 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         return next((stop for stop in plain if stop is not None), failed)
     projected = [p for p in pieces if p.projected]
     if failed.code != "not_mla" and projected and all(p.source in own for p in projected):
-        return Stop(site.node, "not_mla", "K and V are projected from hidden states, which the queries are made of")
+        return Stop(site.node, "not_mla", "K and V are projected from hidden states, as the queries are")
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
 
 
 def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
-    """The plans for the whole, for the keys alone, and for the values alone."""
+    """Return the plans for the whole, for the keys alone, and for the values alone."""
     alone: tuple[Side, ...] = ("keys", "values")
     return [make_plan(site, maps), *(make_part_plan(site, maps, (side,)) for side in alone)]
 
 
 def _shared(plan: AbsorbPlan | Stop) -> bool:
-    """Whether there is a plan that needs only rows which all heads share."""
+    """Whether there is a plan that needs only rows that all heads share."""
     return not isinstance(plan, Stop) and not any(rows.heads for rows in plan.rows)
 
 
 def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
-    """Whether weights or views mix tokens, or treat them differently: no walk ends at those."""
+    """Whether weights or views mix tokens or treat them differently, although no walk ends there."""
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
 
 
 def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:
-    """Whether no head has keys or values of its own, as in MQA: several heads of the queries read the same rows."""
+    """Whether no head has its own keys or values, as in MQA: several query heads read the same rows."""
     operands = (*(p.k for p in site.products), site.v)
     own = [a for a in site.lead if not all(repeats(o, a, maps) for o in operands)]
     return len(own) < 2 and (len(own) < len(site.lead) or all(_more_axes(p) for p in site.products))
 
 
 def _more_axes(product: Product) -> bool:
-    """Whether the queries have an axis besides their tokens that the keys do not have."""
+    """Whether the queries have an axis besides their tokens that the keys lack."""
     read = {a for axis in product.k.axes for a in axis}
     own = [axis for axis in product.q.axes if not set(axis) & read]
     return any(own) and (len(own) - sum(not axis for axis in product.k.axes) > 1 or _stretched(product))

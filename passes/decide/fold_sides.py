@@ -1,4 +1,4 @@
-"""Which projections could be multiplied ahead of time: W_q, which makes the query, with W_kc, and W_v with W_o."""
+"""Projections that could be multiplied ahead of time: W_q, which makes the query, with W_kc, and W_v with W_o."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.
 
 
 def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
-    """Q, the width of the rows that the unrotated queries are projected from, and D, that of the output projection.
+    """Return Q, the width of the rows that make the unrotated queries, and D, the width of the output projection.
 
-    Each is None where something stands between the two weights: a norm, a gate, a second reader.
+    Each is None if something stands between the two weights: a norm, a gate, a second reader.
     """
     widths = {
         _query_width(plan.site.products[t.product].q.node, range(t.start, t.stop), maps)
         for t in plan.keys
         if t.product is not None and t.piece.weight is not None
     }
-    # What is attended to joined rows is multiplied part by part.
+    # The output over joined rows is multiplied part by part.
     projection = None if plan.value_rows.parts else output_projection(plan.site.node)
     if projection is not None:
         (piece, *others) = maps.with_sources([plan.site.node], per_row=True).map(projection).pieces
         if others or piece.source is not plan.site.node or not piece.contracted:
             projection = None
-    # Segments of the query projected from rows of different widths have no one Q.
+    # If segments of the query are projected from rows of different widths, there is no single Q.
     return widths.pop() if len(widths) == 1 else None, None if projection is None else _width(projection)
 
 
 def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
-    """Q: the width of the rows that ``columns`` of a query tensor are projected from; None where they are not."""
+    """Return Q, the width of the rows from which ``columns`` of a query tensor are projected; None if they are not."""
     for segment in maps.map(node).segments:
         stop = segment.stop or columns.stop
         if segment.start <= columns.start and columns.stop <= stop:
@@ -46,9 +46,9 @@ def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
 
 
 def output_projection(node: fx.Node) -> fx.Node | None:
-    """The projection that is the only reader of an attention's output, through operators with one reader each.
+    """Return the projection that is the only reader of an attention's output, through operators with one reader each.
 
-    What those operators are is not asked here: the linear map of the projection has to reach the attention.
+    These operators are not checked here: the linear map of the projection has to reach the attention.
     """
     for _ in range(REACH):
         if len(node.users) != 1:
@@ -65,6 +65,6 @@ def _width(node: fx.Node) -> int | None:
 
 
 def narrowest_cut(piece: Piece, after: int) -> fx.Node | None:
-    """The narrowest tensor on the way to ``piece`` that lies more than ``after`` projections before its end."""
+    """Return the narrowest tensor on the path to ``piece`` that lies more than ``after`` projections before its end."""
     last = piece.path[-1].contractions if piece.path else 0
     return narrowest(v for v in piece.path if last - v.contractions > after)

@@ -2,18 +2,20 @@
 
 The forms (one layer, one call with S queries per sequence against T cached tokens, batch B):
 
-* ``expanded``: K and V of every cached token are computed from the latent, then plain attention. The trained form.
+* ``expanded``: K and V of every cached token are computed from the latent, then plain attention follows. This is the
+  trained form.
 * ``chained``: absorbed. q' = (c' W_qc) W_kc^T, attention over the latent rows, then W_v, then W_o.
-* ``sparse``: chained, where each query attends to J chosen keys only (DeepSeek-V3.2, arXiv 2512.02556). What choosing
-  them takes is the same in every form and left out.
+* ``sparse``: chained, where each query attends only to J chosen keys (DeepSeek-V3.2, arXiv 2512.02556). The cost of
+  choosing them is the same in every form and left out.
 * ``folded_query``, ``folded_output``, ``folded`` (both): absorbed with W_qc W_kc^T, W_v W_o multiplied ahead of time.
 
 Each form is a sequence of stages, and each stage counts multiply-adds, weight values and activation values. Everything
-else here (FLOPs, bytes, marginal cost per cached token, break-evens) is derived from the stages, not typed in.
+else here (FLOPs, bytes, marginal cost per cached token, break-evens) is derived from the stages.
 
-FLOPs include the scores a causal mask hides. Bytes: weights once per call; each activation once where it is written and
-once where it is read, so K and V twice (no compiler fuses a projection into attention); scores never leave the kernel.
-Source of the equations: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
+FLOPs include the scores that a causal mask hides. Bytes count weights once per call, and each activation once where it
+is written and once where it is read. K and V therefore count twice, because no compiler fuses a projection into
+attention. Scores never leave the kernel. Source of the equations: DeepSeek-V2, arXiv 2405.04434, section 2.1 and
+appendix C.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 
 # Real, not integer: solve() would have to prove that a break-even is a whole number, and it is not.
 B, S, T, H, D, L, Q, N, R, V = sympy.symbols("B S T H D L Q N R V", positive=True)
-A = sympy.Symbol("A", nonnegative=True)  # columns of the rotary key that are added to others of the key
+A = sympy.Symbol("A", nonnegative=True)  # columns of the rotary key that are added to other columns of the key
 G, d = sympy.symbols("G d", positive=True)  # KV heads of GQA; head width of MHA, GQA and MQA
-K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with columns of their own, heads with rows of their own
+K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with their own columns, heads with their own rows
 E = sympy.Symbol("E", positive=True)  # bytes per element
 J = sympy.Symbol("J", positive=True)  # keys that each query has chosen
 
@@ -45,10 +47,10 @@ DECODE = {S: 1}
 
 @dataclass(frozen=True)
 class Stage:
-    """One step that has to end before the next begins.
+    """A step that has to end before the next begins.
 
-    ``projection`` names the letter (Q or D) a step needs that folding removes or makes; ``None`` is the attention core.
-    ``makes_kv``: it makes K and V, for the whole buffer even where the attention then reads only part of it.
+    ``projection``: the letter (Q or D) that a step outside the attention core needs, which folding removes or creates.
+    ``makes_kv``: the step makes K and V, for the whole buffer even if the attention reads only part of it.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Stage:
 
 @cache
 def stages(form: Form) -> tuple[Stage, ...]:
-    """The steps of one form, in order."""
+    """Return the steps of one form, in order."""
     query = Stage("query projection", B * S * Q * H * N, Q * H * N, B * S * (Q + H * N), projection="Q")
     output = Stage("output projection", B * S * H * V * D, H * V * D, B * S * (H * V + D), projection="D")
     if form == "expanded":
@@ -70,7 +72,7 @@ def stages(form: Form) -> tuple[Stage, ...]:
         made = B * T * (L + R + H * columns)
         return (
             query,
-            # Two launches: the projection itself, and laying K (with the shared rotary part) and V out per head.
+            # Two launches: the projection itself, and the layout of K (with the shared rotary part) and V per head.
             Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True),
             Stage("attention", B * S * T * H * columns, sympy.Integer(0), B * (S + T) * H * columns),
             output,
@@ -89,10 +91,10 @@ def stages(form: Form) -> tuple[Stage, ...]:
 
 @cache
 def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
-    """What a part of an attention costs: N columns per head, of K or of V, that weights make from rows of L values.
+    """Return the stages of a part of an attention: N columns per head that weights make from rows of L values.
 
-    K heads have columns of their own (H, or the groups of GQA), Z heads rows of their own (1: all share one row).
-    Everything else in the attention costs the same in both forms and is left out.
+    The columns belong to K or V. K heads have their own columns (H, or the groups of GQA), and Z heads have their own
+    rows (1: all share one row). Costs that both forms share are left out.
     """
     if not absorbed:
         return (
@@ -107,54 +109,57 @@ def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
 
 @cache
 def part_gain() -> sympy.Expr:
-    """Multiply-adds that absorbing such a part saves, per sequence; with K = H, two of them are what MLA saves."""
+    """Return the multiply-adds that absorbing such a part saves per sequence.
+
+    With K = H, the savings of two parts (keys and values) add up to those of MLA.
+    """
     expanded, absorbed = (sympy.Add(*(s.multiply_adds for s in part_stages(absorbed=a))) for a in (False, True))
     return sympy.collect(sympy.expand((expanded - absorbed) / B), (S, T))
 
 
 @cache
 def written_stages() -> tuple[Stage, ...]:
-    """What it costs to write a fused attention out: scores and probabilities pass through memory, as two float32."""
+    """Return the cost of writing out a fused attention: float32 scores and probabilities pass through memory."""
     return (Stage("scores in memory", sympy.Integer(0), sympy.Integer(0), 4 * B * S * T * H, 4),)
 
 
 @cache
 def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
-    """FLOPs of one call, 2 per multiply-add.
+    """Return the FLOPs of one call, 2 per multiply-add.
 
-    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces: two forms of which one is
-    folded compare only with it.
+    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces. Only with it can a folded
+    form be compared.
     """
     return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections=projections)))
 
 
 @cache
 def moved_bytes(form: Form, *, projections: bool = False) -> sympy.Expr:
-    """Bytes one call moves, at E bytes per element; ``projections`` as in :func:`flops`."""
+    """Return the bytes that one call moves, at E bytes per element; ``projections`` as in :func:`flops`."""
     return E * sympy.Add(*(stage.weights + stage.activations for stage in _counted(form, projections=projections)))
 
 
 @cache
 def weight_values(form: Form) -> sympy.Expr:
-    """Weight values one call reads, W_qc and W_o (or their folds) included."""
+    """Return the weight values that one call reads, including W_qc and W_o (or their folds)."""
     return sympy.Add(*(stage.weights for stage in stages(form)))
 
 
 @cache
 def marginal_flops(form: Form) -> sympy.Expr:
-    """FLOPs one more cached token adds to a decode step of one sequence."""
+    """Return the FLOPs that one more cached token adds to a decode step of one sequence."""
     return sympy.factor(sympy.diff(flops(form).subs(DECODE).subs(B, 1), T))
 
 
 @cache
 def marginal_bytes(form: Form) -> sympy.Expr:
-    """Bytes one more cached token adds to a decode step of one sequence."""
+    """Return the bytes that one more cached token adds to a decode step of one sequence."""
     return sympy.factor(sympy.diff(moved_bytes(form).subs(DECODE).subs(B, 1), T))
 
 
 @cache
 def cache_values(kind: CacheKind) -> sympy.Expr:
-    """Cached values per token and layer (DeepSeek-V2, table 1); ``mla_expanded`` is MLA storing K and V per head."""
+    """Return the cached values per token and layer (DeepSeek-V2, table 1); ``mla_expanded`` stores K and V per head."""
     table: dict[CacheKind, sympy.Expr] = {
         "mha": 2 * H * d,
         "gqa": 2 * G * d,
@@ -167,9 +172,9 @@ def cache_values(kind: CacheKind) -> sympy.Expr:
 
 @cache
 def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
-    """Queries per sequence at which expanded and chained cost the same FLOPs, at finite T or in the limit T -> oo.
+    """Return the queries per sequence at which expanded and chained cost equal FLOPs, at finite T or for T -> oo.
 
-    Not positive means that absorbing pays for any number of queries.
+    If the value is not positive, absorbing pays for any number of queries.
     """
     solution = _root(flops("expanded") - flops("chained"), S)
     return sympy.limit(solution, T, sympy.oo) if long_context else solution
@@ -178,29 +183,29 @@ def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
 @cache
 @cache
 def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Expr:
-    """Multiply-adds absorbing saves, per sequence and head: positive where the chained (or sparse) form is cheaper.
+    """Return the multiply-adds that absorbing saves per sequence and head: positive if the absorbed form is cheaper.
 
-    B and H cancel, and for the chained form R, so that its sign depends on S, T, L, N, V and A only.
+    B and H cancel, and for the chained form R does too, so the sign depends only on S, T, L, N, V and A.
     """
     return sympy.collect(sympy.expand((flops("expanded") - flops(form)) / (2 * B * H)), (S, T))
 
 
 @cache
 def sparse_break_even() -> sympy.Expr:
-    """Tokens of a whole prompt (S = T) from which the sparse form takes fewer FLOPs than the expanded one."""
+    """Return the prompt length (S = T) from which the sparse form takes fewer FLOPs than the expanded one."""
     return _root(sympy.expand((flops("expanded") - flops("sparse")).subs(PREFILL) / (B * H * S)), S)
 
 
 def _root(expression: sympy.Expr, letter: sympy.Symbol) -> sympy.Expr:
-    """Where a polynomial of degree one in ``letter`` is zero. ``sympy.solve`` takes twenty times as long to find it."""
+    """Return the root of a polynomial of degree one in ``letter``; ``sympy.solve`` takes twenty times as long."""
     slope, rest = sympy.Poly(expression, letter).all_coeffs()
     return sympy.factor(-rest / slope)
 
 
 def evaluate(expression: sympy.Expr, dims: Dims | None = None, **letters: float) -> float:
-    """The value of a formula for these sizes, e.g. ``evaluate(flops("chained"), dims, B=1, S=1, T=8192)``.
+    """Evaluate a formula for these sizes, e.g. ``evaluate(flops("chained"), dims, B=1, S=1, T=8192)``.
 
-    Whole results come back as ``int``. Raises :class:`InputError` when a letter of the formula has no value.
+    Whole results are ``int``. Raises :class:`InputError` if a letter of the formula has no value.
     """
     values: dict[str, float] = {"A": 0}
     values |= {} if dims is None else {k: v for k, v in vars(dims).items() if v is not None}

@@ -1,8 +1,8 @@
-"""Attention over rows that heads share, with no weight between, as one operator.
+"""Attention over rows that heads share, with no weight in between, as one operator.
 
-Nothing is left to absorb where rows are key and value as they are. But where the products are written out, the scores
-and probabilities of every head go through memory, and the rows are read once for each product; the operator of absorbed
-attention does neither. So a plan is made for such a site as for one that is absorbed, without a weight on either side.
+If the rows are key and value as they are, nothing is left to absorb. But if the products are written out, the scores
+and probabilities of every head go through memory, and the rows are read once for each product. The operator of absorbed
+attention avoids both. So such a site gets the plan of an absorbed one, without a weight on either side.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.linear.records import Maps
 
 MOST_QUERIES = 8
-"""More are a prompt, whose products are large: what is fastest for those is not asked here."""
+"""The most queries per call for which the operator is used; a prompt has more."""
 MOST_ROWS = 48
-"""Query rows (queries times heads) on a CPU. With more of them the products take longer than the rows take to come, and
-products of matrices are as fast as the operator (benchmarks/absorbed_by_hand.py)."""
+"""The most query rows (queries times heads) on a CPU.
+
+With more rows the products, and not the reading of the rows, limit the speed, and matrix products are as fast as the
+operator (benchmarks/absorbed_by_hand.py).
+"""
 
 
 def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps, *, sparse: bool = True) -> list[Verdict]:
-    """``verdicts``, in which attentions over shared rows say how they become the operator, if they do.
+    """Return ``verdicts``, with a fusion for attentions over shared rows that become the operator.
 
-    ``sparse``: whether it may read the keys of a list only.
+    ``sparse``: whether the operator may read only the keys of a list.
     """
     if all(v.code not in OVER_ROWS for v in verdicts):
         return list(verdicts)
@@ -44,14 +47,14 @@ def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps, *, sp
 
 
 def _fusion(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node], *, sparse: bool) -> Fusion | None:
-    """How an attention becomes the operator; None where it does not, or where that would gain nothing."""
+    """Return how an attention becomes the operator; None if it does not, or if nothing would be gained."""
     site = verdict.site
     if site.problem is not None:
         return None
     plan = plan_by_hand(site, maps)
     if plan is None or not plan.whole:
         return None
-    # What is chosen is no reason to read less of what is absorbed by hand.
+    # An attention that was absorbed by hand keeps reading all keys, even if it has a list.
     lists = sparse and verdict.code is Code.SHARED_ROWS
     fusion = Fusion(
         _seen(plan, lists=lists), memories=tuple(_seen(p, lists=lists) for p in memories(plan, maps, first))
@@ -72,13 +75,13 @@ def _gains(fusion: Fusion) -> bool:
         return False
     plan, heads = fusion.plan, set(fusion.plan.heads)
     chosen = any(one.visible.chosen is not None for one in fusion.each)
-    copied = any(heads & set(flatten(p.k.axes)) for p in plan.site.products)  # rows that are written for each head
+    copied = any(heads & set(flatten(p.k.axes)) for p in plan.site.products)  # rows that are copied for each head
     on_cpu = val(plan.latent.node).device.type == "cpu"
     return chosen or copied or not on_cpu or sizes.S * plan.dims.H <= MOST_ROWS
 
 
 def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusion:
-    """Whether the values are the first or the last columns of the only rows of the keys."""
+    """Record the columns of the values if they are the first or the last columns of the only rows of the keys."""
     plan, site = fusion.plan, fusion.plan.site
     keys = [piece for product in site.products for piece in reads(product.k, product.features, first)]
     values = reads(site.v, value_features(site), first)
@@ -86,7 +89,7 @@ def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusio
         return fusion
     start, stop = values[0].start - keys[0].start, values[0].stop - keys[0].start
     assert plan.values is not None
-    # The very node that both are views of, for equal ones beside it may be of nothing that the other reads.
+    # Both must be views of the very same node: an equal node beside it may have other inputs.
     whole = next((n for n in _viewed(plan.latent.node) if n in _viewed(plan.values.node)), None)
     if whole is None or keys[0].stop - keys[0].start != plan.latent.size or (start > 0 and stop < plan.latent.size):
         return fusion
@@ -94,7 +97,7 @@ def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusio
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
-    """``node``, what it is a view of, and so on."""
+    """Return ``node`` and the tensors of which it is a view."""
     found = [node]
     while isinstance(how := decode(found[-1]), (Slice, Regroup, Permute)):
         found.append(how.x)

@@ -1,8 +1,8 @@
-"""Analysis: groups of heads with a latent each, where the group is an axis of its own.
+"""Find groups of heads with a latent each, where the group is a separate axis.
 
-In ``k = einsum("btgl,glhn->bghtn", c, W)`` each group has rows and a weight of its own. To an attention whose queries,
-keys and output have that axis, too, it is what a batch is: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group.
-Otherwise a weight that differs along an axis of the rows ends a walk: along the tokens it is a table of positions.
+In ``k = einsum("btgl,glhn->bghtn", c, W)`` each group has its own rows and weight. If queries, keys and output have
+that axis too, it acts as a batch: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Elsewhere, a weight that
+differs along an axis of the rows ends a walk: along the tokens it is a table of positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
-    """The analysis that follows products with a weight for each group, on the way to K and V of ``sites``."""
+    """Return an analysis that follows products with a weight per group on the way to K and V of ``sites``."""
     for site in sites:
         operands = [*(p.k for p in site.products), site.v]
         for node in _ends(operands, maps):
@@ -37,10 +37,10 @@ def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
 
 
 def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
-    """The products at which the walks end because of a weight that differs along an axis of the rows."""
+    """Return the products at which walks end because a weight differs along an axis of the rows."""
     found: dict[fx.Node, None] = {}
     pieces = pieces_of([maps.map(o.node) for o in operands])
-    # From the rows that a weight of all groups made, the group is a column of that weight, and no axis.
+    # Seen from the rows that one weight makes for all groups, the group is a column of that weight and not an axis.
     batched = any(_is_batched(v.node, maps) for p in pieces for v in p.path)
     for at in (maps, maps.with_sources(choose_sources(pieces)[0])) if batched else (maps,):
 
@@ -48,7 +48,7 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
             stops = [at.reasons[end] for end in ends]
             found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
-            # A sum of what ended there with something else ended, too, and so did a part of it.
+            # A sum with such a product, or a part of it, ends the walk too.
             further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in (aten.add, aten.sub))
             return [n for stopped in further for n in at.operands(stopped)]
 
@@ -62,7 +62,7 @@ def _is_batched(node: fx.Node, maps: Maps) -> bool:
 
 
 def _blind(site: AttentionSite, operand: Operand, node: fx.Node, maps: Maps) -> bool:
-    """Whether no weight behind ``operand`` differs from key to key where the walk goes on behind ``node``."""
+    """Whether no weight behind ``operand`` differs from key to key if the walk continues behind ``node``."""
     cuts, _ = choose_sources(pieces_of([maps.map(operand.node)]))
     for at in (maps, maps.with_sources(cuts - {node})):
         for piece in at.map(operand.node).pieces:

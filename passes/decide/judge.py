@@ -1,10 +1,10 @@
-"""Analysis: whether each attention is absorbed, kept or refused, always with a reason.
+"""Decide whether each attention is absorbed, kept or refused, always with a reason.
 
-For every attention the sources of its keys and values are chosen (the narrowest rows that weights expand), the proof
-obligations of :mod:`mla_compile.passes.decide.plan` are checked, and the cost model picks a form. An attention that
-cannot be absorbed as a whole may be in part (:mod:`mla_compile.passes.decide.partial`). Last come expanded keys and
-values that are computed anyway, because something else reads them: absorbing that side would save nothing, so the site
-keeps it or is given up.
+For every attention, the analysis chooses the sources of its keys and values (the narrowest rows that weights expand),
+checks the proof obligations of :mod:`mla_compile.passes.decide.plan`, and picks a form by the cost model. If an
+attention cannot be absorbed as a whole, parts of it are tried (:mod:`mla_compile.passes.decide.partial`). At the end
+come expanded keys and values that other readers need anyway: absorbing that side would save nothing, so the site keeps
+it or is given up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.linear.records import Maps, Term
 
 aten = torch.ops.aten
-_PROMPT = "a prompt: as many queries as keys, whatever their number"  # in which absorbing seems to pay for one length
+_PROMPT = "a prompt: as many queries as keys, whatever their number"  # the traced length may suggest absorbing
 
 
 def judge(
@@ -52,7 +52,7 @@ def judge(
     *,
     sparse: bool = True,
 ) -> list[Verdict]:
-    """One verdict per site, in order; ``sparse``: whether attention may read the keys of a list only."""
+    """Return one verdict per site, in order; ``sparse``: whether attention may read only the keys of a list."""
     judged = _Judge(graph, maps, device, forms, fold, sparse)
     verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
     verdicts = [_with_advice(verdict, maps) for verdict in verdicts]
@@ -60,7 +60,7 @@ def judge(
 
 
 def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:
-    """No advice where the code's is what stands there already: an operator that has a rule, which fails here."""
+    """Drop the code's advice to use other operators if this operator has a rule, which fails here."""
     if verdict.code is Code.UNSUPPORTED_OP and verdict.fix is None and verdict.blame is not None:
         return replace(verdict, fix="" if maps.follows(verdict.blame) else None)
     return verdict
@@ -76,7 +76,7 @@ class _Judge:
     sparse: bool
 
     def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
-        """The verdict on one site; no source is looked for behind ``computed``, nodes that are computed anyway."""
+        """Return the verdict on one site; the walks do not pass ``computed``, nodes that are computed anyway."""
         maps = self.maps.with_sources(computed) if computed else self.maps
         operands = (*(p.k for p in site.products), site.v)
         cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
@@ -88,29 +88,29 @@ class _Judge:
             stop = explain_refusal(site, plan, maps, wide)
             refused = Verdict(site, Code(stop.code), stop.detail, stop.node, fix=stop.fix)
             return self.part(refused, stop, maps)
-        # Before the problem of the site is looked at: plain attention with an odd mask is no MLA that was refused.
+        # This precedes the site's problem: plain attention with an odd mask is not refused MLA.
         if _is_hidden_state(plan, maps):
-            return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
-        # Rows out of a residual connection that are no narrower than K or V: the hidden state.
+            return Verdict(site, Code.NOT_MLA, "K and V are projected from the same rows as the queries")
+        # Rows from a residual connection that are no narrower than K or V are the hidden state.
         narrowest = min(plan.dims.H * plan.dims.N, plan.dims.H * plan.dims.V)
         if plan.dims.latent_values >= narrowest and is_hidden_state(plan.latent.node):
             return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
         if site.problem is not None:
             problem = site.problem
             return Verdict(site, Code(problem.code), problem.detail, problem.node, fix=problem.fix)
-        # Of rows that are cached in any case, only the work is left to compare.
+        # For rows that are cached in any case, only the work is left to compare.
         if not saves_cache(plan.dims) and not are_cached(plan.latent.node):
             rows, whole = plan.dims.latent_values, plan.dims.expanded_values
             reason = f"the latent rows hold {rows} values, K and V {whole}"
             return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
-        # Only now: the walks from the query and the output are in vain for an attention that was refused.
+        # This comes late, because a refused attention does not need the walks from the query and the output.
         if self.fold != "never":
             q_width, model_width = fold_widths(plan, maps)
             plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
         return _choose_form(plan, self.device, self.forms, self.fold)
 
     def part(self, refused: Verdict, stop: Stop, maps: Maps, keep: Collection[Side] = ()) -> Verdict:
-        """The verdict where the whole is ``refused`` for ``stop``: absorbed in part where that is legal and pays."""
+        """Return the verdict if the whole is ``refused`` for ``stop``: absorbed in part if that is legal and pays."""
         if self.forms == "expanded":
             return refused
         found = partial(refused.site, maps, stop, self.device, self.forms, keep)
@@ -120,7 +120,8 @@ class _Judge:
         if not found.pays:
             why = _PROMPT if found.choice.absorbed else found.choice.reason
             note = f"the {sides} alone could be absorbed; {why}"
-            # What a latent makes in part is MLA, whatever stands in the way of the rest, and stays for what it costs.
+            # If a latent makes a part, the attention is MLA, whatever the obstacle for the rest. It stays because of
+            # its cost.
             if refused.code in SYMPTOMS:
                 return replace(refused, code=Code.COST_PREFILL, reason=note, blame=None)
             return replace(refused, notes=(note,))
@@ -129,7 +130,7 @@ class _Judge:
             refused.site,
             Code.ABSORBED,
             reason if found.by_call else found.choice.reason,
-            # The scores of what stays are made for all keys in any case.
+            # The remaining products make the scores of all keys in any case.
             plan=replace(found.plan, visible=found.plan.visible.dense),
             choice=found.choice,
             by_call=found.by_call,
@@ -139,18 +140,18 @@ class _Judge:
         )
 
     def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
-        """Changes the verdict on every site whose K or V would still be expanded for another reader.
+        """Change the verdict on every site whose K or V would still be expanded for another reader.
 
-        Tried in this order: make what the other reader needs by itself; start from the rows that are computed anyway
-        (the projection that makes the latent may make the rotary key too, from a hidden state that happens to be
-        narrower); absorb the other side only. A site for which none of these works stays as it is.
+        The options, in order: make what the other reader needs by itself; start from the rows that are computed anyway
+        (the projection that makes the latent may also make the rotary key, from a hidden state that happens to be
+        narrower); absorb only the other side. A site for which none of these works stays as it is.
         """
-        # Every change of a verdict changes what is alive, so all sites are looked at again. This ends: a site's nodes
-        # in `computed` only grow, and `options` holds the few verdicts left to try, each taken once.
+        # Every change of a verdict changes which nodes are alive, so all sites are checked again. This terminates:
+        # `computed` only grows, and `options` holds the few remaining verdicts, each of which is taken once.
         computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
         options: dict[fx.Node, list[Verdict]] = {}
         while True:
-            # What was to be made alone for one site may no longer be read once another has changed.
+            # Nodes that one site was to make alone may lose their readers when another site changes.
             verdicts = [replace(v, narrowed=()) for v in verdicts]
             alive = _Alive(self.graph, verdicts)
             for index, verdict in enumerate(verdicts):
@@ -168,13 +169,13 @@ class _Judge:
                 return verdicts
 
     def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
-        """The nodes to make alone so that no expanded column is computed in vain; None where that cannot be done."""
+        """Return the nodes to make alone so that no expanded column is wasted; None if that is impossible."""
         assert verdict.plan is not None
         paths = {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
         made: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
-                # Of what is absorbed on both sides nothing but lengths and a few tokens may still be read.
+                # If both sides are absorbed, only lengths and a few tokens may still be read.
                 columns = verdict.plan.part
                 found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths, columns=columns)
                 if found is None:
@@ -191,14 +192,14 @@ class _Judge:
         computed: set[fx.Node],
         options: dict[fx.Node, list[Verdict]],
     ) -> Verdict:
-        """The next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway.
+        """Return the next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway.
 
-        ``read`` says for whom.
+        ``read`` names the other reader.
         """
         site = verdict.site
         assert verdict.plan is not None
-        # The projection that is still alive makes the latent itself: the rows behind it were narrower, but it is
-        # computed in any case, so the walk has to end at its result.
+        # The projection that is still alive makes the latent itself. The rows behind it are narrower, but the
+        # projection is computed in any case, so the walk has to end at its result.
         if not verdict.plan.part and depends_on(verdict.plan.latent.node, [node]):
             computed.add(node)
             closer = self.whole(site, computed)
@@ -207,9 +208,9 @@ class _Judge:
             final = verdict.instead or read
             options[site.node] = [final]
             if self.forms != "expanded":
-                # The other side first: the expansion of this one is what could not be saved.
+                # The other side comes first, because the expansion of this one could not be saved.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                # What the rows of the whole look like says nothing of this side, which was to be absorbed.
+                # A symptom of the whole says nothing about this side, which was to be absorbed.
                 why = read if final.code in SYMPTOMS else final
                 stops = [Stop(v.blame or node, v.code.value, v.reason) for v in (why, final)]
                 tried = (self.part(final, stop, self.maps, (side,)) for side, stop in zip(sides, stops, strict=True))
@@ -218,7 +219,7 @@ class _Judge:
 
 
 def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
-    """Whether Q, K and V are all projected from the same rows: plain MHA without RoPE, which has no latent."""
+    """Whether Q, K and V are projected from the same rows: plain MHA without RoPE, which has no latent."""
     rows = {plan.latent.node}
     for piece in maps.map(plan.latent.node).pieces:
         if not piece.projected:  # a local attention slices the hidden state before it projects it
@@ -233,7 +234,7 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
 
 
 def _whole(node: fx.Node) -> list[fx.Node]:
-    """``node`` and, where it selects rows of another tensor or puts zeros around them, that tensor too, and so on."""
+    """Return ``node`` and the tensors from which it selects rows or around which it puts zeros."""
     found = [node]
     others = (aten.index_select, aten.constant_pad_nd)
     while isinstance(how := decode(found[-1]), (Slice, Select)) or packet(found[-1]) in others:
@@ -242,7 +243,7 @@ def _whole(node: fx.Node) -> list[fx.Node]:
 
 
 def _unscaled(node: fx.Node) -> list[fx.Node]:
-    """The rows that ``node`` multiplies by a single number, known at run time only; nothing where it does not."""
+    """Return the rows that ``node`` multiplies by a single number known only at run time; otherwise none."""
     if packet(node) not in (aten.mul, aten.div):
         return []
     rows = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dim()]
@@ -257,7 +258,7 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
         forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None, made=sizes.made,
         chosen=sizes.chosen,
     )  # fmt: skip
-    # How many keys are chosen does not grow with a prompt, so that a long one may pay.
+    # The number of chosen keys does not grow with a prompt, so a long prompt may pay.
     by_call = sizes.symbolic and forms == "auto" and (not sizes.prefill or sizes.chosen is not None)
     if not (choice.sparse or by_call):
         plan = replace(plan, visible=plan.visible.dense)
@@ -267,14 +268,15 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
         )
     if choice.absorbed and not (sizes.prefill and forms == "auto"):
         return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
-    # As many queries as keys is a prompt: the estimate for the one length that was traced says nothing of the others.
+    # With as many queries as keys, this is a prompt: the estimate for the traced length says nothing about other
+    # lengths.
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
     reason = _PROMPT if choice.absorbed else choice.reason
     return Verdict(plan.site, code, reason, None, plan, choice)
 
 
 class _Alive:
-    """Which nodes are still needed when the chosen sites are absorbed, and what each reads then."""
+    """The nodes that are still needed once the chosen sites are absorbed, and what each then reads."""
 
     def __init__(self, graph: fx.Graph, verdicts: Sequence[Verdict]) -> None:
         self._reads: dict[fx.Node, list[fx.Node]] = {}
@@ -288,7 +290,7 @@ class _Alive:
 
 
 def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
-    """What nodes of a site will read once it is rewritten, for those that will not read what they read now."""
+    """Return the new inputs of the nodes of a site whose inputs the rewrite changes."""
     site = plan.site
     keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
     values = [site.v.node] if not plan.vals else _sources(plan.vals)
@@ -305,20 +307,20 @@ def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _sources(terms: Sequence[Term]) -> list[fx.Node]:
-    """The rows and weights of ``terms``."""
+    """Return the rows and weights of ``terms``."""
     factors = [f for t in terms for f in (t.piece.weight, t.piece.bias) if f is not None]
     return [*(t.piece.source for t in terms if t.piece.source), *(n for f in factors for n in f.expr.leaves())]
 
 
 def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
-    """The projections that make K and V from the sources: the side, the node, the source."""
+    """Return the projections that make K and V from the sources: the side, the node, the source."""
     assert verdict.plan is not None
     found: list[tuple[Side, fx.Node, fx.Node]] = []
     for which, terms in verdict.plan.sides:
         for piece in (t.piece for t in terms if t.piece.source is not None):
             for path in (piece.path, piece.before):
                 for before, visit in pairwise(path):
-                    # Only the last projection on the way: one before it may make rows that others read too.
+                    # Only the last projection on the path counts: an earlier one may make rows that others read too.
                     last = visit.contractions == path[-1].contractions
                     if visit.contractions > before.contractions and last:
                         found.append((which, visit.node, path[0].node))
@@ -326,7 +328,7 @@ def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
 
 
 def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | None:
-    """A projection that makes K or V and is still computed: the side, and the node."""
+    """Return a projection that makes K or V and is still computed: the side and the node."""
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
 
 
@@ -337,7 +339,7 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     source = next(source for _, made, source in _expansions(verdict) if made is node)
     if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
-        reason = f"some tokens of the {which} are read beside the attention, and nothing makes those alone"
+        reason = f"some tokens of the {which} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
     reader = other_reader(node, alive.reads, alive.nodes)
@@ -345,5 +347,5 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
         return replace(
             verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node
         )
-    reason = f"{operator_name(reader)} reads the product that makes the {which}, too, so it is computed anyway"
+    reason = f"{operator_name(reader)} also reads the product that makes the {which}, so it is computed anyway"
     return replace(verdict, code=code, reason=reason, blame=reader)

@@ -1,8 +1,8 @@
-"""Rows that lie in several memories, which a model joins along the tokens in each step before its heads read them.
+"""Rows in several memories, which a model joins along the tokens in each step before its heads read them.
 
-DeepSeek-V4 reads ``cat([window, compressed])``: the last tokens as they are, and rows that each stand for several older
-ones. A softmax over both is two of one each, put together by the logarithms of their sums, so the join need not be
-made, and each memory has a length, a mask and a list of keys of its own.
+DeepSeek-V4 reads ``cat([window, compressed])``: the last tokens as they are, and rows that each represent several older
+tokens. A softmax over both equals two separate ones that are merged by their log-sum-exps. So the join can be left out,
+and each memory has its own length, mask and list of keys.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ aten = torch.ops.aten
 
 
 def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> tuple[AbsorbPlan, ...]:
-    """A plan for each memory that the rows are joined of; none where the attention cannot be taken apart."""
+    """Return a plan for each memory from which the rows are joined; none if the attention cannot be split."""
     site = plan.site
     rows = _rows(site, first)
     how = None if rows is None else decode(rows.rows)
     if rows is None or not isinstance(how, Join) or rows.roles[how.dim] != site.keys or site.causal:
         return ()
-    if any(user.op == "output" for user in rows.rows.users):  # a cache that grows: they are joined in any case
+    if any(user.op == "output" for user in rows.rows.users):  # a growing cache: it is joined in any case
         return ()
     parts = [part for part in how.parts if not same(shape(part)[how.dim], 0)]
     if len(parts) < 2 or any(same(shape(part)[how.dim], 1) for part in parts):
@@ -53,20 +53,20 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
         one = make_plan(_over(site, rows, part, keys, terms), maps.with_sources({part}), by_hand=True)
         if not isinstance(one, AbsorbPlan) or not one.whole or (one.batch, one.heads) != (plan.batch, plan.heads):
             return ()
-        # What no key of a memory is let through says nothing of the other one.
+        # That a query sees no key of one memory says nothing about the other memory.
         found.append(replace(one, visible=one.visible.dense) if one.visible.alike else one)
-    # Where two may hide all keys by a large number, what their sums differ by does not show beside it.
+    # If two memories may hide all keys by a large number, the difference of their sums is lost beside that number.
     apart = not any(one.visible.alike for one in found) and sum(_may_sink(one) for one in found) < 2
     return tuple(found) if apart else ()
 
 
 def _may_sink(one: AbsorbPlan) -> bool:
-    """Whether masks may add a large number to the scores of all keys that a query has."""
+    """Whether masks may add a large number to the scores of all keys of a query."""
     return not one.visible.always and any(_adds_numbers(mask) for mask in one.site.masks)
 
 
 def _adds_numbers(mask: MaskTerm) -> bool:
-    """Whether ``mask`` may add others than 0 and minus infinity."""
+    """Whether ``mask`` may add numbers other than 0 and minus infinity."""
     try:
         _, fill = Masks(any_numbers=False).term(mask)
     except OpaqueError:
@@ -75,7 +75,7 @@ def _adds_numbers(mask: MaskTerm) -> bool:
 
 
 def together(each: Sequence[AbsorbPlan]) -> Visible:
-    """What decides which keys of all memories are seen."""
+    """Return the conditions that decide which keys of all memories are seen."""
     seen = [one.visible for one in each]
     lists = [v.chosen for v in seen if v.chosen is not None]
     return Visible(
@@ -83,14 +83,14 @@ def together(each: Sequence[AbsorbPlan]) -> Visible:
         lengths=tuple(length for v in seen for length in v.lengths),
         numbers=tuple(n for v in seen for n in v.numbers),
         chosen=lists[0] if lists else None,
-        # An empty memory hides nothing, and shows nothing.
+        # An empty memory hides nothing and shows nothing.
         always=any(p.visible.always and at_least(axis_size(p.site.keys), 1) for p in each),
         left=tuple(dict.fromkeys(why for v in seen for why in v.left)),
     )
 
 
 def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> Read | None:
-    """The rows of which all columns are both keys and values, in their order."""
+    """Return the rows if all their columns are both keys and values, in order."""
     if len(site.products) != 1:
         return None
     keys = reads(site.products[0].k, site.products[0].features, first)
@@ -103,7 +103,7 @@ def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> Read | None:
 
 
 def _over(site: AttentionSite, rows: Read, part: fx.Node, keys: Axis, masks: tuple[MaskTerm, ...]) -> AttentionSite:
-    """``site`` over the rows of ``part`` alone."""
+    """Return ``site`` over the rows of ``part`` alone."""
 
     def operand(columns: Axis) -> Operand:
         roles = [columns if role == COLUMNS else keys if role == site.keys else role for role in rows.roles]
@@ -121,13 +121,13 @@ def _along(term: MaskTerm, old: Axis, new: Axis) -> MaskTerm:
 
 
 def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[MaskTerm | None] | None:
-    """A mask for each memory of these sizes, None where it hides nothing there; None where it is one of them all."""
+    """Split a mask by memories of these sizes, with None where it hides nothing; return None if it cannot be split."""
     if keys not in term.operand.axes:  # the same for all keys
         return [term] * len(sizes)
     found = _parts(term.operand.node, term.operand.axes.index(keys), term, sizes)
     if found is None:
         return None
-    # A part may have fewer axes in front than what it was broadcast to.
+    # A part may lack leading axes that broadcasting added.
     axes = [None if part is None else align_right(part, term.operand.axes) for part in found]
     return [
         None if part is None or own is None else replace(term, operand=Operand(part, own))
@@ -136,7 +136,7 @@ def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[Mask
 
 
 def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> list[fx.Node | None] | None:
-    """What ``node`` is joined of along ``dim``, which has these sizes; None for a part that hides nothing."""
+    """Return the parts from which ``node`` is joined along ``dim``; None for a part that hides nothing."""
     how = decode(node)
     if isinstance(how, (Copy, Broadcast)) and val(how.x).dtype == val(node).dtype:
         before = dim - (len(shape(node)) - len(shape(how.x)))
@@ -146,12 +146,12 @@ def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> li
         parts = [part for part in how.parts if not same(shape(part)[dim], 0)]
         return list(parts) if same_sizes([shape(part)[dim] for part in parts], sizes) else None
     x = _before_zeros(node, dim)
-    hides = term.kind == "keep"  # zeros are added, or False, which hides nothing in a mask of what is dropped
+    hides = term.kind == "keep"  # a pad adds 0 or False, which hides nothing, unless the mask keeps only True
     return None if x is None or hides or len(sizes) != 2 or not same(shape(x)[dim], sizes[0]) else [x, None]
 
 
 def _before_zeros(node: fx.Node, dim: int) -> fx.Node | None:
-    """What ``node`` adds zeros to, behind it along ``dim`` and nowhere else."""
+    """Return the tensor behind which ``node`` pads zeros along ``dim`` and nowhere else."""
     if packet(node) not in (aten.pad, aten.constant_pad_nd):
         return None
     x, widths = args_of(node)[:2]

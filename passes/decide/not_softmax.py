@@ -1,9 +1,9 @@
-"""Attentions over a latent that are left because no softmax weighs their values: what is said of them.
+"""Attentions over a latent that stay because no softmax weighs their values, and the reason that is given.
 
-A product, a function of each score by itself (a sigmoid, a squared ReLU), and a second product are found in many places
-that are no attention: in networks whose weights are made of inputs, among the nodes of a graph, behind a running state.
-Named is only what would be absorbed if its weights were a softmax: several heads, whose keys or values a weight makes
-from one narrower row per token, or the cache of such keys.
+A product, an elementwise function of the scores (a sigmoid, a squared ReLU) and a second product also occur where there
+is no attention: in networks whose weights are computed from inputs, between the nodes of a graph network, behind a
+running state. So this reports only what would be absorbed if the function were a softmax: several heads whose keys or
+values a weight makes from one narrower row per token, or a cache of such keys.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LEGAL = (Code.ABSORBED, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE)
 
 
 def not_softmax(verdicts: Sequence[Verdict], functions: Sequence[fx.Node]) -> list[tuple[fx.Node, Stop]]:
-    """The value product of each attention to a latent, and the function in place of a softmax.
+    """Return the value product of each attention to a latent, and the function in place of a softmax.
 
-    ``verdicts`` are what would be said if each of ``functions`` were one.
+    ``verdicts`` are the verdicts that would hold if each of ``functions`` were a softmax.
     """
     return [
         (verdict.site.node, Stop(function, Code.NOT_SOFTMAX, _reason(function)))

@@ -1,9 +1,9 @@
-"""Analysis: what can be absorbed of an attention that cannot be absorbed as a whole.
+"""Find what can be absorbed of an attention that cannot be absorbed as a whole.
 
-Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` needs nothing of the keys, and ``q K^T``
-nothing of the values. So V can be absorbed where K is rotated after its up-projection, and K where V is no linear image
-of any rows. Of K it may be some columns, those that come from rows which all heads share, while the others keep a
-product of their own. What is not absorbed keeps its nodes, and the report says why.
+Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` does not involve the keys, and ``q K^T``
+does not involve the values. So V can be absorbed if K is rotated after its up-projection, and K can be absorbed if V is
+not a linear image of any rows. Of K, some columns may be absorbed, namely those from rows that all heads share; the
+other columns keep their own product. Parts that are not absorbed keep their nodes, and the report says why.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mla_compile.passes.linear.records import Maps
 
 @dataclass(frozen=True)
 class Partial:
-    """A part of a site that can be absorbed, what it costs in both forms, and what stays.
+    """A part of a site that can be absorbed, its cost in both forms, and what stays.
 
-    ``pays``: it is to be absorbed; ``by_call``: each call decides that by its number of queries.
+    ``pays``: the part is to be absorbed; ``by_call``: each call decides that by its number of queries.
     """
 
     plan: AbsorbPlan
@@ -53,7 +53,7 @@ def partial(
     forms: Forms,
     keep: Collection[Side] = (),
 ) -> Partial | None:
-    """The largest part of ``site`` that pays, else the largest that could be absorbed; None where there is none.
+    """Return the largest part of ``site`` that pays, else the largest legal part; None if there is none.
 
     ``failed``: why the whole cannot be absorbed; ``keep``: sides that have to stay as they are.
     """
@@ -64,7 +64,7 @@ def partial(
 
 
 def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
-    """The legal plans for parts of ``site``, both sides first, then the values (no rotation ever hinders those)."""
+    """Yield the legal plans for parts of ``site``: both sides first, then the values, which are never rotated."""
     own = of_queries(site, maps)
     options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
     for sides in options:
@@ -72,13 +72,13 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
             continue
         nodes = [p.k.node for p in site.products] if "keys" in sides else []
         nodes += [site.v.node] if "values" in sides else []
-        # Rows that the queries are made of are the model's hidden state, and no latent.
+        # Rows from which the queries are made are the model's hidden state, not a latent.
         pieces = pieces_of([maps.map(node) for node in nodes])
         if all(cut(piece, proper=True, without=own) is None for piece in pieces):
             continue
         cuts, _ = choose_sources(pieces, own)
         plan = make_part_plan(site, maps.with_sources(cuts), sides)
-        # A plan for both sides that expands only one is found again, without the other, further down.
+        # If a plan for both sides expands only one, that side's own plan comes later.
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue
         if not any(is_hidden_state(rows.node) for rows in plan.rows if plan.expands(rows)):
@@ -86,9 +86,9 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
 
 
 def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
-    """The columns that are absorbed, by side and by the rows they come from.
+    """Return the columns that are absorbed, by side and by the rows from which they come.
 
-    Columns that a weight makes once for all heads, such as a shared rotary key, are no expansion and do not count.
+    Columns that a weight makes once for all heads, such as a shared rotary key, are not expanded and do not count.
     """
     heads = axis_size(plan.heads)
     parts: dict[tuple[Side, Rows, int], int] = {}
@@ -110,7 +110,7 @@ def _weighed(
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)
-    # A fused attention has no product to replace: it is written out first, and that costs a trip through memory.
+    # A fused attention has no product to replace, so it is written out first, which costs a trip through memory.
     writes = plan.site.probs is None and not (plan.fits_op and plan.site.open_core is None)
     choice = choose_parts(
         parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
@@ -123,7 +123,7 @@ def _weighed(
 
 
 def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
-    """The sides and columns that stay, each with the operator to blame."""
+    """Yield the sides and columns that stay, each with the operator to blame."""
     site = plan.site
     read = [rows.node for rows in plan.rows]
     sides: tuple[tuple[Side, bool, list[fx.Node]], ...] = (
@@ -142,7 +142,7 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
         for rows in plan.rows:
             if rows.node in own and rows.heads:
                 own_stop = maps.reasons.get(rows.node)
-                # A walk that ended at a dropout or a nonlinearity has a better reason than that heads differ.
+                # A dropout or a nonlinearity is a better reason than differing heads.
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     code = "per_head_rope" if side == "keys" else "head_dependent_latent"
                     own_stop = Stop(rows.node, code, "every head has rows of its own")
@@ -157,8 +157,8 @@ def _kept_part(what: str, stop: Stop) -> KeptPart:
 def _why(
     site: AttentionSite, side: Side, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]
 ) -> Stop:
-    """Why the side made by ``nodes`` stays: why the whole failed, unless a better reason is found behind this side."""
-    # These say what was found at the end of a walk; any other code names the operator that is in the way.
+    """Explain why the side made by ``nodes`` stays: a reason found behind this side, else the failure of the whole."""
+    # These codes describe the end of a walk; any other code names the operator that is the obstacle.
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         return failed
     pieces = pieces_of([maps.map(n) for n in nodes])

@@ -1,16 +1,16 @@
-"""From an attention whose keys and values are linear images of narrow rows to the plan of its absorbed form.
+"""Plan the absorbed form of an attention whose keys and values are linear images of narrow rows.
 
 The proof obligations, checked here one by one on the refined maps:
 
 * every key-token atom is a token of every source (else tokens are mixed);
-* no weight or bias depends on a token atom (else it depends on the position); one may depend on a batch atom, such as a
-  group of heads whose rows are its own;
+* no weight or bias depends on a token atom (else it depends on the position); it may depend on a batch atom, such as a
+  group of heads with its own rows;
 * no column of the rows stands for several columns of K or V, unless a weight sums those into the query;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
-* the keys come from at most two row tensors, the values from one; those that a sum is made of count as one, joined.
+* the keys come from at most two row tensors, the values from one; the joined sources of a sum count as one.
 
 A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two: each head may
-have rows of its own, there may be any number of row tensors, and a side may be left as it is.
+have its own rows, there may be any number of row tensors, and a side may be left as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mla_compile.passes.linear.records import Maps, Term
 
 
 def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> AbsorbPlan | Stop:
-    """The plan for ``site``, or the first obligation that fails.
+    """Return the plan for ``site``, or the first obligation that fails.
 
     ``by_hand``: the rows may be keys and values as they are, with no weight between them and the attention.
     """
@@ -40,9 +40,10 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
         return found
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
     if by_hand and not all(isinstance(a.size, int) for a in heads):
-        return Stop(site.node, "not_mla", "tokens that the code writes as it writes heads share rows")
+        return Stop(site.node, "not_mla", "tokens that the code writes like heads share rows")
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
-    # The operator takes a latent, one tensor of rotary rows and one of values; more needs products one by one.
+    # The operator takes one tensor each of latent, rotary and value rows; otherwise each product is rewritten by
+    # itself.
     if _row_tensors(key_terms) not in (1, 2) or _row_tensors(value_terms) != 1:
         return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
     shared = set(of_values) <= set(of_keys)
@@ -58,14 +59,14 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
 
 
 def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
-    """The plan for a part of ``site``, of which the sides that are not among ``sides`` stay as they are."""
+    """Return the plan for a part of ``site``, whose other sides stay as they are."""
     found = _obligations(site, maps, sides, part=True)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms = found.site, found.keys, found.values
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     shared = [n for n in of_keys if not found.rows[n].heads]
-    # The operator reads one shared row per token. Rows of single heads can only come in as scores in the mask, so they
+    # The operator reads one shared row per token. Rows of single heads can only enter as scores in the mask, so they
     # may be rows of the keys, never of the values.
     fits = len(of_values) == 1 and not found.rows[of_values[0]].heads and bool(shared)
     if fits:
@@ -75,7 +76,7 @@ def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> 
     else:
         sources = [t.piece.source for t in (*value_terms, *key_terms) if t.piece.projected]
         expanded = [n for n in sources if n is not None]
-        # It only gives the figures here: rewriting the products looks up the rows of each term.
+        # This latent only gives the figures: the rewrite of the products looks up the rows of each term.
         latent = next((n for n in expanded if not found.rows[n].heads), expanded[0])
         value = rope = None
     vals = None if value is None or value is latent else found.rows[value]
@@ -106,7 +107,7 @@ class _Found:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
 
     def joined(self, sources: Sequence[fx.Node]) -> Rows:
-        """The rows of ``sources``, one after another."""
+        """Return the rows of ``sources``, one after another."""
         first, *others = (self.rows[n] for n in sources)
         if not others:
             return first
@@ -115,7 +116,7 @@ class _Found:
 
 
 def _row_tensors(terms: Sequence[Term]) -> int:
-    """How many row tensors ``terms`` read, where those that make the same columns count as one."""
+    """Return how many row tensors ``terms`` read; tensors that make the same columns count as one."""
     together: list[set[fx.Node]] = []
     columns: dict[tuple[int | None, int], set[fx.Node]] = {}
     for t in terms:
@@ -152,7 +153,7 @@ def _obligations(
 
 
 def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis, Axis] | Stop:
-    """Which lead atoms are batch and which are heads."""
+    """Split the lead atoms into batch and heads."""
     batch: list[Atom] = []
     heads: list[Atom] = []
     groups = groups_of(terms, site.lead)
@@ -164,28 +165,28 @@ def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis,
         elif "token" not in kinds or part:
             heads.append(atom)
         else:
-            return Stop(site.node, "per_head_rope", "some of the rows differ from head to head, the latent does not")
-    # Positions of the scores of which some are selected behind the softmax: the keys there have to be made of the same
-    # rows, as those of heads are.
+            return Stop(site.node, "per_head_rope", "some rows differ from head to head, but the latent does not")
+    # Some positions along these axes of the scores are selected behind the softmax. Their keys have to come from the
+    # same rows, as the keys of different heads do.
     for atom in (a for p in site.products for a in selected(site, p)):
         if any(t.kind(atom) == "token" for t in terms):
             return Stop(site.node, "head_dependent_latent", "keys that are selected together have rows of their own")
-    # With rows for every head there is nothing to share: absorbing would make each key as wide as the latent.
+    # If every head has its own rows, nothing is shared: absorbing would make each key as wide as the latent.
     if not heads and len(batch) > 1:
         return Stop(site.node, "head_dependent_latent", "every head has rows of its own")
     return tuple(batch), tuple(heads)
 
 
 def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None:
-    """The first three obligations, which concern each term by itself."""
+    """Check the first three obligations, which concern each term by itself."""
     for t in terms:
         node = t.piece.path[-1].node if t.piece.path else site.node
         for atom in site.keys:
             if t.piece.source is not None and t.kind(atom) != "token":
                 return Stop(node, "token_mixing", "a key row is not the image of one row of the source")
         known = {*t.piece.source_atoms, *(t.piece.weight.atoms if t.piece.weight else ())}
-        # Repeated columns of K add up in q . K. Those of V would each have to be written to the output.
-        summed = t.product is not None and t.piece.weight is not None  # into the query, repeated columns too
+        # Repeated columns of K add up in q . K. Repeated columns of V would each have to be written to the output.
+        summed = t.product is not None and t.piece.weight is not None  # the weight sums repeated columns into the query
         if t.piece.source is not None and not summed and not known.issuperset(t.features):
             return Stop(node, "unsupported_op", "one column of the rows stands for several")
         # A weight that differs from token to token cannot be moved past the sum over tokens.
@@ -197,13 +198,13 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None
 
 
 def _read_rows(found: _Found, terms: Sequence[Term]) -> Stop | None:
-    """Fills ``found.rows``: every source as rows, the same for all terms that read it."""
+    """Fill ``found.rows``: every source as rows, the same for all terms that read it."""
     by_source: dict[fx.Node, list[Term]] = {}
     for t in terms:
         assert t.piece.source is not None
         by_source.setdefault(t.piece.source, []).append(t)
     for node, using in by_source.items():
-        # One tensor read in two ways would need two layouts of it in memory.
+        # A tensor that is read in two ways would need two layouts in memory.
         own = {tuple(a for a in found.heads if t.kind(a) == "token") for t in using}
         layouts = {_row_axes(t, (*found.batch, *found.site.keys, *heads)) for t in using for heads in own}
         if len(layouts) != 1 or len(own) != 1:
@@ -215,7 +216,7 @@ def _read_rows(found: _Found, terms: Sequence[Term]) -> Stop | None:
 
 
 def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) -> fx.Node:
-    """What the values read, where the keys read it too; else what a weight expands into keys."""
+    """Return the rows that the values read, if the keys read them too; else rows that a weight expands into keys."""
     if value in of_keys:
         return value
     expanded = [n for n in of_keys if any(t.piece.projected for t in keys if t.piece.source is n)]
@@ -223,7 +224,7 @@ def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) ->
 
 
 def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
-    """The source's axes, with the site's atoms in place of the piece's for batch, keys and heads with own rows."""
+    """Return the source's axes in the site's atoms for batch, keys and heads with own rows, else in the piece's."""
     site_atom = {term.at[a]: a for a in outer if a in term.at}
     return tuple(tuple(site_atom.get(a, a) for a in axis) for axis in term.piece.source_axes)
 
@@ -240,7 +241,7 @@ def _dims(
     of_latent = {r.node for r in latent.each}
     own = _columns(site, [t for t in keys if t.piece.source is None or t.piece.source in of_latent])
     rotary = 0 if rope is None else rope.size
-    # What the scores of all products read; R is what they do besides the latent once.
+    # The widths of all rows that the scores read; R is the total without one latent.
     widths = {r.node: r.size for rows in (latent, rope) if rows is not None for r in rows.each}
     read = {(t.product, t.piece.source): widths[t.piece.source] for t in keys if t.piece.source is not None}
     total = sum(_copies(site, product) * size for (product, _), size in read.items())
@@ -258,20 +259,20 @@ def _dims(
 
 
 def _columns(site: AttentionSite, terms: Sequence[Term]) -> int:
-    """How many columns of K or V ``terms`` make; the terms of a sum make the same."""
+    """Return how many columns of K or V ``terms`` make; the terms of a sum make the same columns."""
     widths = {(t.product, t.start): t.stop - t.start for t in terms}
     return sum(_copies(site, product) * width for (product, _), width in widths.items())
 
 
 def _copies(site: AttentionSite, product: int | None) -> int:
-    """How many scores of a query and a key ``product`` makes for each head: those of which some are selected."""
+    """Return how many scores ``product`` makes per query, key and head; some of them are selected later."""
     return 1 if product is None else fixed_size(selected(site, site.products[product]))
 
 
 def _part_dims(
     site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
 ) -> Dims | Stop:
-    """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
+    """Return the letters of a part: N columns of K come from rows (all, if K stays), R are read as they are."""
     widths = [(axis_size(p.features), _copies(site, n)) for n, p in enumerate(site.products)]
     total = sum(size * copies for size, copies in widths if isinstance(size, int))
     value = axis_size(value_features(site))

@@ -1,9 +1,9 @@
-"""Whether what a code states was shown of an attention; what is said of the operator instead where it was not.
+"""Whether the code of a refusal is proved for an attention, and the reason that replaces it otherwise.
 
-A walk ends at an operator because no rule covers it, which says nothing yet of what the operator does. Which axis of it
-holds the key tokens does: it is followed from K and V back to the operator. A factor is position-dependent if it has
-that axis and is made of positions; tokens are mixed if other positions of that axis are read. What is shown by neither
-is named, as an operator that has no rule.
+A walk ends at an operator because no rule covers it. That does not yet say what the operator does. To find out, the
+axis of the key tokens is followed from K and V back to the operator. A factor is position-dependent if it has that axis
+and is made from positions. Tokens are mixed if other positions along that axis are read. An operator for which neither
+is shown is reported as having no rule.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Labelled = tuple[tuple[fx.Node, str], tuple[fx.Node, str], str]
 
 @dataclass(frozen=True)
 class Proofs:
-    """What can be shown of operators behind K and V of one attention."""
+    """Facts that can be shown of operators behind K and V of one attention."""
 
     site: AttentionSite
     maps: Maps
 
     def shown(self, stop: Stop) -> Stop:
-        """``stop`` if what its code states was shown; else what was, or the operator by its name."""
+        """Return ``stop`` if its code is proved; else a reason that is, or one that names the operator."""
         node = stop.node
         if stop.code not in _STATED or not is_tensor(node) or node.op != "call_function":
             return stop
@@ -64,7 +64,7 @@ class Proofs:
             how = "has a factor or a term that differs from token to token"
             return stop if stop.code == "position_dependent" else _stop(node, "position_dependent", how)
         if self._multiplies_rows(node):
-            return stop if stop.code == "nonlinear" else _stop(node, "nonlinear", "multiplies rows by what they make")
+            return stop if stop.code == "nonlinear" else _stop(node, "nonlinear", "multiplies functions of the rows")
         guessed = stop == unexplained(self.maps, node)
         if stop.code in _STATED[3:]:
             return stop
@@ -72,7 +72,7 @@ class Proofs:
 
     @cached_property
     def tokens(self) -> dict[fx.Node, set[int]]:
-        """The axes of nodes behind K and V that hold the key tokens."""
+        """The axes that hold the key tokens, for nodes behind K and V."""
         found: dict[fx.Node, set[int]] = {}
         operands = (*(p.k for p in self.site.products), self.site.v)
         keys = set(self.site.keys)
@@ -88,7 +88,7 @@ class Proofs:
         return self.tokens.get(node, set())
 
     def _mixes_tokens(self, node: fx.Node) -> bool:
-        """Whether a token of ``node`` is computed from several tokens of an operand that depends on inputs."""
+        """Whether a token of ``node`` depends on several tokens of an operand that is not a weight."""
         mine = self._of(node)
         if mine & set(worked_along(node)) or _reorders(node, mine):
             return True
@@ -107,12 +107,12 @@ class Proofs:
         return False
 
     def _rows_lie_along(self, x: fx.Node, dims: Iterable[int]) -> bool:
-        """Whether axes of ``x`` are rows of what it is made of, and not the columns."""
+        """Whether axes of ``x`` are rows of its source, and not columns."""
         pieces = [p for p in self.maps.map(x).pieces if p.source is not None]
         return any(a in flatten(p.source_axes[:-1]) for p in pieces for d in dims for a in p.axes[d])
 
     def _parts_of_one_axis(self, x: fx.Node, kept: Collection[int], gone: Collection[int]) -> bool:
-        """Whether axes of ``x`` that are kept and axes that are not are one axis of the rows: windows of tokens."""
+        """Whether a kept and a reduced axis of ``x`` belong to one axis of the rows: windows of tokens."""
         for piece in self.maps.map(x).pieces:
             for own in piece.source_axes:
                 has = [any(a in own for d in dims for a in piece.axes[d]) for dims in (kept, gone)]
@@ -121,7 +121,7 @@ class Proofs:
         return False
 
     def _differs_by_position(self, node: fx.Node) -> bool:
-        """Whether ``node`` combines rows with what differs along the tokens, and is made of positions."""
+        """Whether ``node`` combines rows with an operand that differs along the tokens and is made from positions."""
         if packet(node) is aten.view_as_complex:
             return any(packet(user) is aten.mul and self._differs_by_position(user) for user in node.users)
         tagged = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet(node) in _CHOICES
@@ -130,7 +130,7 @@ class Proofs:
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
         for dim in self._of(node):
             varies = [n for n, at in along(node, dim).items() if not axis_is_broadcast(n, at, self.maps)]
-            # Of a factor that is the same for all tokens the rows are the only operand that differs.
+            # If a factor is the same for all tokens, only the rows vary.
             if min(len(operands), len(varies)) > 1 and any(self._is_positional(node, n) for n in varies):
                 return True
         return False
@@ -140,7 +140,7 @@ class Proofs:
             return True
         if packet(node) in _CHOICES:
             return val(other).dtype == torch.bool
-        # Rows of the model come in as floating numbers and are projected; positions and their angles are not.
+        # Rows enter as floating-point inputs and are projected; positions and their angles are not.
         behind = list(reachable([other], lambda n: [m for m in n.all_input_nodes if not self.maps.is_weight(m)], REACH))
         inputs = [n for n in behind if n.op == "placeholder" and is_tensor(n) and val(n).is_floating_point()]
         if packet(node) in _SUMS:
@@ -148,7 +148,7 @@ class Proofs:
         return not any(_projects(n, self.maps) for n in behind)
 
     def _multiplies_rows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a product, token by token, of two tensors that are computed from the same rows."""
+        """Whether ``node`` multiplies, token by token, two tensors that are computed from the same rows."""
         labelled = _labels(node)
         operands = [n for n in node.all_input_nodes if is_tensor(n) and not self.maps.is_weight(n)]
         if len(operands) != 2 or (labelled is None and packet(node) not in (aten.mul, aten.div)):
@@ -158,12 +158,12 @@ class Proofs:
 
 
 def along_all(node: fx.Node, dims: Iterable[int]) -> set[int]:
-    """The axes of its only operand that ``dims`` of ``node`` are."""
+    """Return the axes of the only operand that correspond to ``dims`` of ``node``."""
     return {at for dim in dims for at in along(node, dim).values()}
 
 
 def _reorders(node: fx.Node, dims: Collection[int]) -> bool:
-    """Whether ``node`` joins slices of one tensor in another order than they had."""
+    """Whether ``node`` joins slices of one tensor in a different order."""
     how = decode(node)
     if not isinstance(how, Join) or how.dim not in dims:
         return False
@@ -177,7 +177,7 @@ def _stop(node: fx.Node, code: str, what: str) -> Stop:
 
 
 def _sums(node: fx.Node) -> bool:
-    """Whether an operator that is no rule's is linear all the same."""
+    """Whether an operator without a rule is nevertheless linear."""
     return packet(node) in (aten.sum, aten.mean, aten.cumsum)
 
 
@@ -193,7 +193,7 @@ def _labels(node: fx.Node) -> Labelled | None:
 
 
 def _projects(node: fx.Node, maps: Maps) -> bool:
-    """Whether a weight sums over features of floating rows in ``node``."""
+    """Whether ``node`` sums over features of floating-point rows by a weight."""
     if not is_contraction(node):
         return False
     labelled = _labels(node)

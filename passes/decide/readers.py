@@ -1,7 +1,7 @@
-"""Who still reads an up-projection that makes K and V in one product, and whether a product of their own would do.
+"""Remaining readers of an up-projection that makes K and V in one product, and whether they can have their own product.
 
-``k, v = split(view(linear(c, W)))`` with ``v`` absorbed still computes all of ``linear(c, W)``, and nothing is saved,
-unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_compile.passes.rewrite.narrow`).
+In ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed, ``k`` still needs all of ``linear(c, W)``, and nothing is
+saved unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_compile.passes.rewrite.narrow`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def narrower_readers(
     *,
     columns: bool = True,
 ) -> tuple[fx.Node, ...] | None:
-    """The narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.
+    """Return the narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.
 
-    Its lengths are among them, where the rows have them, too (:func:`length_of`), and parts of a few tokens
-    (:func:`of_few_rows`). None where some reader needs all of it, or needs columns that were ``absorbed`` (nodes on
-    their way to the site): then nothing is saved. ``columns``: whether any columns may still be read of all tokens.
-    ``reads`` says what a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
+    These include its lengths, if the rows have them too (:func:`length_of`), and parts of a few tokens
+    (:func:`of_few_rows`). None if a reader needs all of it, or columns that were ``absorbed`` (nodes on their way to
+    the site): then nothing is saved. ``columns``: whether some columns of all tokens may still be read. ``reads`` says
+    what a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
     """
     at_source = maps.with_sources([source])
     whole = bytes_hint(expansion)
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
-        """The readers of ``expansion``, of views of it, of the tuples that a split makes, and of what was absorbed."""
+        """Return the readers of ``expansion``, of its views, of tuples that a split makes, and of absorbed nodes."""
         if is_tuple(node) or (is_tensor(node) and (bytes_hint(node) >= whole or node in absorbed)):
             return (u for u in node.users if u in alive and node in reads(u))
         return ()
@@ -65,7 +65,7 @@ def narrower_readers(
             if projection_of(node, source, at_source) is None:
                 return None
         elif node in absorbed:
-            continue  # so are its readers, or they are looked at
+            continue  # its readers were absorbed too, or they are visited
         elif not columns or any(n in absorbed and bytes_hint(n) < whole for n in node.all_input_nodes):
             return None
         elif _can_be_made_alone(node, projection_of(node, source, at_source)):
@@ -82,9 +82,9 @@ def tokens_read(
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
 ) -> fx.Node | None:
-    """A slice by which tokens of ``expansion`` are read, where nothing reads all of them; None where something does.
+    """Return a slice that reads tokens of ``expansion`` if nothing reads all of them; None otherwise.
 
-    Arguments as for :func:`narrower_readers`.
+    The arguments are those of :func:`narrower_readers`.
     """
     at_source = maps.with_sources([source])
 
@@ -107,9 +107,9 @@ def tokens_read(
 def other_reader(
     expansion: fx.Node, reads: Callable[[fx.Node], Collection[fx.Node]], alive: Collection[fx.Node]
 ) -> fx.Node:
-    """The first operator that computes something of ``expansion``, or of what was moved, cut and joined of it.
+    """Return the first operator that computes with ``expansion``, or with moved, cut or joined parts of it.
 
-    Where there is none, the output of the graph; else who reads a length. ``reads`` and ``alive`` as for
+    If there is none, return the output of the graph, else a reader of a length. ``reads`` and ``alive`` as for
     :func:`narrower_readers`.
     """
 
@@ -124,7 +124,7 @@ def other_reader(
 
 
 def length_of(node: fx.Node, source: fx.Node) -> int | None:
-    """The axis of ``source`` that has the length ``node`` is; None where it is no length of a tensor, or of no axis."""
+    """Return the axis of ``source`` whose length ``node`` holds; None if ``node`` holds no such length."""
     if packet(node) is not aten.sym_size:
         return None
     x, dim = args_of(node)
@@ -132,33 +132,33 @@ def length_of(node: fx.Node, source: fx.Node) -> int | None:
 
 
 def projection_of(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
-    """The linear map of ``node`` where it is a single projection of ``source``."""
+    """Return the linear map of ``node`` if it is a single projection of ``source``."""
     pieces = maps.map(node).pieces
     return pieces[0] if len(pieces) == 1 and pieces[0].source is source and pieces[0].projected else None
 
 
 def of_few_rows(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
-    """The linear map of ``node``, a part of a few tokens of what a weight makes of ``source`` over those rows."""
+    """Return the linear map of ``node`` over a few rows, if it is a projection of ``source`` for few tokens."""
     taken = taken_of(node)
     if taken is None or taken.padded is not None:
         return None
-    # Without what is known of K and V, so that who makes it alone later finds the same.
+    # The slices known for K and V are left out, so that the pass that makes `node` alone finds the same map.
     maps = with_slices_of([[node]], maps.with_virtual(VirtualSources()).with_sources([source]))
     pieces = maps.map(node).pieces
     if len(pieces) != 1 or pieces[0].source is None or not is_virtual(pieces[0].source) or not pieces[0].projected:
         return None
     rows = pieces[0].source
-    # A slice whose length may grow with the context is made of as many rows.
+    # A slice whose length may grow with the context may take many rows.
     fixed = all(isinstance(s, int) or any(same(s, t) for t in shape(source)[:1]) for s in shape(rows))
     few = 2 * bytes_hint(rows) <= bytes_hint(source)
     return pieces[0] if args_of(rows)[0] is source and fixed and few and _can_be_made_alone(node, pieces[0]) else None
 
 
 def _can_be_made_alone(node: fx.Node, piece: Piece | None) -> bool:
-    """Whether one product with some rows of the weight, in the dtype it has, gives exactly the numbers of ``node``."""
+    """Whether one product with some rows of the weight, in its dtype, gives exactly the values of ``node``."""
     if piece is None or piece.weight is None or piece.scale != 1.0:
         return False
-    # What is made alone has strides of its own: a split of the whole has those of the whole.
+    # A separate product has its own strides; a split of the whole has those of the whole.
     if _strides_show(node):
         return False
     tokens = [a for a in flatten(piece.axes) if a in piece.source_atoms]
@@ -167,14 +167,14 @@ def _can_be_made_alone(node: fx.Node, piece: Piece | None) -> bool:
         return False
     if set(tokens) | set(piece.contracted) != piece.source_atoms:
         return False
-    # In half precision a weight that is computed would be rounded at another place than the product it replaces was.
+    # In half precision, a computed weight would be rounded at another place than the product that it replaces.
     exact = val(node).dtype.itemsize >= 4 or all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
     assert piece.source is not None
     return exact and val(piece.source).dtype == val(node).dtype == piece.weight.expr.value.dtype
 
 
 def _strides_show(node: fx.Node) -> bool:
-    """Whether the layout of ``node`` in memory can be seen: by the caller, or by an operator that is given strides."""
+    """Whether the memory layout of ``node`` is visible to the caller or to an operator that takes strides."""
 
     def views(node: fx.Node) -> Iterable[fx.Node]:
         return (u for u in node.users if view_source(u) is not None)

@@ -1,4 +1,4 @@
-"""Which rows the keys and values of an attention show, as views, casts and joins of columns lead back to them."""
+"""The rows that the keys and values of an attention show, found through views, casts and joins of columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Cut: TypeAlias = "tuple[Role, object]"
 
 @dataclass(frozen=True)
 class Read:
-    """Columns ``start`` to ``stop`` of ``rows``, of which ``cuts`` are read; ``roles``: what its dimensions are."""
+    """Columns ``start`` to ``stop`` of ``rows``, sliced by ``cuts``; ``roles``: the roles of the dimensions."""
 
     rows: fx.Node
     cuts: tuple[_Cut, ...]
@@ -42,7 +42,7 @@ class Read:
     roles: tuple[Role, ...] = field(default=(), compare=False)
 
     def within(self, others: Iterable[Read]) -> bool:
-        """Whether ``others`` together read every column that this one does."""
+        """Whether ``others`` together read every column of this one."""
         alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts]
         covered = self.start
         for other in sorted(alike, key=lambda o: o.start):
@@ -52,7 +52,7 @@ class Read:
 
 
 def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[Read]:
-    """The rows that an operand shows, looked for through views, casts and joins of columns."""
+    """Return the rows that an operand shows, found through views, casts and joins of columns."""
     roles: list[Role] = [COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
     width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == COLUMNS]
     if len(width) != 1 or not isinstance(width[0], int):
@@ -102,7 +102,7 @@ def _behind(
 def _roles_before(
     how: Copy | Permute | Broadcast | Repeat | Regroup, node: fx.Node, roles: Sequence[Role]
 ) -> list[Role] | None:
-    """What the dimensions of ``how.x`` are; None where that cannot be told, or its columns are others."""
+    """Return the roles of the dimensions of ``how.x``; None if they are unknown, or if its columns are different."""
     own, sizes = shape(how.x), shape(node)
     if isinstance(how, Permute):
         before: list[Role] = [()] * len(own)
@@ -115,7 +115,7 @@ def _roles_before(
         return _regrouped(own, sizes, roles)
     if isinstance(how, (Broadcast, Repeat)):
         extra = len(sizes) - len(own)
-        # Along an axis that was repeated all rows are alike; repeated columns are none of the row's own.
+        # Along a repeated axis, all rows are alike; repeated columns are not the row's own columns.
         inner = isinstance(how, Repeat) and how.interleaved
         triples = zip(roles[extra:], own, sizes[extra:], strict=True)
         before = [role if same(a, b) else _once(role, a, inner=inner) for role, a, b in triples]
@@ -124,7 +124,7 @@ def _roles_before(
 
 
 def _once(role: Role, size: Size, *, inner: bool) -> Role:
-    """The part of an axis along which rows are not repeated, of this size; ``inner``: each is repeated by itself."""
+    """Return the factor of this size along which rows are not repeated; ``inner``: each row is repeated in place."""
     if isinstance(role, str) or same(size, 1):
         return ()
     parts = (role[:n] if inner else role[n:] for n in range(1, len(role)))
@@ -132,7 +132,7 @@ def _once(role: Role, size: Size, *, inner: bool) -> Role:
 
 
 def _regrouped(own: Sequence[Size], sizes: Sequence[Size], roles: Sequence[Role]) -> list[Role] | None:
-    """What axes were before a view made those of ``sizes`` of them."""
+    """Return the roles of the axes before a view turned them into axes of ``sizes``."""
     # Axes of size 1 come and go.
     named = [role for role, s in zip(roles, sizes, strict=True) if not same(s, 1)]
     if same_sizes([s for s in own if not same(s, 1)], [s for s in sizes if not same(s, 1)]):

@@ -1,4 +1,4 @@
-"""What is decided about an attention, as data: the plan of its rewrite, and the verdict."""
+"""The decision about an attention, as data: the plan of its rewrite, and the verdict."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Side = Literal["keys", "values"]
 class Rows:
     """The rows of one source: ``node``, read as [batch, keys, width].
 
-    ``axes``, one for each dimension of ``node``, are written in the site's atoms for batch and keys and in the source's
-    own for the width. ``heads``: the heads that have rows of their own, in a plan for a part of an attention.
-    ``parts``: rows of several sources that are joined to these, of which the first is named.
+    ``axes`` has one axis for each dimension of ``node``, in the site's atoms for batch and keys and in the source's own
+    atoms for the width. ``heads``: the heads that have their own rows, in a plan for a part of an attention. ``parts``:
+    rows of several sources that are joined into these; ``node`` is the first source.
     """
 
     node: fx.Node
@@ -38,7 +38,7 @@ class Rows:
 
     @property
     def each(self) -> tuple[Rows, ...]:
-        """The rows of single sources that these are."""
+        """The rows of single sources that make up these rows."""
         return self.parts or (self,)
 
     @property
@@ -47,22 +47,22 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many rows a token has: one for each of ``heads``, or one that all heads share."""
+        """The rows per token: one for each of ``heads``, or one that all heads share."""
         return fixed_size(self.heads)
 
 
 @dataclass(frozen=True)
 class AbsorbPlan:
-    """Everything a rewrite needs; the rewrite itself decides nothing.
+    """Everything that a rewrite needs; the rewrite itself decides nothing.
 
     ``latent`` are the rows that a weight expands, ``rope`` the rows that all heads share as they are, and ``values``
-    the rows of the values where those are not the latent. Where K or V are sums, any of them may be joined rows.
+    the rows of the values if those are not the latent. If K or V are sums, each of them may be joined rows.
 
-    ``visible`` is what the masks let through, for the attention operator.
+    ``visible``: the keys that the masks show, for the attention operator.
 
-    In a plan for a part, ``keys`` or ``vals`` is empty where that side stays as it is, and ``extra`` holds further
-    rows. ``fits_op`` says whether the attention operator can be used all the same: ``extra`` then belong to keys, and
-    their scores are added to the mask.
+    In a plan for a part, ``keys`` or ``vals`` is empty if that side stays as it is, and ``extra`` holds further rows.
+    ``fits_op``: the attention operator can be used nevertheless; ``extra`` then belong to keys, and their scores are
+    added to the mask.
     """
 
     site: AttentionSite
@@ -85,7 +85,7 @@ class AbsorbPlan:
 
     @property
     def whole(self) -> bool:
-        """Whether the attention becomes the operator; else each of its products is rewritten by itself."""
+        """Whether the attention becomes the operator; otherwise each of its products is rewritten by itself."""
         return self.site.open_core is None and self.fits_op
 
     @property
@@ -99,17 +99,17 @@ class AbsorbPlan:
     @property
     def rows(self) -> tuple[Rows, ...]:
         named = (r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
-        # By node: what is joined to other rows may be read by itself, too.
+        # By node, because rows that are joined to others may also be read by themselves.
         return tuple({one.node: one for rows in named for one in rows.each}.values())
 
     @property
     def row_values(self) -> int:
-        """Values per token of all rows. Those of single heads, or of a group, are there once for each."""
+        """Values per token of all rows. Rows of single heads, or of a group, count once for each."""
         groups = groups_of(self.terms, self.batch)
         return sum(r.size * r.count * fixed_size(a for a in groups if a in flatten(r.axes)) for r in self.rows)
 
     def expands(self, rows: Rows) -> bool:
-        """Whether a weight makes some of K or V from ``rows``; shared rotary keys are read as they are."""
+        """Whether a weight makes part of K or V from ``rows``; shared rotary keys are read as they are."""
         return any(t.piece.source is rows.node and t.piece.projected for t in self.terms)
 
     def rows_of(self, source: fx.Node) -> Rows:
@@ -117,13 +117,13 @@ class AbsorbPlan:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What the rewritten site reads besides queries, masks and weights: rows, and K or V where it stays."""
+        """The operands of the rewritten site besides queries, masks and weights: rows, and K or V if it stays."""
         kept = [] if self.keys else [p.k.node for p in self.site.products]
         kept += [] if self.vals else [self.site.v.node]
         return (*(r.node for r in self.rows), *kept)
 
     def sizes(self) -> tuple[Size, Size, Size]:
-        """B, S, T."""
+        """Return B, S, T."""
         return axis_size(self.batch), axis_size(self.site.queries), axis_size(self.site.keys)
 
 
@@ -131,8 +131,9 @@ class AbsorbPlan:
 class Fusion:
     """How an attention over rows that heads share becomes one operator, or one for each memory.
 
-    ``columns``: which columns of ``plan.latent`` are the values, first or last ones, where both are columns of the same
-    rows; ``whole`` are those. ``memories``: a plan for each of those that the rows lie in, where they lie in several.
+    ``columns``: the range of columns of ``plan.latent`` that are the values, at its start or end, if keys and values
+    are columns of the same rows; ``whole`` are those rows. ``memories``: a plan for each memory, if the rows lie in
+    several.
     """
 
     plan: AbsorbPlan
@@ -142,20 +143,20 @@ class Fusion:
 
     @property
     def each(self) -> tuple[AbsorbPlan, ...]:
-        """The plan of each memory, or the only one."""
+        """The plan of each memory, or the only plan."""
         return self.memories or (self.plan,)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision about one site. ``plan`` and ``choice`` are there whenever absorption is legal.
+    """The decision about one site. ``plan`` and ``choice`` are set whenever absorption is legal.
 
     ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks one.
 
-    For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` what is not and why, and ``instead``
-    the verdict that stands if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be made
-    alone because the rest of their projection is no longer read. ``fusion``: of a site over shared rows.
-    ``fix``: what the user could change, where it is not what the code says.
+    For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` is what stays and why, and ``instead``
+    is the verdict that applies if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be
+    made alone because the rest of their projection is no longer read. ``fusion``: the fusion of a site over shared
+    rows. ``fix``: what the user could change, if it differs from the code's advice.
     """
 
     site: AttentionSite
@@ -179,18 +180,18 @@ class Verdict:
 
 
 def pieces_of(maps: list[LinearMap]) -> list[Piece]:
-    """Every piece that has a source."""
+    """Return every piece that has a source."""
     return [p for m in maps for p in m.pieces if p.source is not None]
 
 
 def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
-    """The atoms of ``lead`` that are groups of heads: rows differ along them, and so do their weights."""
+    """Return the atoms of ``lead`` that are groups of heads: rows differ along them, and so do their weights."""
     made = {(t.at[a], a): t for t in terms for a in lead if t.kind(a) == "token" and t.piece.weight is not None}
     return tuple(dict.fromkeys(a for (own, a), t in made.items() if t.piece.weight and own in t.piece.weight.atoms))
 
 
 def selected(site: AttentionSite, product: Product) -> Axis:
-    """The positions of the scores of ``product`` of which some are selected behind a softmax."""
+    """Return the axes of the scores of ``product`` along which positions are selected behind a softmax."""
     return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 
@@ -203,11 +204,11 @@ def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
 
 
 def axis_is_broadcast(node: fx.Node, dim: int, maps: Maps) -> bool:
-    """Whether ``node`` has the same numbers all along its axis ``dim``."""
+    """Whether ``node`` is constant along its axis ``dim``."""
     if maps.is_weight(node):
         return same(shape(node)[dim], 1)
     found = maps.map(node)
-    # Of parts that are joined along the axis, each may be the same everywhere and differ from the next one.
+    # Parts that are joined along the axis may each be constant and still differ from each other.
     return found.axis != dim and all(_is_broadcast(set(p.axes[dim]), p) for p in found.pieces)
 
 

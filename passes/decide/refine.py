@@ -1,7 +1,7 @@
-"""The common refinement of a site and its linear maps: both written in the same atoms.
+"""The common refinement of a site and its linear maps: both are written in the same atoms.
 
-The site knows that an axis of K is "batch, then head"; the map of K knows which factors of that axis are tokens of its
-source and which are columns of a weight. Both are split until every factor of one is a factor of the other.
+The site knows that an axis of K is "batch, then head". The map of K knows which factors of that axis are tokens of its
+source and which are columns of a weight. Both are split until their factors agree.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mla_compile.passes.linear.records import LinearMap, Term
 def refine(
     site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None
 ) -> tuple[AttentionSite, tuple[Term, ...], tuple[Term, ...]] | Stop:
-    """The site with atoms split as far as needed, the terms of its keys and the terms of its values.
+    """Return the site with its atoms split as needed, the terms of its keys and the terms of its values.
 
     A side without maps (None) has no terms.
     """
     wanted: list[tuple[Operand, Axis, LinearMap, int | None]]
-    while True:  # ends: every round splits an atom of the site at a boundary that some map has and the site had not
+    while True:  # terminates: each round splits a site atom at a boundary that a map has and the site lacked
         terms: list[Term] = []
         split: Split = {}
         wanted = []
@@ -42,27 +42,27 @@ def refine(
 
 
 def value_features(site: AttentionSite) -> Axis:
-    """The feature axis of the values: what the output has and the scores have not."""
+    """Return the feature axis of the values: atoms that the output has and the scores lack."""
     outer = {*site.lead, *site.queries}
     return tuple(a for a in flatten(site.out.axes) if a not in outer)
 
 
 def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | None) -> list[Term] | Split | Stop:
-    """The terms of one operand, or the atoms of the site that have to be split first."""
+    """Return the terms of one operand, or the atoms of the site that have to be split first."""
     at = [k for k, own in enumerate(operand.axes) if own and set(own) == set(features)]
-    # No feature axis is fine where the scores are an outer product, without features to sum over.
+    # Without a feature axis, the scores are an outer product, which is fine.
     if len(at) != 1 and features:
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
     feature_axis = at[0] if at else None
-    # Parts joined along another axis are made by different maps there, so no one map makes all rows. Heads get a code
-    # of their own, because they can still be split into groups.
+    # Parts joined along another axis have different maps there, so no one map makes all rows. Heads get a separate
+    # code, because they can still be split into groups.
     if lmap.axis is not None and lmap.axis != feature_axis:
         made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]
         if any(f is not None and a in f.atoms for f, own in made for a in own):
             return Stop(operand.node, "head_dependent_latent", "heads that are made of different rows are joined")
         return Stop(operand.node, "token_mixing", "rows of several tensors are joined after the up-projection")
     terms: list[Term] = []
-    # The terms of a sum have the same columns: what they add to the scores, or to the output, adds up.
+    # The terms of a sum have the same columns: their contributions to the scores, or to the output, add up.
     for segment, piece in ((s, p) for s in lmap.segments for p in s.piece.summands):
         if not piece.defined:
             return Stop(operand.node, "unsupported_op", "part of the tensor is never written")

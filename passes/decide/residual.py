@@ -1,7 +1,7 @@
-"""Telling hidden states from a latent, by the residual connection ``h = x + f(x)`` or the convolution behind them.
+"""Telling hidden states from a latent, by a residual connection ``h = x + f(x)`` or a convolution behind them.
 
-A latent is projected from hidden states, and is what a cache should hold. K and V that are projected from the hidden
-states themselves are plain multi-head attention. Widths cannot tell the two apart: a latent may be the wider one.
+A latent is projected from hidden states, and a cache should hold it. If K and V are projected from the hidden states
+themselves, this is plain multi-head attention. Widths cannot tell the two apart, because a latent may be wider.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _CONVOLUTIONS = (aten.convolution, aten.conv1d, aten.conv2d, aten.conv3d)
 
 
 def shortcut(node: fx.Node) -> fx.Node | None:
-    """``x`` where ``node`` is ``x + f(x)``, else None.
+    """Return ``x`` if ``node`` is ``x + f(x)``, else None.
 
-    A rotation ``x cos + rotated(x) sin`` is a sum as well, but neither of its terms is computed from the other.
+    A rotation ``x cos + rotated(x) sin`` is a sum as well, but neither term is computed from the other.
     """
     inputs = node.all_input_nodes
     if packet(node) is not aten.add or len(inputs) != 2:
         return None
-    # Nodes compare by their place in the graph: only the earlier one can be what the later is computed from.
+    # Nodes compare by their place in the graph: the later one can only be computed from the earlier one.
     first, second = sorted(inputs)
     return first if is_tensor(first) and leads_to(first, second) else None
 
 
 def is_hidden_state(rows: fx.Node) -> bool:
-    """Whether ``rows`` come out of a residual connection or a convolution, perhaps through a norm, unprojected."""
+    """Whether ``rows`` come from a residual connection or a convolution, perhaps through a norm, unprojected."""
     rows = whole_rows(rows)
     count = _elements(rows)
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
-        # A norm or a gate keeps the number of elements; its weights, means and variances have others.
+        # A norm or a gate keeps the number of elements; its weights, means and variances have a different number.
         inputs = () if packet(node) in CONTRACTIONS else node.all_input_nodes
         return (n for n in inputs if is_tensor(n) and _elements(n) == count)
 

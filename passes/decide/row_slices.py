@@ -1,9 +1,9 @@
-"""Analysis: slices along the tokens of K or V are made of the same slices of their rows.
+"""Slices of K or V along the tokens are images of the same slices of their rows.
 
 In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
-``c[:, :n]`` in the place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*:
-no graph holds it until an attention that reads it is absorbed. Static caches are read like that: expanded from rows of
-full length, then cut to the length in use. So are zero tokens before or behind K and V, ``pad(c W) = pad(c) W``.
+``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no
+graph contains it until an attention that reads it is absorbed. Static caches are read like this: expanded from rows of
+full length, then cut to the length in use. Zero tokens before or behind K and V work alike, ``pad(c W) = pad(c) W``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Sliced:
-    """A slice of K or V, or of what they are made of; ``rows``: what it is an image of, and which axis is sliced.
+    """A slice of K or V, or of a tensor behind them; ``rows``: the rows of which it is an image, and the sliced axis.
 
-    A pad with zeros counts as one: it takes more rows than there are.
+    A pad with zeros counts as a slice: it takes more rows than there are.
     """
 
     node: fx.Node
@@ -53,23 +53,23 @@ class Sliced:
 
 @dataclass(frozen=True)
 class GatedRows:
-    """A product with a factor for each row; ``rows``: what it is an image of, and along which axes the factors lie."""
+    """A product with a factor per row; ``rows``: its rows, and for each of their axes the axis of the factors."""
 
     node: fx.Node
     rows: tuple[tuple[fx.Node, tuple[int | None, ...]], ...]
 
 
 def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
-    """The analysis that knows the slices of rows, and rows with factors, that K and V of ``sites`` are made of."""
+    """Return an analysis that knows the slices of rows, and rows with factors, behind K and V of ``sites``."""
     return with_slices_of([[*(p.k.node for p in site.products), site.v.node] for site in sites], maps)
 
 
 def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
-    """The same for tensors that need not be K and V, those of each group looked at together."""
+    """Do the same for tensors that need not be K and V; the tensors of each group are analysed together."""
     slices = {**maps.virtual.slices}
     gates = {**maps.virtual.gates}
     known: dict[tuple[object, ...], fx.Node] = {}
-    while True:  # a slice of a slice is found when the first one is known
+    while True:  # a slice of a slice is found once the first slice is known
         maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
         in_order = [found[node] for node in sorted(found)]
@@ -82,9 +82,9 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
 
 
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:
-    """Where the walks from ``operands`` end although rows could be sliced, or multiplied, instead."""
+    """Return where the walks from ``operands`` end although rows could be sliced or multiplied instead."""
     slices = _ends(operands, maps)
-    if maps.virtual.grouped:  # from the rows of all groups' weight, the group is a column of that weight, and no axis
+    if maps.virtual.grouped:  # seen from the rows of one weight for all groups, the group is a column
         cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
         slices |= _ends(operands, maps.with_sources(cuts))
     if not slices:
@@ -105,9 +105,9 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedR
 
 
 def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
-    """The slices and products with factors at which walks end, and those behind which one ended at something else.
+    """Return the slices and products with factors at which walks end, and those behind other ends.
 
-    Columns split off from a slice of K are columns of a row tensor of its own, as long as the slice is taken for one.
+    Columns that are split off from a slice of K belong to their own row tensor as long as the slice counts as a source.
     """
     found: dict[fx.Node, Taken | Gated] = {}
     seen: set[fx.Node] = set()
@@ -121,7 +121,7 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gate
             taken = None if known else _taken(end) or gated_of(maps, end)
             if taken is not None:
                 found[end] = taken
-            behind = args_of(end)[0] if is_virtual(end) else end  # of copies that one stands for, what they are made of
+            behind = args_of(end)[0] if is_virtual(end) else end  # a virtual node stands for copies of its input
             queue += maps.operands(behind) if maps.follows(behind) else []
     return found
 
@@ -133,9 +133,9 @@ def _taken(node: fx.Node) -> Taken | None:
 
 
 def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
-    """The rows that a slice of ``whole`` is an image of, and which axis of them is sliced; None where it is of none."""
+    """Return the rows of which a slice of ``whole`` is an image, and their sliced axis; None if there are none."""
     dim = taken.dim
-    # Joined along the axis that is sliced: which part a slice falls into may only be known at run time.
+    # If parts are joined along the sliced axis, the slice's part may only be known at run time.
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
@@ -143,7 +143,7 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
         own = piece.axes[dim]
         if not may_be_taken(piece, own, taken):
             return None
-        # The same at every position (zeros, a bias), so there is no row to slice.
+        # A constant (zeros, a bias) has no row to slice.
         if constant_along(piece, own):
             continue
         at = rows_axis(piece, own) if taken.index is None else position_axis(piece, own)
@@ -153,7 +153,7 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
 
 
 def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node | None:
-    """What of ``rows`` one position of ``taken.x`` is made of: one of their axis ``at``, or columns of a group."""
+    """Return the part of ``rows`` behind one position of ``taken.x``: a position of axis ``at`` or some columns."""
     assert taken.index is not None
     count, length = shape(taken.x)[taken.dim], shape(rows)[at]
     if same(count, length):
@@ -165,20 +165,20 @@ def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node |
 
 
 def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | None, ...]] | None:
-    """The rows that could be multiplied instead, and for each of their axes that of the factors that lies along it.
+    """Return the rows that could be multiplied instead, with the gate's axis along each of their axes.
 
-    None where some column is an image of no rows, or these are no less than what is multiplied now.
+    None if a column is not an image of rows, or if the rows are no narrower than the tensor that is multiplied now.
     """
     if any(p.source is None or gate_along(p, gated.gate) is None for p in whole.pieces):
         return None
-    # The rows are multiplied in each call: that has to be less than what is multiplied now.
+    # The rows are multiplied in each call, so they have to be narrower than the tensor that is multiplied now.
     if any(bytes_hint(p.source) >= bytes_hint(gated.x) for p in whole.pieces if p.source is not None):
         return None
-    # A factor that is computed from what a weight makes of the rows, as a norm's is, needs that for all rows anyway.
+    # A factor that is computed from the expansion of the rows, as a norm's is, needs the expansion of all rows anyway.
     made = {v.node for p in whole.pieces for v in p.path if v.contractions == p.path[-1].contractions}
     if gated.gate in made or depends_on(gated.gate, made):
         return None
-    # Rows that were made with the factor are digits of a scale, of which others know.
+    # Rows that are computed from the factor are digits of a quantization scale, which other code handles.
     if any(p.source is not None and depends_on(p.source, [gated.gate]) for p in whole.pieces):
         return None
     found: dict[fx.Node, tuple[int | None, ...]] = {}
@@ -190,13 +190,13 @@ def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | Non
 
 
 def _row_gates(gated: GatedRows, maps: Maps) -> tuple[RowGate, ...]:
-    """The rows of ``gated``, a product with a factor for each row, multiplied."""
+    """Return the rows of ``gated``, multiplied by the factors."""
     how = gated_of(maps, gated.node)
     assert how is not None
     found: list[RowGate] = []
     for rows, along in gated.rows:
         gate = how.gate
-        # In the layout of the rows, with a size of 1 where all positions have the same factor.
+        # The gate gets the layout of the rows, with size 1 where all positions share a factor.
         if ones := [k for k in range(len(shape(gate))) if k not in along]:
             gate = virtual(maps.fake_mode, aten.squeeze.dims, gate, ones)
         kept = [k for k in along if k is not None]
@@ -212,13 +212,13 @@ def _row_gates(gated: GatedRows, maps: Maps) -> tuple[RowGate, ...]:
 
 
 def _narrower(piece: Piece, taken: Taken) -> bool:
-    """Whether rows in the place of ``taken`` gain anything; if not, it is as good a source itself."""
+    """Whether slicing rows in place of ``taken`` gains anything; otherwise the slice is as good a source itself."""
     assert piece.source is not None
     return piece.projected or bytes_hint(piece.source) < bytes_hint(taken.x)
 
 
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
-    """The slices of the rows of ``sliced``, those that are known already used again; none where one is not certain."""
+    """Return slices of the rows of ``sliced``, reusing known ones; none if one cannot be made with certainty."""
     node, taken = sliced.node, _taken(sliced.node)
     assert taken is not None
     how = decode(node)
@@ -227,11 +227,11 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
     length = [] if taken.index is not None else [val(node).shape[taken.dim]]
     if free_unbacked_symbols([*length, *(v for v in values if v is not None)]):
-        return ()  # a length read from data: torch would give each slice by it another one
+        return ()  # the size is unbacked, so each slice would get a fresh symbol
     found: list[RowSlice] = []
     for rows, at in sliced.rows:
         key = (rows, at, taken.padded, taken.index, *(v if v is None else size(v) for v in values))
-        # One that reads its bounds from nodes further down could not be added before every attention that wants it.
+        # A slice that reads its bounds from later nodes could not be added before every attention that needs it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
             if taken.index is not None:
                 one = _one_position(rows, at, taken, maps)
@@ -243,7 +243,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
             else:
                 widths = pad_along(len(shape(rows)), at, taken.padded)
                 known[key] = virtual(maps.fake_mode, aten.constant_pad_nd.default, rows, widths)
-        # The bounds may be clamped: K and its rows need not have the same length.
+        # The bounds may be clamped, because K and its rows need not have the same length.
         if taken.index is None and not same(shape(known[key])[at], shape(node)[taken.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))

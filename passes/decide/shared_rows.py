@@ -1,9 +1,9 @@
-"""Analysis: rows that were copied to all heads before something was done to them are one row per token.
+"""Find rows that were copied to all heads before an operator was applied: they are one row per token.
 
-In ``R = rotate(expand(r)); attention(q, cat([K, R]), V)`` every head of R has the numbers of the first, as long as
-nothing on the way tells the copies apart (:mod:`mla_compile.passes.dependence.steps`): R is ``R[:, 0]``, broadcast.
-That first head is a *virtual source*: no graph holds it until an attention that reads it is absorbed. So a shared
-rotary key is one row per token, in whatever order it was rotated and copied.
+In ``R = rotate(expand(r)); attention(q, cat([K, R]), V)`` every head of R equals the first, as long as no operator on
+the way tells the copies apart (:mod:`mla_compile.passes.dependence.steps`): R is ``R[:, 0]``, broadcast. That first
+head is a *virtual source*: no graph contains it until an attention that reads it is absorbed. So a shared rotary key is
+one row per token, in whatever order it was rotated and copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def find_shared_rows(
     sites: Iterable[AttentionSite], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None
 ) -> dict[fx.Node, SharedRows]:
-    """The tensors on the way to K and V of ``sites`` that are the same for all heads."""
+    """Return the tensors on the way to K and V of ``sites`` that are the same for all heads."""
     copies = _Copies(weights)
     found: dict[fx.Node, SharedRows] = {}
     for site in sites:
@@ -38,7 +38,7 @@ def find_shared_rows(
             places = [(o.node, k) for o in operands for k, own in enumerate(o.axes) if atom in own]
             walks = [_walk(node, dim, weights, copies) for node, dim in places]
             if not any(walk.made for walk in walks):
-                continue  # sequences of a batch
+                continue  # the sequences of a batch, not heads
             for rows, dim in (place for walk in walks for place in walk.found):
                 if rows not in found:
                     made_of = copies.made_of(rows, dim)
@@ -49,9 +49,9 @@ def find_shared_rows(
 
 @dataclass
 class _Walk:
-    """What is behind an axis of K or V: copies that something was done to, with their axis.
+    """Tensors behind K or V, each with an axis along which it is constant without being a plain copy.
 
-    ``made``: a weight makes some of its positions, as heads are made.
+    ``made``: a weight makes some positions of the axis of K or V, as it makes heads.
     """
 
     found: list[tuple[fx.Node, int]] = field(default_factory=list)
@@ -68,7 +68,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Cop
             walk.made = True
         elif copies.along(node, at):
             node, at = _shown(node, at)
-            # The walk of the linear maps sees through a plain copy by itself.
+            # The linear maps see through a plain copy themselves.
             if not _just_copied(node):
                 walk.found.append((node, at))
         elif how is None:
@@ -83,7 +83,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Cop
 
 
 def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
-    """What some of the copies, axis ``dim`` of ``node``, are copies of: groups of heads share what all heads share."""
+    """Return the tensor that the copies along ``dim`` come from: groups of heads share what all heads share."""
     while isinstance(how := step(node, dim), Joined):
         node, dim = how.parts[0].node, how.parts[0].dim
     return node, dim
@@ -96,7 +96,7 @@ def _just_copied(node: fx.Node) -> bool:
 
 
 class _Copies:
-    """Which axes have the same numbers at all of their positions."""
+    """Which axes have the same values at all positions."""
 
     def __init__(self, weights: Collection[fx.Node]) -> None:
         self.weights = weights
@@ -113,7 +113,7 @@ class _Copies:
         return self._along[key]
 
     def made_of(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...]:
-        """What was copied, and whatever else the copies were computed from: given these, all copies are known."""
+        """Return the copied tensors and other inputs of the copies, which together determine all copies."""
         found: dict[fx.Node, None] = {}
         queue = [(node, dim)]
         for one, at in queue:
@@ -121,12 +121,13 @@ class _Copies:
             queue += [place for place in reads if place not in queue]
             along = {n for n, _ in reads}
             found.update((n, None) for n in one.all_input_nodes if is_tensor(n) and n not in along | {*self.weights})
-        # A copy may be read for its dtype or its shape, too (`type_as`, `zeros_like`): it is computed all the same.
+        # A copy may also be read for its dtype or shape (`type_as`, `zeros_like`); it is computed from these inputs
+        # anyway.
         copies = {one for one, _ in queue}
         return tuple(n for n in found if n not in copies)
 
     def _reads(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
-        """The axes that all have to be copies for axis ``dim`` of ``node`` to be one; None where it is none."""
+        """Return the axes that have to be constant for axis ``dim`` of ``node`` to be; None if it cannot be shown."""
         read = decode(node)
         if isinstance(read, Fill):
             return []
@@ -135,7 +136,7 @@ class _Copies:
             return [] if own < 0 or same(shape(read.x)[own], 1) else [(read.x, own)]
         how = step(node, dim)
         if isinstance(how, Joined):
-            # Two parts joined may both be copies and still differ from each other.
+            # Two joined parts may both be constant and still differ from each other.
             return [(p.node, p.dim) for p in how.parts] if len(how.parts) == 1 else None
         if how is None or (how.unit > 1 and not isinstance(read, Repeat)):
             return None

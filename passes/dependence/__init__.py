@@ -1,1 +1,1 @@
-"""Which positions of an axis a result is made of, operator by operator."""
+"""On which positions of its operands each position of a result depends, operator by operator."""

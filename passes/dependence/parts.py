@@ -1,7 +1,8 @@
 """Parts of a tensor along one axis, rebuilt from the matching parts of its operands.
 
-``K = cat([K_a, K_b], heads)`` followed by views, casts and a cat along the features: the heads of ``K_a`` depend on
-``K_a`` alone, through the same operators. :class:`AxisParts` finds where the parts meet, :class:`PartMaker` builds one.
+In ``K = cat([K_a, K_b], heads)``, followed by views, casts and a cat along the features, the heads of ``K_a`` depend on
+``K_a`` alone, through the same operators. :class:`AxisParts` finds where the parts meet, and :class:`PartMaker` builds
+a part.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Interval:
 
 @dataclass
 class AxisParts:
-    """One analysis of a graph.
+    """The dependences of the positions of axes in one graph.
 
-    ``weights``: nodes computed from weights only; ``ends``: nodes the walk does not go past; ``made_of``: what a node
-    without a step depends on, by which two parts are told apart.
+    ``weights``: nodes computed from weights only. ``ends``: nodes past which the walk does not go. ``made_of``: the
+    dependences of a node without a step, which tell two parts apart.
     """
 
     weights: Collection[fx.Node]
@@ -55,7 +56,7 @@ class AxisParts:
         return node in self.weights or node in self._cut
 
     def cut(self, weight: fx.Node, part: fx.Node) -> None:
-        """Notes ``part``, new in the graph, as a part of ``weight``."""
+        """Record ``part``, a new node, as a part of ``weight``."""
         if self.is_weight(weight):
             self._cut.add(part)
 
@@ -63,25 +64,26 @@ class AxisParts:
         return None if node in self.ends or self.is_weight(node) else step(node, dim)
 
     def stacked(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...] | None:
-        """What has a position each of axis ``dim`` of ``node``, and no such axis itself; None: it is no such stack."""
+        """Return the tensors stacked along axis ``dim`` of ``node``, one per position; None if it is not a stack."""
         how = None if node in self.ends or self.is_weight(node) else decode(node)
         return how.parts if isinstance(how, Stack) and how.dim == dim else None
 
     def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Interval, ...]:
-        """Axis ``dim`` of ``node``, whose length is a number, cut wherever its dependences change."""
+        """Cut axis ``dim`` of ``node``, whose length is known, wherever its dependences change."""
         key = (node, dim)
         if key not in self._runs:
             self._runs[key] = _merged(self._found(node, dim, depth))
         return self._runs[key]
 
     def visited(self) -> list[tuple[fx.Node, int]]:
-        """The nodes and axes of all runs found so far, in the order of the graph."""
+        """Return the nodes and axes of all runs found so far, in graph order."""
         return sorted(self._runs)
 
     def _found(self, node: fx.Node, dim: int, depth: int) -> list[Interval]:
         length = shape(node)[dim]
         assert isinstance(length, int)
-        # Recursion, so its depth is bounded: what is farther away counts as one thing, and an attention may stay whole.
+        # The depth of the recursion is bounded: anything farther away counts as one dependence, and the attention may
+        # stay whole.
         how = self.step(node, dim) if depth < REACH else None
         if how is None:
             stacked = self.stacked(node, dim)
@@ -97,12 +99,12 @@ class AxisParts:
                     if low < high:
                         found.append(Interval(low, high, run.made))
             return found
-        # A weight for each position (heads in a batched product): no two positions are made of the same.
+        # With a weight for each position (heads in a batched product), no two positions have the same dependences.
         if how.own_rows and any(map(self.is_weight, how.reads)):
             return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
-        if how.reads and all(map(self.is_weight, how.reads)):  # its columns: rows by a weight
+        if how.reads and all(map(self.is_weight, how.reads)):  # columns of one weight
             return [Interval(0, length, self.made_of(node))]
-        # So that the axis is covered even where no operand has it.
+        # This covers the axis even if no operand has it.
         layers = [[Interval(0, length, frozenset())]]
         for operand, place in how.reads.items():
             runs = self.runs(operand, place.dim, depth + 1)
@@ -110,11 +112,11 @@ class AxisParts:
         return _overlaid(layers)
 
     def _made(self, node: fx.Node) -> Made:
-        # What the caller chose as ends, and weights, tell no two positions apart.
+        # The caller's ends and weights do not tell positions apart.
         return frozenset() if node in self.ends or self.is_weight(node) else self.made_of(node)
 
     def core(self, node: fx.Node, dim: int, products: Collection[fx.Node]) -> dict[tuple[fx.Node, int], Blind] | None:
-        """The operators from ``products`` to ``node`` with the axis of each; None where one of them mixes it."""
+        """Return the operators from ``products`` to ``node`` with the axis of each; None if one mixes the axis."""
         found: dict[tuple[fx.Node, int], Blind] = {}
         queue = [(node, dim)]
         while queue:
@@ -122,14 +124,14 @@ class AxisParts:
             if one in found:
                 continue
             how = self.step(*one)
-            # Joined, or mixed along the axis, in the core: its parts would not be attentions of their own.
+            # The axis is joined or mixed inside the core, so its parts would not be separate attentions.
             if not isinstance(how, Blind):
                 return None
             found[one] = how
             if one[0] not in products:
                 inside = [(n, p.dim) for n, p in how.reads.items() if _leads_to(products, n, self.ends)]
                 whole = [n for n in one[0].all_input_nodes if n not in how.reads and n not in self.ends]
-                # An operand that is read whole and holds scores ties the groups together.
+                # An operand that is read whole and depends on the scores ties the groups together.
                 if any(_leads_to(products, n, self.ends) for n in whole):
                     return None
                 queue += inside
@@ -137,7 +139,7 @@ class AxisParts:
 
 
 def _leads_to(first: Collection[fx.Node], last: fx.Node, ends: Collection[fx.Node]) -> bool:
-    """Whether ``last`` is computed from one of ``first``; looks at nothing behind ``ends``."""
+    """Whether ``last`` is computed from one of ``first``, without looking behind ``ends``."""
     return any(n in first for n in reachable([last], lambda node: (n for n in node.all_input_nodes if n not in ends)))
 
 
@@ -146,10 +148,10 @@ def _scaled(run: Interval, unit: int, inner: int) -> Interval:
 
 
 def _on_whole(runs: Sequence[Interval], inner: int) -> list[Interval]:
-    """``runs`` without the cuts that do not fall between two units of ``inner`` positions."""
+    """Drop the cuts of ``runs`` that do not fall between two units of ``inner`` positions."""
     found: list[Interval] = []
     for run in runs:
-        # A cut inside a unit would cut through a position of the result; the run before it grows instead.
+        # A cut inside a unit would split a position of the result, so the run before it grows instead.
         if found and found[-1].stop % inner:
             found[-1] = Interval(found[-1].start, run.stop, found[-1].made | run.made)
         else:
@@ -158,7 +160,7 @@ def _on_whole(runs: Sequence[Interval], inner: int) -> list[Interval]:
 
 
 def _overlaid(layers: Sequence[Sequence[Interval]]) -> list[Interval]:
-    """The runs of several operands of one axis, cut wherever one of them is."""
+    """Combine the runs of several operands of one axis, and cut wherever one of them is cut."""
     cuts = sorted({r.start for runs in layers for r in runs} | {r.stop for runs in layers for r in runs})
     found: list[Interval] = []
     for start, stop in pairwise(cuts):
@@ -178,12 +180,12 @@ def _merged(runs: Iterable[Interval]) -> tuple[Interval, ...]:
 
 
 def _long(node: fx.Node) -> int:
-    """An axis with more than one position: only such an axis has steps."""
+    """Return an axis with more than one position, because only such an axis has steps."""
     return next((k for k, d in enumerate(shape(node)) if isinstance(d, int) and d > 1), 0)
 
 
 class PartMaker:
-    """Adds the nodes that compute parts; a part that exists already, or is a whole node, is reused."""
+    """Adds the nodes that compute parts. It reuses existing parts and whole nodes."""
 
     def __init__(
         self,
@@ -198,8 +200,8 @@ class PartMaker:
         self._made: dict[tuple[fx.Node, int, int, int], fx.Node] = {}
 
     def make(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        """Positions ``start`` to ``stop`` of axis ``dim`` of ``node``."""
-        # Asked first: a whole node needs no operator, and must not be built a second time.
+        """Return positions ``start`` to ``stop`` of axis ``dim`` of ``node``."""
+        # This comes first, because a whole node must not be built a second time.
         if start == 0 and stop == shape(node)[dim]:
             return self._copied(node)
         key = (node, dim, start, stop)
@@ -208,14 +210,14 @@ class PartMaker:
         return self._made[key]
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """What ``node`` is a copy of. The copy also reads its target, which would have to be built for nothing."""
+        """Return the source of a copy. The copy also reads its target, which need not be built."""
         while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
         return node
 
     def _new(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         how = self.parts.step(node, dim)
-        # Where all of it is made of one thing, going back gains nothing: a slice is cheaper than its operators again.
+        # If all positions have the same dependences, a slice is cheaper than repeating the operators.
         further = (node, dim) in self.core or len(self.parts.runs(node, dim)) > 1
         if further and (stacked := self.parts.stacked(node, dim)) is not None:
             return self.builder.call(aten.stack.default, list(stacked[start:stop]), dim)
@@ -228,7 +230,7 @@ class PartMaker:
                 for p in inside
             ]
             return made[0] if len(made) == 1 else self.builder.call(aten.cat.default, made, dim)
-        # The part ends within a unit of the operand, so it can only be cut from the result.
+        # The part ends within a unit of the operand, so it has to be sliced from the result.
         if start % how.unit or stop % how.unit:
             return self._slice(node, dim, start, stop)
         new = {
@@ -250,7 +252,7 @@ class PartMaker:
         return part
 
     def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
-        """``node``, which is told its shape, with another length of one axis."""
+        """Repeat ``node``, whose arguments give its shape, with another length of one axis."""
         how = decode(node)
         assert isinstance(how, (Regroup, Broadcast))
         x = how.x if part is None else part
@@ -260,14 +262,14 @@ class PartMaker:
         return self._again(node, op, (x, wanted), {})
 
     def _size(self, node: fx.Node, dim: int, x: fx.Node, told: Sequence[int | fx.Node] | None) -> int | fx.Node:
-        """A dimension of ``node``, as it is told or read from its operand ``x``: the node may go away."""
+        """Return a dimension of ``node`` from its arguments or from its operand ``x``, because the node may go away."""
         known = size(val(node).shape[dim])
         if isinstance(known, int):
             return known
         given = told[dim] if told is not None and len(told) == len(shape(node)) else None
         if isinstance(given, fx.Node):
             return given
-        # By equal size expressions: any axis of the operand with that very expression has that length in every call.
+        # Size expressions are compared: an axis of the operand with the same expression has that length in every call.
         at = next((k for k, d in enumerate(val(x).shape) if size(d) == known), None)
         return self.builder.size(node, dim) if at is None else self.builder.size(x, at)
 
@@ -278,7 +280,7 @@ class PartMaker:
         args: tuple[Argument, ...],
         kwargs: dict[str, Argument],
     ) -> fx.Node:
-        """``op`` as if from the line of ``node``; not marked as ours, because it is the user's operator."""
+        """Call ``op`` with the metadata of ``node``. It is not marked as ours, because it is the user's operator."""
         with node.graph.inserting_before(self.builder.anchor):
             new = node.graph.call_function(op, args, kwargs)
         left = ("val", "tensor_meta", SPELLED, ORIGIN)

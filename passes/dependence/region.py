@@ -1,8 +1,9 @@
-"""The operators that an attention's heads pass through one by one, from weights to what is made of all of them.
+"""The operators through which the heads of an attention pass separately, from weights to the output that mixes them.
 
-``o_proj(merge(softmax(q k^T) v))`` with ``q = heads(linear(x, W))``: head h of the merged output is made of head h of
-q, K and V, and these of the rows of W that belong to head h. :func:`find_region` follows the axis of the heads forwards
-to the last operator that keeps heads apart, and from there backwards to what has no heads, or is read by others too.
+In ``o_proj(merge(softmax(q k^T) v))`` with ``q = heads(linear(x, W))``, head h of the merged output depends on head h
+of q, K and V, and these depend on the rows of W that belong to head h. :func:`find_region` follows the head axis
+forwards to the last operator that keeps heads apart, and from there backwards to tensors that have no heads or have
+other readers.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH
 
 MOST_STEPS = 4 * REACH
-"""The most operators of a region: queries, keys, values and the output of one attention, each with its way to a weight.
+"""The most operators of a region: one attention's queries, keys, values and output, each with its path to a weight.
 
-What is followed farther is no axis of heads: a batch leads back to the first layer of the model."""
+A longer walk does not follow heads: a batch axis leads back to the first layer of the model.
+"""
 
 
 @dataclass(frozen=True)
 class Region:
-    """What can be computed for some positions of axis ``dim`` of ``out`` at a time.
+    """Operators that can be computed for some positions of axis ``dim`` of ``out`` at a time.
 
     Attributes:
         out: the last operator that keeps the heads apart.
-        dim: the axis of ``out`` that the heads are the outer factor of.
-        heads: how many there are.
-        parts: knows where the walk ends.
+        dim: the axis of ``out`` whose outer factor the heads are.
+        heads: the number of heads.
+        parts: the analysis that knows where the walk ends.
         core: every operator that is computed in parts, with the axis of its result, and how it reads its operands.
-        whole: tensors that each part reads, as they are or a slice of them.
+        whole: tensors that each part reads, whole or sliced.
     """
 
     out: fx.Node
@@ -50,13 +52,13 @@ class Region:
 
     @property
     def inside(self) -> set[fx.Node]:
-        """The nodes that are computed in parts, and not as a whole any more."""
+        """The nodes that are computed in parts, and no longer as a whole."""
         return {node for node, _ in self.core}
 
     def bounds(self, most: int) -> tuple[int, ...] | None:
-        """Where to cut axis ``dim`` into at most ``most`` groups of heads, ends included; None where nothing cuts it.
+        """Return cuts of axis ``dim`` into at most ``most`` groups of heads, with both ends; None if impossible.
 
-        No cut falls into what some operator makes at once, such as the queries that share a key head.
+        No cut separates positions that an operator computes together, such as the queries that share a key head.
         """
         length = shape(self.out)[self.dim]
         assert isinstance(length, int)
@@ -92,7 +94,7 @@ class Region:
 
 
 def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> Region | Stop:
-    """The region of ``attention`` along axis ``dim`` of its result, whose length is a number; or what is in the way."""
+    """Return the region of ``attention`` along axis ``dim`` of its result, whose length is known, or an obstacle."""
     heads = shape(attention)[dim]
     assert isinstance(heads, int)
     out, along = _last(attention, dim)
@@ -104,7 +106,7 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
             return Stop(attention, "unsupported_op", "the axis of the heads leads too far back")
         read = _read_whole(core, out)
         if out in read or (out, along) not in core:
-            return Stop(attention, "unsupported_op", "the heads meet in it")
+            return Stop(attention, "unsupported_op", "it mixes the heads")
         if not read:
             inside = {node for node, _ in core}
             operands = dict.fromkeys(n for node, _ in core for n in node.all_input_nodes)
@@ -115,7 +117,7 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads the numbers of ``node``: through a split, and not for its size or its dtype only."""
+    """Yield the readers of the values of ``node``: through a split, but not for its size or dtype only."""
     for user in node.users:
         if is_tuple(user):
             yield from user.users
@@ -124,7 +126,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _last(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
-    """The last of the operators that have ``node``'s axis and of which each is all that reads the one before it."""
+    """Follow the axis from reader to reader as long as there is exactly one, and return the last node and its axis."""
     for _ in range(REACH):
         following = list(readers(node))
         if len(following) != 1 or not is_tensor(following[0]):
@@ -161,7 +163,7 @@ def _operands(how: Step) -> list[tuple[fx.Node, int]]:
 
 
 def _read_whole(core: Mapping[tuple[fx.Node, int], Step], out: fx.Node) -> set[fx.Node]:
-    """Nodes of ``core`` that have to be there for all heads: read outside of it, or by an operator that mixes them."""
+    """Return nodes of ``core`` that all heads need: read outside of it, or by an operator that mixes heads."""
     in_parts: dict[fx.Node, set[fx.Node]] = {}
     mixes: set[fx.Node] = set()
     for (node, _), how in core.items():

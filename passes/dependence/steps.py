@@ -1,8 +1,8 @@
-"""How positions of one axis of a result follow from positions of its operands' axes, operator by operator.
+"""How positions along one axis of a result follow from positions of its operands, operator by operator.
 
-Position h of an axis of ``softmax(q k^T) v`` needs position h of the same axis of q, k and v and no other, as long as
-nothing mixes that axis: then a part of the result is the same operator over parts of its operands. An operator without
-a rule, or one that mixes the axis (a product that sums over it, a softmax or a norm along it), has no such step.
+Position h along an axis of ``softmax(q k^T) v`` needs position h of the same axis of q, k and v and no other, as long
+as no operator mixes that axis. Then a part of the result is the same operator over parts of its operands. An operator
+has no such step if it has no rule or mixes the axis (a product that sums over it, a softmax or a norm along it).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ALONG_ONE = {
     "cumsum": (1, "dim"), "cumprod": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims"), "index_select": (1, "dim"),
     "gather": (1, "dim"), "scatter": (1, "dim"), "index_copy": (1, "dim"), "index_add": (1, "dim"),
 }  # fmt: skip
-"""Operators that have the axes of their first operand, and where they are told along which they work."""
+"""Operators that have the axes of their first operand, and the argument that gives the axes along which they work."""
 
 Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The axis ``dim`` of an operand, of which ``inner`` positions are read for each unit of the result."""
+    """Axis ``dim`` of an operand, of which each unit of the result reads ``inner`` positions."""
 
     dim: int
     inner: int = 1
@@ -41,10 +41,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Blind:
-    """``unit`` positions of the result at a time, from the same positions of ``reads``; other operands are read whole.
+    """Each unit of the result depends on the same unit of ``reads``; other operands are read whole.
 
-    ``reshaped``: the operator is told the shape of its result. ``instead``: the operator that does the same to a part
-    of its only operand, and its further arguments. ``own_rows``: a product whose operands both have the axis.
+    ``unit``: the number of positions in a unit. ``reshaped``: the operator's arguments give the shape of its result.
+    ``instead``: the operator that does the same to a part of its only operand, and its further arguments. ``own_rows``:
+    a product whose operands both have the axis.
     """
 
     reads: Mapping[fx.Node, Place]
@@ -56,7 +57,7 @@ class Blind:
 
 @dataclass(frozen=True)
 class AxisPart:
-    """Positions ``start`` to ``stop`` of the result are those from ``offset`` on of axis ``dim`` of ``node``."""
+    """Positions ``start`` to ``stop`` of the result equal those of axis ``dim`` of ``node`` from ``offset`` on."""
 
     start: int
     stop: int
@@ -67,7 +68,7 @@ class AxisPart:
 
 @dataclass(frozen=True)
 class Joined:
-    """The result's axis is put together from parts."""
+    """The axis of the result is joined from parts."""
 
     parts: tuple[AxisPart, ...]
 
@@ -76,19 +77,19 @@ Step = Blind | Joined
 
 
 def step(node: fx.Node, dim: int) -> Step | None:
-    """What positions of axis ``dim`` of ``node`` depend on; None where they cannot be told apart."""
+    """Return the dependences of positions along axis ``dim`` of ``node``; None if they cannot be told apart."""
     length = shape(node)[dim] if is_tensor(node) else 1
-    # Without a known length there are no positions to name; with one, there is nothing to take apart.
+    # Without a known length there are no positions to name, and an axis of size 1 has no parts.
     if not isinstance(length, int) or length == 1 or node.op != "call_function":
         return None
     return _step(node, dim, length)
 
 
 def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
-    """The operands that have axis ``dim`` of ``node``, each with its number there, whatever is done along it.
+    """Return the operands that have axis ``dim`` of ``node``, each with its number there, even if tokens are mixed.
 
-    Unlike :func:`step` it names no positions, so lengths may be symbols and tokens may be mixed on the way. An operand
-    that broadcasts along the axis is not among them.
+    Unlike :func:`step`, this names no positions, so lengths may be symbolic. Operands that broadcast along the axis are
+    left out.
     """
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return {}
@@ -111,21 +112,21 @@ def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     if name == "getitem" and isinstance(args_of(node)[0], fx.Node) and how is None:
         whole = args_of(node)[0]
         return {whole.args[0]: dim} if is_tensor(whole.args[0]) and len(shape(whole.args[0])) == rank else {}
-    found = _step(node, dim, shape(node)[dim])  # a symbol is only compared with others
+    found = _step(node, dim, shape(node)[dim])  # the symbolic length is only compared
     if isinstance(found, Blind):
         return {n: place.dim for n, place in found.reads.items()}
     return {} if found is None else {p.node: p.dim for p in found.parts}
 
 
 def reduced(node: fx.Node) -> tuple[int, ...]:
-    """The axes of its first operand that a sum, a mean or a maximum runs over."""
+    """Return the axes of its first operand over which a sum, mean or maximum runs."""
     rank, dims = len(shape(args_of(node)[0])), argument(node, 1, "dim")
     dims = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
     return tuple(axis(d, rank) for d in dims)
 
 
 def worked_along(node: fx.Node) -> tuple[int, ...]:
-    """The axes along which an operator that keeps all axes reads other positions than the one it writes."""
+    """Return the axes along which an operator that keeps all axes reads other positions than the one it writes."""
     name, rank = getattr(packet(node), "__name__", ""), len(shape(node))
     if name == "index":
         return tuple(d for d, given in enumerate(args_of(node)[1]) if given is not None)
@@ -135,7 +136,7 @@ def worked_along(node: fx.Node) -> tuple[int, ...]:
         return ()
     dims = argument(node, *_ALONG_ONE[name])
     dims = [dims] if isinstance(dims, int) else dims
-    return tuple(axis(d, rank) for d in dims) if dims else tuple(range(rank))  # `roll` of no axis rolls them all
+    return tuple(axis(d, rank) for d in dims) if dims else tuple(range(rank))  # `roll` without axes rolls all of them
 
 
 def _step(node: fx.Node, dim: int, length: int) -> Step | None:
@@ -147,7 +148,7 @@ def _step(node: fx.Node, dim: int, length: int) -> Step | None:
     if rule is not None:
         return rule(node, dim, length)
     tags = getattr(node.target, "tags", ())
-    # What draws random numbers would draw others for a part, so being pointwise is not enough.
+    # A random operator would draw other numbers for a part, so being pointwise is not enough.
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return _pointwise(node, dim, length) if pointwise else None
 
@@ -155,17 +156,17 @@ def _step(node: fx.Node, dim: int, length: int) -> Step | None:
 def _reads(
     pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, *, own_rows: bool = False
 ) -> Blind | None:
-    """The operands that have the axis; None where one of them would be read in two ways."""
+    """Return the operands that have the axis; None if one of them would be read in two ways."""
     reads: dict[fx.Node, Place | None] = {}
     for node, dim in pairs:
         broadcast = dim < 0 or same(shape(node)[dim], 1)
         if not broadcast and not same(shape(node)[dim], length):
             return None
         place = None if broadcast else Place(dim)
-        # `x + x.T`: position h needs row h and column h of one tensor, which a part of it does not have.
+        # In `x + x.T`, position h needs row h and column h of one tensor, which a part of it does not have.
         if reads.setdefault(node, place) != place:
             return None
-    # Operands that broadcast along the axis are read whole by each part.
+    # Each part reads operands that broadcast along the axis as a whole.
     found = {n: p for n, p in reads.items() if p is not None}
     return Blind(found, instead=instead, own_rows=own_rows) if found else None
 
@@ -176,7 +177,7 @@ def _pointwise(node: fx.Node, dim: int, length: int) -> Step | None:
 
 
 def _first(node: fx.Node, dim: int, length: int) -> Step | None:
-    """Operators that keep every axis of their first operand."""
+    """Handle operators that keep every axis of their first operand."""
     return _reads([(args_of(node)[0], dim)], length)
 
 
@@ -185,7 +186,7 @@ def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> Step |
 
 
 def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> Step | None:
-    """Of the target only the shape and the dtype matter."""
+    """Handle a copy into a target of which only the shape and the dtype matter."""
     x = how.x
     if val(x).dtype == val(node).dtype and same_sizes(shape(x), shape(node)):
         return Joined((AxisPart(0, length, x, dim),))
@@ -193,17 +194,17 @@ def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> St
 
 
 def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
-    """A softmax or a norm, along other axes."""
+    """Handle a softmax or a norm along other axes."""
     rank, over = len(shape(node)), argument(node, 1, "dim")
     if over is None:
         return None
-    # A softmax names its axis; layer_norm and rms_norm name the shape of the last axes, whose number counts.
+    # A softmax names its axis; layer_norm and rms_norm give the sizes of the last axes, whose number counts.
     along = [axis(over, rank)] if isinstance(over, int) else list(range(rank - len(over), rank))
     return None if dim in along else _first(node, dim, length)
 
 
 def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> Step | None:
-    """The axis may be the outer factor of one of the operand's axes, or have one of them as its outer factor."""
+    """Handle a reshape if the axis is the outer factor of an operand's axis, or has one as its outer factor."""
     fresh = fresh_axes(shape(how.x))
     grouped = regroup(flatten(fresh), shape(node))
     if grouped is None:
@@ -212,7 +213,7 @@ def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> 
     outer, *rest = axes[dim]
     for k, own in enumerate(fresh):
         factors = substitute(own, split)
-        # Only an outermost factor gives neighbouring positions; those of an inner one are scattered.
+        # Only an outermost factor gives neighbouring positions; positions of an inner factor are scattered.
         if factors and factors[0] is outer:
             unit, inner = axis_size(tuple(rest)), axis_size(factors[1:])
             if not isinstance(unit, int) or not isinstance(inner, int):
@@ -232,7 +233,7 @@ def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -
 
 
 def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> Step | None:
-    """Each position several times in a row. Copies of the whole axis would lie far apart, so those have no step."""
+    """Handle interleaved repetition. Copies of the whole axis would lie far apart, so they have no step."""
     if not how.interleaved:
         return None
     return Blind({how.x: Place(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
@@ -290,13 +291,13 @@ def _product(node: fx.Node, dim: int, length: int) -> Step | None:
     left, right, out = labelled
     label = out[dim]
     places = [(n, labels.find(label)) for n, labels in (left, right)]
-    # A product whose two operands have the axis is one product per position (a head), not rows by a shared weight.
+    # If both operands have the axis, each position (a head) has its own product; otherwise rows share a weight.
     both = all(k >= 0 and same(shape(n)[k], length) for n, k in places)
     return _reads(places, length, own_rows=both)
 
 
 def _linear(node: fx.Node, dim: int, length: int) -> Step | None:
-    """The last axis is that of the weight's rows, and of the bias; every other one is of the operand."""
+    """Handle a linear: its last axis belongs to the weight's rows and the bias, its other axes to the operand."""
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     beside = [] if bias is None else [bias]
     if dim < len(shape(node)) - 1:
@@ -305,9 +306,9 @@ def _linear(node: fx.Node, dim: int, length: int) -> Step | None:
 
 
 def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
-    """PyTorch's attention: all but its last two axes are independent; heads of K and V may serve several of q."""
+    """Handle PyTorch's attention: all axes but the last two are independent; K and V may have fewer heads."""
     rank = len(shape(node))
-    # A part of the queries would be masked as if it came first (`is_causal`); dropout draws other numbers for a part.
+    # `is_causal` would mask a part of the queries as if it came first, and dropout draws other numbers for a part.
     if dim >= rank - 2 or argument(node, 4, "dropout_p", 0.0) != 0.0:
         return None
     q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
@@ -319,8 +320,8 @@ def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
     grouped = bool(argument(node, 7, "enable_gqa", False)) and dim == rank - 3 and not same(heads, length)
     if not grouped or same(heads, 1):
         return _reads([*pairs, (k, dim), (v, dim)], length)
-    # With grouped heads q and k differ in length along the axis, so their places are given separately. One tensor as
-    # both q and k would need two places at once.
+    # With grouped heads, q and k differ in length along the axis, so their places are given separately. A tensor that
+    # is both q and k would need two places at once.
     found = _reads(pairs, length)
     if found is None or not isinstance(heads, int) or not same(shape(v)[dim], heads) or {k, v} & {n for n, _ in pairs}:
         return None

@@ -1,1 +1,1 @@
-"""Attention operators of libraries, told as plain attention by what their schemas and documentation say of them."""
+"""Attention operators of libraries, expressed as plain attention according to their schemas and documentation."""

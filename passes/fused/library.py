@@ -1,16 +1,16 @@
-"""Attention operators of libraries, by their qualified names: nothing of the libraries is imported.
+"""Attention operators of libraries, by their qualified names. No library is imported.
 
-Only what a library documents is in the tables: what an argument says about the scores, and to which key a diagonal is
-aligned where there are more keys than queries. Argument names mean the same in all of these libraries, so that a
-release with more arguments is read as well, as long as those it adds are left at what they are by default.
+The tables contain only what a library documents: the effect of an argument on the scores, and the key at which a
+diagonal is aligned if there are more keys than queries. Argument names mean the same in all of these libraries. A later
+release with more arguments is therefore read too, as long as the new arguments have their defaults.
 
-* FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), the same as built for the ``kernels`` package of Hugging
-  Face, whose namespaces end in the hash of a build, and for vLLM: docstrings of ``flash_attn_func`` and
+* FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), also as built for vLLM and for the ``kernels`` package of
+  Hugging Face, whose namespaces end in the hash of a build: docstrings of ``flash_attn_func`` and
   ``flash_attn_with_kvcache``.
-* xformers: docstring of ``memory_efficient_attention``; it checks that no diagonal from the first key reaches
-  FlashAttention, not even that of torch.
-* torch: ``CustomMaskType`` of the memory-efficient kernel. To which key ``is_causal`` is aligned elsewhere is not
-  documented, so it is read where queries and keys are as many.
+* xformers: docstring of ``memory_efficient_attention``. It checks that no diagonal from the first key reaches
+  FlashAttention, not even torch's.
+* torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere the alignment of ``is_causal`` is not documented,
+  so it is only read if there are as many queries as keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WORDS = {
     **dict.fromkeys(("seqused_k", "seqlens_k", "cache_seqlens"), "used"),
     **dict.fromkeys(("b", "bias", "attn_bias", "attn_mask"), "bias"),
 }
-"""What the arguments that decide over the result are called, and the word for each here."""
+"""Names of the arguments that affect the result, and the word for each in this package."""
 
 INERT = frozenset(
     (
@@ -46,21 +46,22 @@ INERT = frozenset(
         *("is_rotary_interleaved", "rotary_interleaved"),
     )
 )
-"""Arguments that say how something is computed, or what besides the output is returned: any value will do.
+"""Arguments that say how something is computed, or which further results are returned: any value will do.
 
-How rotations are interleaved is one of them because those who rotate inside are refused for their tables."""
+The interleaving of rotations is among them, because operators that rotate are refused for their rotary tables.
+"""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One operator: the first result, or the only one, is ``softmax(scale q k + ...) v``.
+    """One operator whose first or only result is ``softmax(scale q k + ...) v``.
 
     Attributes:
-        heads_first: [..., heads, tokens, width], otherwise [..., tokens, heads, width]. With ``starts_q`` and
-            ``starts_k`` sequences are packed, [tokens, heads, width].
-        diagonal: the key that ``causal`` and windows align the last query to: the last one, or ``"same"``, where that
-            is only known for as many queries as keys; ``"first"``: the first query is aligned to the first key.
-        words: what arguments mean, by their names without underscores at the end.
+        heads_first: operands are [..., heads, tokens, width], otherwise [..., tokens, heads, width]. With ``starts_q``
+            and ``starts_k`` sequences are packed, [tokens, heads, width].
+        diagonal: where ``causal`` and windows are aligned. ``"last"``: the last query is at the last key. ``"same"``:
+            this is only known for as many queries as keys. ``"first"``: the first query is at the first key.
+        words: meanings of arguments, by their names without trailing underscores.
     """
 
     heads_first: bool = False
@@ -69,14 +70,16 @@ class Fused:
 
 
 _FLASH = Fused()
-# With a cache, the keys to be appended have the short names.
+# In operators with a cache, the short names are the keys and values to be appended.
 _WITH_CACHE = Fused(words={**_WORDS, "kcache": "k", "vcache": "v", "k": "appended", "v": "appended"})
 _KEEPING_CACHE = Fused(words={**_WORDS, "k_new": "appended", "v_new": "appended"})
 _OF_TORCH = Fused(heads_first=True, diagonal="same")
 
 OF_TORCH_BY_NAME = Fused(heads_first=True, diagonal="first")
-"""``scaled_dot_product_attention``, plain as it stands but for ``is_causal`` where there are more keys than queries
-(its documentation: the mask is lower triangular from the upper left corner)."""
+"""``scaled_dot_product_attention``, for the case of ``is_causal`` with more keys than queries.
+
+Its documentation aligns the lower triangular mask with the upper left corner.
+"""
 
 _NAMESPACES = ("flash_attn", "flash_attn_3", "_flash_attn*", "_vllm_flash_attn*", "_vllm_fa2_C", "_vllm_fa3_C")
 
@@ -97,12 +100,12 @@ OPERATORS: Mapping[str, Fused] = {
     "aten::_scaled_dot_product_cudnn_attention": _OF_TORCH,
     "torch_attn::_varlen_attn": Fused(diagonal="same", words={**_WORDS, "window_size": "window"}),
 }
-"""The operators by their qualified names, or patterns of them."""
+"""The operators by their qualified names, or by patterns of names."""
 
 
 @cache
 def operator_of(name: str) -> Fused | None:
-    """What is known of the operator called ``name``, ``namespace::name``."""
+    """Return the entry for the operator ``name``, ``namespace::name``."""
     if not name or name in OPERATORS:
         return OPERATORS.get(name)
     return next((known for pattern, known in OPERATORS.items() if fnmatchcase(name, pattern)), None)

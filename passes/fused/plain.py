@@ -1,13 +1,12 @@
-"""The plain attention that a fused operator of a library computes, as nodes.
+"""The plain attention that a library's fused operator computes, as nodes.
 
 Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, tokens before heads
 
-After: ``scaled_dot_product_attention`` of permuted operands, with a mask that says in positions what is seen; with a
-soft cap, two products with ``tanh`` and a softmax between them, in float32 or wider, as the kernels compute it inside.
+After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With a soft cap it is
+two products with ``tanh`` and a softmax between them, in float32 or wider, as the kernels compute it inside.
 
-What a query s of S sees of T keys (FlashAttention's documentation): key t with
-``s + T - S - left <= t <= s + T - S + right``, where T and S are those of its sequence; a query that sees none gives
-zero, as in PyTorch's fused attention.
+Of T keys, query s of S sees key t with ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation),
+where T and S belong to its sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Plain:
-    """``softmax(cap(scale q k) + bias, of the keys that are seen) v``.
+    """``softmax(cap(scale q k) + bias) v`` over the keys that are seen.
 
     Attributes:
-        q: [B,S,H,D], or [B,H,S,D] where ``heads_first``; without heads [B,S,D]; packed [S,H,D].
-        k, v: the same with T tokens, and perhaps fewer heads, each of which serves neighbouring ones of ``q``.
-        softcap: scores become ``softcap * tanh(score / softcap)`` where it is not 0.
-        left, right: how many keys before and after the diagonal are seen; None: all.
+        q: [B,S,H,D], or [B,H,S,D] if ``heads_first``; without heads [B,S,D]; packed [S,H,D].
+        k, v: the same with T tokens and perhaps fewer heads, each of which serves neighbouring heads of ``q``.
+        softcap: scores become ``softcap * tanh(score / softcap)`` if it is not 0.
+        left, right: the number of keys before and after the diagonal that are seen; None: all.
         first: the diagonal begins at the first key, instead of ending at the last one.
-        starts: where each packed sequence begins among the queries and among the keys [n+1], whole numbers.
-        used: how many of its keys each batch entry or packed sequence has [n], whole numbers.
+        starts: the start of each packed sequence among the queries and among the keys [n+1], integers.
+        used: the number of keys of each batch entry or packed sequence [n], integers.
         bias: added to the scores.
     """
 
@@ -59,7 +58,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Written:
-    """The nodes of a plain attention: those with the products in them, and ``out`` in the layout of the operator."""
+    """The nodes of a plain attention: those that contain the products, and ``out`` in the layout of the operator."""
 
     core: tuple[fx.Node, ...]
     out: fx.Node
@@ -67,7 +66,7 @@ class Written:
 
 
 def write(anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> Written:
-    """Adds the nodes of ``plain`` before ``anchor``, whose dtype the result has."""
+    """Add the nodes of ``plain`` before ``anchor``, whose dtype the result has."""
     return _Writer(anchor, plain, fake_mode).write()
 
 
@@ -111,33 +110,33 @@ class _Writer:
         return self.call(aten.permute.default, x, [order.index(d) for d in range(len(order))])
 
     def _order(self, x: fx.Node) -> list[int] | None:
-        """Batch, heads (several axes for groups of them), tokens, width."""
+        """Return the order batch, heads (several axes for groups), tokens, width; None if ``x`` already has it."""
         rank = len(shape(x))
         if self.plain.heads_first or rank == 3:
             return None
         return [0, *range(2, rank - 1), 1, rank - 1]
 
     def _with_bias(self, keep: fx.Node) -> fx.Node:
-        """A mask that adds the bias where it keeps and minus infinity elsewhere."""
+        """Return a mask that adds the bias where ``keep`` is True and minus infinity elsewhere."""
         if self.plain.bias is None:
             return keep
         dropped = self.call(aten.logical_not.default, keep)
         return self.call(aten.masked_fill.Scalar, self.plain.bias, dropped, float("-inf"))
 
     def _seen(self, q: fx.Node, k: fx.Node) -> tuple[fx.Node | None, bool]:
-        """A boolean tensor, True where a key is seen, or whether a diagonal says it all."""
+        """Return a boolean mask of the keys that are seen; or None, and whether the attention is causal."""
         plain = self.plain
         if plain.starts is not None:
             return self._seen_packed(q, k, *plain.starts), False
         left, right = plain.left, plain.right
         square = same(shape(q)[-2], shape(k)[-2])
         if plain.used is None:
-            # The last query is at the last key, so that nothing comes after it.
+            # The last query is at the last key, so no key comes after it.
             if same(shape(q)[-2], 1) and not plain.first:
                 right = None
             if left is None and right is None:
                 return None, False
-            # A bias of the model and a diagonal would be two masks, which the fused operator does not take.
+            # The fused operator does not take two masks, so a model's bias rules out `is_causal`.
             if left is None and right == 0 and square and plain.bias is None:
                 return None, True
         s, t = self.builder.size(q, -2), self.builder.size(k, -2)
@@ -162,7 +161,8 @@ class _Writer:
         columns = self._counted(q, self.builder.size(k, -2))
         rows = call(aten.unsqueeze.default, rows, 1)
         ends = call(aten.slice.Tensor, starts_q, 0, 1, None)
-        # Which sequence a query is of: as many as have ended before it. Beyond the last one nothing is defined.
+        # A query belongs to the sequence whose index is the number of sequences that ended before. Beyond the last
+        # sequence nothing is defined.
         own = call(aten.sum.dim_IntList, call(aten.ge.Tensor, rows, ends), [1])
         last = self.builder.size(ends, 0)
         most = call(operator.sub, last, 1) if isinstance(last, fx.Node) else last - 1
@@ -204,7 +204,7 @@ class _Writer:
     def _capped(
         self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, *, causal: bool
     ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
-        """The two products with the cap between them, and the result, where heads of k and v serve several of q."""
+        """Return the two products with the cap between them, and the result; k and v may have fewer heads."""
         call, plain = self.call, self.plain
         dtype = wide(val(q).dtype)
         group = 1
@@ -232,7 +232,7 @@ class _Writer:
         return (product, out), call(aten.flatten.using_ints, out, -4, -3) if group > 1 else out
 
     def _grouped(self, mask: fx.Node, group: int) -> fx.Node:
-        """A mask [..., H, S, T], or one that lacks axes from the left, over heads with an axis for each group."""
+        """Split the heads of a mask [..., H, S, T], which may lack leading axes, into key heads and groups."""
         if len(shape(mask)) < 3:
             return mask
         if same(shape(mask)[-3], 1):

@@ -1,4 +1,4 @@
-"""Finds attention operators of libraries, and puts a plain attention beside each that can be told as one."""
+"""Finds library attention operators and adds a plain attention as a stand-in for each that can be expressed as one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mla_compile.passes.ir.stand_in import CORE, REFUSED, STANDS_FOR, WAITS, sta
 
 
 def has_fused(graph: fx.Graph) -> bool:
-    """Whether ``graph`` has an attention operator of a library that is known."""
+    """Whether ``graph`` has a known attention operator of a library."""
     return any(_known(node) is not None for node in graph.nodes)
 
 
 def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Puts a stand-in beside the result of every known operator; returns how many.
+    """Add a stand-in for the result of every known operator; return how many.
 
-    What cannot be told as a plain attention is left with the reason in its metadata (``REFUSED``).
+    An operator that is not a plain attention keeps its place, with the reason in its metadata (``REFUSED``).
     """
     found = 0
     for call in list(graph.nodes):
@@ -60,7 +60,7 @@ def _known(node: fx.Node) -> Fused | None:
 
 
 def _is_triangular(node: fx.Node) -> bool:
-    """Whether torch's own attention sees a triangle of the scores that is no diagonal to the last key."""
+    """Whether torch's own attention is causal with unequal numbers of queries and keys."""
     if packet(node) is not torch.ops.aten.scaled_dot_product_attention:
         return False
     plain = argument(node, 3, "attn_mask") is None and argument(node, 4, "dropout_p", 0.0) == 0.0
@@ -71,12 +71,12 @@ def _is_triangular(node: fx.Node) -> bool:
 def _seen_from_the_first(plain: Plain) -> str:
     count = shape(plain.q)[-2]
     one = same(count, 1) and plain.right == 0
-    who = "the query sees that key alone" if one else "the queries see no keys behind that many"
+    who = "the query sees only that key" if one else "keys beyond the number of queries are not seen"
     return f"the operator's diagonal begins at the first key: {who}"
 
 
 class _UntoldError(Exception):
-    """A call is no plain attention, for the reason in words."""
+    """A call is not a plain attention; the message says why."""
 
     def __init__(self, why: str, code: str = "unsupported_op") -> None:
         super().__init__(why)
@@ -91,9 +91,9 @@ def _only_result(call: fx.Node) -> fx.Node:
         raise _UntoldError("its results are used as a whole")
     others = sorted({args_of(n)[1] for n in read} - {0})
     if others:
-        # Behind the results are the arguments that it may have written into, as they are afterwards.
+        # The results are followed by the arguments that the operator may write into, as they are afterwards.
         own = len(_schema(call).returns)
-        of = {1: "the logarithm of the sums, beside the output,", own: "an argument that it may write into"}
+        of = {1: "the log-sum-exp, besides the output,", own: "an argument that it may write into"}
         raise _UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")
     if not read:
         raise _UntoldError("its output is not used")
@@ -101,7 +101,7 @@ def _only_result(call: fx.Node) -> fx.Node:
 
 
 def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict[str, Any]:
-    """The arguments that decide over the result, by the words of the library."""
+    """Return the arguments that affect the result, by the words of the library table."""
     found: dict[str, Any] = {}
     for name, given, default in _arguments(call, fake_mode):
         word = known.words.get(name)
@@ -117,7 +117,7 @@ def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict
 
 
 def _arguments(call: fx.Node, fake_mode: FakeTensorMode | None) -> list[tuple[str, Any, object]]:
-    """Name, value and default of each argument. One that the operator says it writes into is what it was before."""
+    """Return name, value and default of each argument; an argument that the operator may mutate has its old value."""
     try:
         functional = not isinstance(call.target, torch._ops.OpOverload)
         told = functionalized(call, fake_mode) if functional else named_arguments(call)
@@ -133,7 +133,7 @@ def _schema(call: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class _Sight:
-    """Which keys around the diagonal a query sees; None: all on that side."""
+    """The keys before and after the diagonal that a query sees; None: all on that side."""
 
     left: int | None
     right: int | None
@@ -145,10 +145,10 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
     _check_dropout(told.get("dropout"))
     scale, softcap = told.get("scale"), told.get("softcap") or 0.0
     if isinstance(scale, fx.Node) or isinstance(softcap, fx.Node):
-        raise _UntoldError("its scale is no constant")
+        raise _UntoldError("its scale is not a constant")
     width = shape(q)[-1]
     if scale is None and not isinstance(width, int):
-        raise _UntoldError("a width of the heads that is no constant")
+        raise _UntoldError("its head width is not a constant")
     starts_q, starts_k, used, bias = (told.get(name) for name in ("starts_q", "starts_k", "used", "bias"))
     if (starts_q is None) is not (starts_k is None):
         raise _UntoldError("only the queries or only the keys are packed")
@@ -158,7 +158,7 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
     if any(len(shape(x)) != 1 for x in (starts_q, starts_k, used) if x is not None):
         raise _UntoldError("lengths that are not one number for each sequence")
     if bias is not None and not val(bias).dtype.is_floating_point:
-        raise _UntoldError("a mask that is not added")
+        raise _UntoldError("its mask is not additive")
     sight = _sight(told)
     first = known.diagonal == "first" or (told.get("diagonal") == _FROM_THE_FIRST_KEY and packed is None)
     aligned = known.diagonal == "last" and told.get("diagonal") != _FROM_THE_FIRST_KEY
@@ -191,10 +191,10 @@ def _check_shapes(q: fx.Node, k: fx.Node, v: fx.Node, known: Fused) -> None:
         raise _UntoldError("queries, keys and values in dtypes that have scales of their own")
     rank = min(ranks)
     if rank < 4 and not known.heads_first:
-        return  # packed, where the heads are looked at below, or without heads
+        return  # packed, where the heads are checked below, or without heads
     heads = [shape(x)[1 if known.heads_first else -2] for x in (q, k, v)]
     if not same(heads[0], heads[1]) and not all(isinstance(h, int) for h in heads):
-        raise _UntoldError("numbers of heads that are no constants")
+        raise _UntoldError("numbers of heads that are not constants")
 
 
 def _check_dropout(p: object) -> None:
@@ -209,17 +209,17 @@ def _sight(told: dict[str, Any]) -> _Sight:
     left, right = told.get("window") or (told.get("left"), told.get("right"))
     sides = [None if side is None or (isinstance(side, int) and side < 0) else side for side in (left, right)]
     if not all(side is None or isinstance(side, int) for side in sides):
-        raise _UntoldError("a window that is no constant")
+        raise _UntoldError("its window is not a constant")
     diagonal = told.get("diagonal", 0)
     if diagonal not in (0, _FROM_THE_FIRST_KEY, _FROM_THE_LAST_KEY):
         raise _UntoldError(f"a mask of the unknown type {diagonal}")
     if isinstance(told.get("causal"), fx.Node):
-        raise _UntoldError("whether it is causal is no constant")
+        raise _UntoldError("its causal flag is not a constant")
     return _Sight(sides[0], 0 if told.get("causal") or diagonal else sides[1])
 
 
 def _as_many(q: fx.Node, k: fx.Node, known: Fused, starts_q: object, starts_k: object) -> bool:
-    """Whether there are as many queries as keys, of each sequence where they are packed."""
+    """Whether there are as many queries as keys, in each sequence if they are packed."""
     if starts_q is not None:
         return starts_q is starts_k
     dim = -2 if known.heads_first else 1

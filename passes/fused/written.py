@@ -1,7 +1,7 @@
-"""Arguments that an operator says it may write into, read from the call that a functional graph makes of it.
+"""Arguments that an operator may write into, read from the functionalized call.
 
-Such a call is given whole tensors, *bases*, and for each argument which part of which base it is: its sizes, strides
-and offset in memory. Where those are a permuted slice of a dense base, the argument is that slice.
+Such a call is given whole tensors, the *bases*. For each argument it gives the base and the sizes, strides and memory
+offset within it. If these describe a permuted slice of a dense base, the argument is that slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, Any]:
-    """The arguments of the operator that ``call`` runs, by name; views are added before it.
+    """Return the arguments of the operator that ``call`` runs, by name; views are added before it.
 
     Raises ``ValueError`` with the name of an argument that is another part of its base.
     """
@@ -63,9 +63,9 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offset: int) -> fx.Node | None:
-    """The view of the dense ``base`` with ``axes``, each a size and a stride; None where it is no permuted slice.
+    """Return the view of the dense ``base`` with ``axes`` (size, stride); None if it is not a permuted slice.
 
-    Strides in falling order are the values of the digits in which a place in memory is counted. The view has a range
+    In falling order, the strides are the place values of digits that count positions in memory. The view takes a range
     of each digit.
     """
     order = sorted((k for k, (n, _) in enumerate(axes) if n > 1), key=lambda k: axes[k][1], reverse=True)
@@ -77,7 +77,7 @@ def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offse
         start, offset = divmod(offset, value)
         length = axes[order[digit]][0] if digit < len(order) else 1
         node = builder.call(aten.slice.Tensor, node, digit, start, start + length)
-    # The last digit, and axes of size 1, are put where they belong by sizes alone.
+    # The last digit has size 1 by now and is squeezed. The argument's own axes of size 1 are unsqueezed.
     node = builder.call(aten.squeeze.dim, node, len(order))
     node = builder.call(aten.permute.default, node, [order.index(k) for k in sorted(order)])
     for k, (n, _) in enumerate(axes):

@@ -1,1 +1,1 @@
-"""The graph and its values: nodes, axes as products of atoms, expressions of weights. Knows no attention."""
+"""The graph and its values: nodes, axes as products of atoms, weight expressions. It knows nothing of attention."""

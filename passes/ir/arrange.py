@@ -1,4 +1,4 @@
-"""einops-style rearrangement: a node whose axes are products of atoms, in another order and grouping."""
+"""einops-style rearrangement of nodes whose axes are products of atoms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Dim: TypeAlias = "int | fx.Node"
 
 
 class Sizes:
-    """Where the size of an atom can be read: from the atom itself, or from an axis of a known tensor."""
+    """Finds the size of an atom: a constant, or a dimension of a known tensor."""
 
     def __init__(self, builder: Builder, operands: Iterable[tuple[fx.Node, Axes]]) -> None:
         self.builder = builder
@@ -27,16 +27,16 @@ class Sizes:
         for node, axes in operands:
             for dim, axis in enumerate(axes):
                 if len(axis) == 1:
-                    # Only a one-atom axis shows its atom's size: `sym_size` of a merged axis is the product.
+                    # Only an axis of one atom shows that atom's size: `sym_size` of a merged axis is the product.
                     self._at.setdefault(axis[0], (node, dim))
 
     def show(self, axis: Axis, node: fx.Node, dim: int) -> None:
-        """Says that the size of ``axis``, of one atom or none, can be read from ``node`` too."""
+        """Record that the size of ``axis``, which has one atom or none, can also be read from ``node``."""
         for atom in axis:
             self._at.setdefault(atom, (node, dim))
 
     def of(self, atom: Atom) -> Dim:
-        """The atom's size as an argument; -1 where no tensor shows it (one such per reshape can be inferred)."""
+        """Return the atom's size as an argument; -1 if no tensor shows it (a reshape can infer one such size)."""
         if isinstance(atom.size, int):
             return atom.size
         if atom not in self._nodes:
@@ -44,7 +44,7 @@ class Sizes:
         return self._nodes[atom]
 
     def shape(self, axes: Sequence[Axis]) -> list[Dim]:
-        """The shape of a tensor with these axes; a product with a symbolic factor is left to be inferred."""
+        """Return the shape of a tensor with these axes; -1 leaves a product with a symbolic factor to be inferred."""
         dims: list[Dim] = []
         for axis in axes:
             total = axis_size(axis)
@@ -53,7 +53,7 @@ class Sizes:
             else:
                 dims.append(self.of(axis[0]) if len(axis) == 1 else -1)
         for k, axis in enumerate(axes):
-            if dims[k] == -1 and dims.count(-1) > 1:  # a reshape infers one size, not two
+            if dims[k] == -1 and dims.count(-1) > 1:  # a reshape infers at most one size
                 dims[k] = self._product(axis)
         return dims
 
@@ -66,20 +66,20 @@ class Sizes:
 
 
 def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: Sequence[Axis]) -> fx.Node:
-    """``node`` with axes ``axes`` as a tensor with axes ``target``; atoms it lacks give size-1 axes.
+    """Rearrange ``node`` from ``axes`` to ``target``; atoms that it lacks give axes of size 1.
 
-    Views where strides allow, one copy where they do not.
+    The result is a view if strides allow; otherwise one copy is made.
     """
     own = flatten(axes)
     assert set(own) <= set(flatten(target)), "an atom would be lost"
-    # A reshape to one dimension per atom drops size-1 axes as well; a squeeze is the cheaper way to do only that.
+    # A reshape to one dimension per atom also drops size-1 axes; a squeeze is cheaper if nothing else is needed.
     if any(len(a) > 1 for a in axes):
         node = builder.call(aten.reshape.default, node, sizes.shape([(a,) for a in own]))
     else:
         empty = [k for k, a in enumerate(axes) if not a]
         if empty:
             node = builder.call(aten.squeeze.dims, node, empty)
-    # Atoms that the node lacks are left out before the reshape and come back as axes of size 1: they broadcast.
+    # The reshape leaves out atoms that the node lacks; they return as axes of size 1, which broadcast.
     present = [tuple(a for a in axis if a in own) for axis in target]
     if any(len(a) > 1 for a in present):
         node = aligned(builder, node, own, flatten(present))
@@ -88,7 +88,7 @@ def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: S
 
 
 def aligned(builder: Builder, node: fx.Node, own: Sequence[T], order: Sequence[T | None]) -> fx.Node:
-    """``node``, with dimensions called ``own``, as a tensor with dimensions ``order``, of size 1 where it lacks one."""
+    """Permute dimensions ``own`` of ``node`` to ``order``, with size 1 for dimensions that it lacks."""
     permutation, missing = placed(own, order)
     if permutation != sorted(permutation):
         node = builder.call(aten.permute.default, node, permutation)
@@ -100,14 +100,14 @@ def aligned(builder: Builder, node: fx.Node, own: Sequence[T], order: Sequence[T
 def einsum(
     builder: Builder, a: fx.Node, a_atoms: Sequence[Atom], b: fx.Node, b_atoms: Sequence[Atom], out: Sequence[Atom]
 ) -> fx.Node:
-    """``a b`` summed over every atom that is not in ``out``; operands and result have one dimension for each atom."""
+    """Return ``a b`` summed over every atom that is not in ``out``; all tensors have one dimension per atom."""
     la, lb, lo = letters(a_atoms, b_atoms, out)
     return builder.call(aten.einsum.default, f"{la},{lb}->{lo}", [a, b])
 
 
 def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
-    """``node``, one axis per atom, with axes of size 1 expanded to the sizes of their atoms."""
-    # A symbolic axis never counts as size 1 here, whatever its size in this call.
+    """Expand axes of size 1 of ``node``, which has one axis per atom, to the sizes of their atoms."""
+    # A symbolic axis does not count as size 1, whatever its size in this call.
     short = [size(d) == 1 for d in val(node).shape]
     if not any(short):
         return node
@@ -116,7 +116,7 @@ def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom])
 
 
 def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
-    """``new`` in the dtype and memory order of ``old``: views that were traced on the old node's strides stay valid."""
+    """Return ``new`` in the dtype and memory order of ``old``, so that views traced on its strides stay valid."""
     new = builder.cast(new, val(old).dtype)
     stride, wanted = val(new).stride(), val(old).stride()
     sizes = val(old).shape
@@ -127,8 +127,8 @@ def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
     order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
     order = [d for d in range(len(sizes)) if d not in relevant] + order
     inverse = [order.index(d) for d in range(len(sizes))]
-    # `clone` alone would keep the strides it finds. Permuted to the wanted order, made contiguous there and permuted
-    # back, the tensor has the strides of `old`, and a `view` that was legal on `old` stays legal.
+    # `clone` alone would keep the strides of its input. Here the tensor is permuted to the wanted order, made
+    # contiguous and permuted back. It then has the strides of `old`, and a `view` that was legal on `old` stays legal.
     new = builder.call(aten.permute.default, new, order)
     new = builder.call(aten.clone.default, new, memory_format=torch.contiguous_format)
     return builder.call(aten.permute.default, new, inverse)

@@ -1,8 +1,8 @@
 """Axes as products of atoms.
 
-A reshape merges and splits axes; to know that the 24 columns of a ``[B, T, 4*6]`` tensor are "head, then feature" one
-has to follow the factors, not the axes. An axis is therefore a row-major product of *atoms*, as in einops' ``(h d)``;
-a size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be confused.
+A reshape merges and splits axes. To know that the 24 columns of a ``[B, T, 4*6]`` tensor are "head, then feature", one
+has to follow the factors, not the axes. An axis is therefore a row-major product of *atoms*, as in einops' ``(h d)``; a
+size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be confused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Atom:
-    """One factor of an axis. Splitting the same atom the same way twice gives the same two atoms."""
+    """One factor of an axis. Splitting an atom twice in the same way returns the same two atoms."""
 
     __slots__ = ("size", "splits")
 
@@ -27,7 +27,7 @@ class Atom:
         self.splits: dict[Size, tuple[Atom, Atom]] = {}
 
     def split(self, outer: Size, inner: Size) -> tuple[Atom, Atom]:
-        # Remembered, because two tensors that share the atom are split separately and must end up sharing the parts.
+        # Cached, because two tensors that share the atom are split separately and have to share the parts afterwards.
         if outer not in self.splits:
             self.splits[outer] = (Atom(outer), Atom(inner))
         return self.splits[outer]
@@ -51,18 +51,18 @@ def flatten(axes: Iterable[Axis]) -> Axis:
 
 
 def letters(*groups: Sequence[Atom]) -> list[str]:
-    """Einsum subscripts: one letter for each distinct atom, the same letter wherever it occurs."""
+    """Return einsum subscripts with one letter for each distinct atom."""
     names: dict[Atom, str] = {}
     return ["".join(names.setdefault(a, ascii_letters[len(names)]) for a in group) for group in groups]
 
 
 def placed(own: Sequence[T], order: Sequence[T | None]) -> tuple[list[int], list[int]]:
-    """The permutation that puts dimensions ``own`` in ``order``, and where ``order`` has one that ``own`` lacks."""
+    """Return the permutation from dimensions ``own`` to ``order``, and the positions in it that ``own`` lacks."""
     return [own.index(a) for a in order if a in own], [k for k, a in enumerate(order) if a not in own]
 
 
 def substitute(axis: Axis, split: Mapping[Atom, tuple[Atom, ...]]) -> Axis:
-    """``axis`` with every atom in ``split`` replaced by its parts, until nothing is left to replace."""
+    """Replace every atom of ``axis`` that is in ``split`` by its parts, recursively."""
     out: list[Atom] = []
     for atom in axis:
         out.extend(substitute(split[atom], split) if atom in split else (atom,))
@@ -74,16 +74,16 @@ def axis_size(axis: Iterable[Atom]) -> Size:
 
 
 def fixed_size(axis: Iterable[Atom]) -> int:
-    """The size of an axis of a weight, which no shape symbol decides."""
+    """Return the size of an axis of a weight, which is never symbolic."""
     size = axis_size(axis)
     assert isinstance(size, int), "weights have fixed sizes"
     return size
 
 
 def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] | None:
-    """The row-major reshape of a product of atoms to axes of the given sizes, and the atoms it had to split.
+    """Reshape a product of atoms, in row-major order, to axes of the given sizes; return these and the atoms it split.
 
-    None where the boundaries do not fall on whole factors (a reshape of ``[6]`` to ``[4, ...]``).
+    None if the boundaries do not fall on whole factors (a reshape of ``[6]`` to ``[4, ...]``).
     """
     queue = list(atoms)
     split: Split = {}
@@ -103,7 +103,8 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
                 taken.append(atom)
                 need = rest
                 continue
-            # The atom extends past the axis: its outer part ends this axis, its inner part begins the next (row-major).
+            # The atom extends past the axis: its outer part ends this axis, and its inner part begins the next
+            # (row-major).
             inner = quotient(atom.size, need)
             if inner is None:
                 return None
@@ -112,12 +113,12 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
             queue.insert(0, split[atom][1])
             need = 1
         axes.append(tuple(taken))
-    # Left-over atoms mean that the sizes do not multiply to the whole, as under symbols that only a guard relates.
+    # If atoms are left over, the sizes do not multiply to the whole, as with symbols that only a guard relates.
     return (tuple(axes), split) if not queue else None
 
 
 def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
-    """What to split in each of two factorizations of one axis so that their factors agree; None where none agree."""
+    """Return the splits that make two factorizations of one axis agree; None if there are none."""
     first, second = list(one), list(other)
     splits: tuple[Split, Split] = {}, {}
     while first and second:
@@ -132,5 +133,5 @@ def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
             second.insert(0, splits[1][b][1])
         else:
             return None
-    # One side is longer by factors that the other lacks: these are not two factorizations of one axis.
+    # One side has factors that the other lacks, so these are not two factorizations of one axis.
     return None if first or second else splits

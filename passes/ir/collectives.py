@@ -1,4 +1,4 @@
-"""Operators that several ranks run together (torch.distributed), which nobody may run alone."""
+"""Operators that several ranks run together (torch.distributed), and that no rank may run alone."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether ``node`` sends or receives numbers of other ranks, or waits for them."""
+    """Whether ``node`` exchanges data with other ranks, or waits for it."""
     return schema_name(node).partition("::")[0] in _NAMESPACES
 
 
 def gathered(nodes: Iterable[fx.Node]) -> bool:
-    """Whether numbers of other ranks are in what ``nodes`` compute: it can be computed in the graph only."""
+    """Whether ``nodes`` depend on data of other ranks, so that they can only be computed in the graph."""
     return any(map(is_collective, reachable(nodes, lambda node: node.all_input_nodes)))
 
 
 def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
-    """What ``graph`` had the ranks do together before passes added to it, in order.
+    """Return the collectives that ``graph`` had before passes added any, in order.
 
-    The operators, and what they are told besides tensors.
+    Each is an operator with its non-tensor arguments.
     """
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))
     return [
@@ -39,11 +39,11 @@ def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
 
 
 def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
-    """Bytes that a rank receives from others in one call of ``graph``, by the name of the collective.
+    """Return the bytes that a rank receives in one call of ``graph``, by the name of the collective.
 
-    At the sizes with which it was traced, for algorithms that move no byte twice: an all-reduce is a reduce-scatter and
-    an all-gather. Any other collective counts as one whose ranks keep one part of n. ``ours``: those that passes
-    added, and no others.
+    The sizes are those of tracing, and no byte moves twice: an all-reduce is a reduce-scatter and an all-gather. In any
+    other collective each rank is assumed to keep one of n parts. ``ours``: count only the collectives that passes
+    added.
     """
     found: dict[str, int] = {}
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))

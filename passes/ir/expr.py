@@ -1,8 +1,8 @@
-"""Tensors computed from weights alone, described before anything is added to the graph.
+"""Tensors computed from weights alone, described without adding them to the graph.
 
-An analysis must not change the graph, yet needs products and slices of weights ("the rows of W_kc that make head 3's
-keys"). An :class:`Expr` describes such a tensor: an operator over graph nodes, with its fake value known. A rewrite
-adds it to the graph.
+An analysis must not change the graph, yet it needs products and slices of weights ("the rows of W_kc that make head 3's
+keys"). An :class:`Expr` describes such a tensor: an operator over graph nodes, whose fake value is known. A rewrite
+emits it into the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VIEWS = (aten.reshape.default, aten.permute.default, aten.slice.Tensor)
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """``op(*args)``, or the value of ``node`` where ``op`` is None. Compared by identity, so that it can be a key."""
+    """``op(*args)``, or the value of ``node`` if ``op`` is None. Compared by identity, so that it can be a key."""
 
     value: torch.Tensor
     fake_mode: FakeTensorMode | None
@@ -46,14 +46,14 @@ class Expr:
         return tuple(int(d) for d in self.value.shape)
 
     def call(self, op: Callable[..., object], *args: object, **kwargs: object) -> Expr:
-        """``op`` of this expression, which becomes the first argument unless ``args`` holds it already."""
-        # `einsum` and `cat` take their operands in a list, so this expression may be inside an argument.
+        """Apply ``op`` to this expression, which becomes the first argument unless ``args`` already contains it."""
+        # `einsum` and `cat` take a list of operands, so this expression may be inside an argument.
         everything = args if any(a is self or _holds(a, self) for a in args) else (self, *args)
         value = _value(self.fake_mode, op, _each(everything, lambda e: e.value), kwargs)
         return Expr(value, self.fake_mode, None, op, everything, kwargs)
 
     def view(self, shape: Sequence[int]) -> Expr:
-        """The same numbers in another shape; a copy only where the strides leave no choice."""
+        """Return the same values in another shape; this copies only if the strides require it."""
         if tuple(shape) == self.shape:
             return self
         return self.call(aten.reshape.default, list(shape))
@@ -71,14 +71,14 @@ class Expr:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only picks and regroups numbers of one leaf; anything else may round."""
+        """Whether the expression only selects and regroups elements of one leaf; other operators may round."""
         if self.node is not None:
             return True
         (of, *_) = self.args
         return self.op in _VIEWS and isinstance(of, Expr) and of.is_view
 
     def leaves(self) -> tuple[fx.Node, ...]:
-        """The graph nodes this expression reads."""
+        """Return the graph nodes that this expression reads."""
         found: dict[fx.Node, None] = {}
 
         def visit(expr: Expr) -> None:
@@ -91,7 +91,7 @@ class Expr:
         return tuple(found)
 
     def emit(self, builder: Builder, memo: dict[Expr, fx.Node]) -> fx.Node:
-        """Adds the expression to the graph, reusing the parts that are in ``memo``."""
+        """Add the expression to the graph, reusing parts that are in ``memo``."""
         if self.node is not None:
             return self.node
         if self not in memo:
@@ -101,14 +101,14 @@ class Expr:
         return memo[self]
 
     def with_leaves(self, fn: Callable[[fx.Node], Expr]) -> Expr:
-        """The same expression with ``fn(leaf)`` in the place of each leaf."""
+        """Return the same expression with each leaf replaced by ``fn(leaf)``."""
         if self.node is not None:
             return fn(self.node)
         args = _each(self.args, lambda e: e.with_leaves(fn))
         return Expr(self.value, self.fake_mode, None, self.op, args, self.kwargs)
 
     def formula(self, names: Sequence[str]) -> str:
-        """How the tensor is computed, in text: equal text is an equal computation. Leaves are places in ``names``."""
+        """Return the computation as text, with leaves as indices into ``names``; equal texts are equal computations."""
         memo: dict[Expr, str] = {}
 
         def visit(expr: Expr) -> str:
@@ -122,8 +122,8 @@ class Expr:
         return visit(self)
 
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor itself, from the values of its leaves by node name; computed in ``dtype`` if that is given."""
-        # Expressions share parts (a weight that is used by K and V), and evaluation may take a large matrix product.
+        """Evaluate the expression from the values of its leaves by node name, in ``dtype`` if it is given."""
+        # Expressions share parts (a weight that K and V use), and a part may be a large matrix product.
         memo: dict[Expr, object] = {}
 
         def visit(expr: Expr) -> object:
@@ -131,17 +131,17 @@ class Expr:
                 memo[expr] = one(expr)
             return memo[expr]
 
-        def one(expr: Expr) -> object:  # a tensor, or several where the weight was split
+        def one(expr: Expr) -> object:  # a tensor, or several if a weight was split
             if expr.node is not None:
                 leaf = values[expr.node.name]
-                # A tensor of several tensors is read through its parts, which are cast where they are used.
+                # A tensor subclass is read through its inner tensors, which are cast where they are used.
                 whole = dtype is None or is_traceable_wrapper_subclass(leaf)
                 return leaf if whole or not leaf.is_floating_point() else leaf.to(dtype)
             assert expr.op is not None
             if dtype is not None and is_foreign(expr.op):
                 return in_own_precision(expr)
             kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
-            # The dtype is widened in casts too: an exact evaluation must not round where the graph would.
+            # The dtype of casts is widened too: an exact evaluation must not round where the graph would.
             result = expr.op(*(widened(a, dtype) for a in _each(expr.args, visit)), **kwargs)
             if expr.op is getattr and dtype is not None and isinstance(result, torch.Tensor):
                 return result.to(dtype) if result.is_floating_point() and result.element_size() > 1 else result
@@ -163,9 +163,9 @@ class Expr:
 
 @contextmanager
 def evaluated_once(fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Within it, expressions that are alike, as those for the weights of equal layers are, share one fake value.
+    """Let equal expressions, such as those for the weights of equal layers, share one fake value within this context.
 
-    The values are forgotten at the end: they refer to the mode, and a mode that refers to them would never be freed.
+    The values are dropped at the end: they refer to the mode, and a mode that refers to them would never be freed.
     """
     if fake_mode is None or _KNOWN in vars(fake_mode):
         yield
@@ -183,12 +183,12 @@ _KNOWN = "mla_compile_known"
 def _value(
     fake_mode: FakeTensorMode | None, op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> torch.Tensor:
-    """What ``op`` returns."""
+    """Return the fake result of ``op``."""
     known: dict[Hashable, torch.Tensor] | None = None if fake_mode is None else vars(fake_mode).get(_KNOWN)
     key = None if known is None else _key(op, args, kwargs)
     if known is not None and key in known:
         return known[key]
-    # `no_grad`: weights may be parameters, and the result must not be part of an autograd graph.
+    # `no_grad`, because weights may be parameters and the result must not be part of an autograd graph.
     with fake_mode or torch.no_grad(), torch.no_grad():
         value = op(*args, **kwargs)
     assert isinstance(value, torch.Tensor)
@@ -198,7 +198,7 @@ def _value(
 
 
 def _key(op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable | None:
-    """Equal for calls that are alike; None where something is told that may be alike and another object."""
+    """Return a key that is equal for equal calls; None if an argument can only be compared by identity."""
     objects: list[object] = []
 
     def read(value: object) -> Hashable:
@@ -213,10 +213,10 @@ def _key(op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[st
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of weights and the atom that each of its dimensions stands for.
+    """A tensor of weights, and the atom of each of its dimensions.
 
-    ``terms``: the same tensor as a sum of products of factors (W + B A of an adapter), or empty where it is not known
-    to be one. In a product, atoms that the tensor lacks are summed over.
+    ``terms``: the same tensor as a sum of products of factors (W + B A of an adapter), or empty if no such sum is
+    known. In a product, atoms that the tensor lacks are summed over.
     """
 
     expr: Expr
@@ -227,7 +227,7 @@ class Factor:
         return self.each(lambda f: Factor(f.expr, tuple(names.get(a, a) for a in f.atoms)))
 
     def split(self, split: Split) -> Factor:
-        """The same tensor with some atoms written as products of smaller ones."""
+        """Return the same tensor with some atoms written as products of smaller ones."""
 
         def one(f: Factor) -> Factor:
             if not any(a in split for a in f.atoms):
@@ -238,17 +238,17 @@ class Factor:
         return self.each(one)
 
     def each(self, fn: Callable[[Factor], Factor]) -> Factor:
-        """``fn``, which must not mix the numbers of atoms, applied to the tensor and to the factors of its terms."""
+        """Apply ``fn``, which must not mix elements along atoms, to the tensor and to the factors of its terms."""
         return replace(fn(self), terms=tuple(tuple(map(fn, term)) for term in self.terms))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of projections and accumulation: float32 at least."""
+    """Return the dtype for projections and accumulation: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(value: Any, dtype: torch.dtype | None) -> Any:
-    """An argument of an operator, with a floating dtype (that of a cast) replaced by ``dtype`` where that is given."""
+    """Replace an argument that is a floating dtype (of a cast) by ``dtype``, if that is given."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return dtype if floating and dtype is not None else value
 
@@ -257,9 +257,9 @@ _PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
 
 
 def is_foreign(op: object) -> bool:
-    """Whether ``op`` belongs to a library or to one machine: it need not know the dtype of an exact evaluation.
+    """Whether ``op`` belongs to a library or to one machine and may not support the dtype of an exact evaluation.
 
-    What such an operator makes of quantized numbers is what they mean, in the precision it has.
+    Its result on quantized values is taken as their meaning, in the precision that it has.
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False
@@ -272,7 +272,7 @@ def _holds(value: object, expr: Expr) -> bool:
 
 
 def _each(args: tuple[object, ...], fn: Callable[[Expr], object]) -> tuple[object, ...]:
-    """``args`` with every expression in them replaced by ``fn`` of it."""
+    """Replace every expression in ``args`` by ``fn`` of it."""
 
     def one(value: object) -> object:
         if isinstance(value, Expr):

@@ -1,4 +1,4 @@
-"""Arithmetic of weight factors: tensors of weights whose dimensions are atoms."""
+"""Arithmetic on weight factors: tensors of weights whose dimensions are atoms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_compile.passes.ir.expr import Expr, Factor
 aten = torch.ops.aten
 
 MOST_TERMS, MOST_FACTORS = 8, 4
-"""What a factor remembers of how it was made: more adapters than that on one weight are merged into it."""
+"""Limits on the terms that a factor records: if a weight has more adapters, they are merged into it."""
 
 
 def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
@@ -23,12 +23,12 @@ def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 
 
 def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
-    """``a * b`` summed over the atoms in ``drop``."""
+    """Return ``a * b`` summed over the atoms in ``drop``."""
     if a is None:
         gone = [k for k, atom in enumerate(b.atoms) if atom in drop]
         rest = tuple(atom for atom in b.atoms if atom not in drop)
         return Factor(b.expr.call(aten.sum.dim_IntList, gone), rest) if gone else b
-    # A dict, as its order is that of the atoms: a set would order the dimensions by address, differently in each run.
+    # A dict keeps the order of the atoms; a set would order dimensions by address, differently in each run.
     union = dict.fromkeys((*a.atoms, *b.atoms))
     out = tuple(atom for atom in union if atom not in drop)
     terms = _few(tuple((*left, *right) for left in terms_of(a) for right in terms_of(b)))
@@ -44,15 +44,15 @@ def terms_of(f: Factor) -> tuple[tuple[Factor, ...], ...]:
 
 
 def _few(terms: tuple[tuple[Factor, ...], ...]) -> tuple[tuple[Factor, ...], ...]:
-    """``terms``, or none where they are so many that nothing is gained by them."""
+    """Return ``terms``, or none if they are so many that nothing is gained by them."""
     return terms if len(terms) <= MOST_TERMS and all(len(term) <= MOST_FACTORS for term in terms) else ()
 
 
 def aligned(f: Factor, atoms: Sequence[Atom]) -> Expr:
-    """``f`` with a dimension for each of ``atoms``, in their order; of size 1 for an atom that ``f`` does not have."""
+    """Return ``f`` with one dimension for each of ``atoms``, in order; the size is 1 for an atom that ``f`` lacks."""
     order, missing = placed(f.atoms, atoms)
     expr = f.expr.permute(order)
-    # `missing` is ascending, so each insertion is at its final place at once.
+    # `missing` is ascending, so each insertion is at its final place.
     sizes = list(expr.shape)
     for k in missing:
         sizes.insert(k, 1)
@@ -60,14 +60,14 @@ def aligned(f: Factor, atoms: Sequence[Atom]) -> Expr:
 
 
 def total(a: Factor | None, b: Factor | None, alpha: float = 1.0) -> Factor | None:
-    """``a + alpha * b``."""
+    """Return ``a + alpha * b``."""
     if b is None:
         return a
     if a is None:
         return b if alpha == 1.0 else scaled(b, alpha)
     atoms = tuple(dict.fromkeys((*a.atoms, *b.atoms)))
     left, right = common_dtype(aligned(a, atoms), aligned(b, atoms))
-    # A tensor that lacks an atom is repeated along it, and a sum over it would count the tensor but once.
+    # A tensor that lacks an atom broadcasts along it, but a sum over that atom would count its term only once.
     alike = len(a.atoms) == len(b.atoms) == len(atoms)
     terms = _few((*terms_of(a), *terms_of(scaled(b, alpha)))) if alike else ()
     return Factor(left.call(aten.add.Tensor, left, right, alpha=alpha), atoms, terms)
@@ -86,9 +86,9 @@ def _with_smallest(term: tuple[Factor, ...], fn: Callable[[Factor], Factor]) -> 
 
 
 def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
-    """``f`` with the atoms of ``axis``, all of which it has, as one dimension ``into``."""
+    """Merge the atoms of ``axis``, all of which ``f`` has, into one dimension ``into``."""
     if any(0 < len({*axis} & {*one.atoms}) < len(axis) for term in f.terms for one in term):
-        f = replace(f, terms=())  # a factor with some of the atoms alone
+        f = replace(f, terms=())  # a factor has only some of the atoms
 
     def merge(one: Factor) -> Factor:
         if axis[0] not in one.atoms:
@@ -101,7 +101,7 @@ def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
 
 
 def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int = 1) -> Factor:
-    """``f`` with rows ``start:stop:step`` of ``atom``, which is then called ``into``."""
+    """Take ``start:stop:step`` of dimension ``atom``, which then becomes ``into``."""
 
     def narrow(one: Factor) -> Factor:
         if atom not in one.atoms:
@@ -116,7 +116,7 @@ def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int
 
 
 def part_of(f: Factor, axis: Axis, into: Atom, taken: range) -> Factor:
-    """``f`` with the positions ``taken`` of ``axis``, all of whose atoms it has, as one dimension ``into``."""
+    """Take the positions ``taken`` of ``axis``, all of whose atoms ``f`` has, as one dimension ``into``."""
     whole = axis[0]
     if len(axis) > 1:
         whole = Atom(axis_size(axis))
@@ -126,7 +126,7 @@ def part_of(f: Factor, axis: Axis, into: Atom, taken: range) -> Factor:
 
 
 def without(f: Factor, atom: Atom) -> Factor:
-    """``f`` without a dimension of size 1."""
+    """Drop a dimension of size 1."""
 
     def drop(one: Factor) -> Factor:
         kept = [k for k, a in enumerate(one.atoms) if a is not atom]

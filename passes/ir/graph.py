@@ -1,4 +1,4 @@
-"""What every pass needs: reading nodes, and adding nodes whose metadata is right from the start."""
+"""Helpers for all passes: reading nodes, and adding nodes whose metadata is right from the start."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from mla_compile.passes.ir.schema import foreign_name
 from mla_compile.passes.ir.sizes import Size, hint, size
 
 OURS = "mla_compile"
-"""Key in the metadata of nodes that a rewrite added."""
+"""Metadata key of nodes that a rewrite added."""
 
 ORIGIN = "mla_compile_origin"
-"""Key in the metadata of nodes that compute what a node of the untouched graph does: the name of that node."""
+"""Metadata key of nodes that compute the same as a node of the untouched graph: the name of that node."""
 
 DECIDED_BY = "mla_compile_decided_by"
-"""Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
+"""Metadata key of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
 
 TOLD = "mla_compile_told"
-"""Key in the metadata of an attention: what its user should be told of how it was read, in words."""
+"""Metadata key of an attention: notes for its user on how it was read."""
 
 HANDED_OVER = "mla_compile_handed_over"
-"""Key in the metadata of inputs that Dynamo hands on to this graph from before a graph break."""
+"""Metadata key of inputs that Dynamo passes to this graph from the code before a graph break."""
 
 SPELLED = "mla_compile_spelled"
-"""Key in the metadata of nodes that were given another spelling: the operator that the user called."""
+"""Metadata key of nodes that were canonicalised: the operator that the user called."""
 
 
 def val(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that describes what ``node`` computes."""
+    """Return the fake tensor of ``node``."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node} is not a tensor"
     return value
@@ -58,7 +58,7 @@ def shape(node: fx.Node) -> tuple[Size, ...]:
 
 
 def bytes_hint(node: fx.Node) -> int:
-    """Bytes that ``node``'s value holds, at the sizes seen when the graph was traced."""
+    """Return the bytes of ``node``'s value, at the sizes seen when the graph was traced."""
     tensor = val(node)
     total = tensor.element_size()
     for dim in tensor.shape:
@@ -67,25 +67,25 @@ def bytes_hint(node: fx.Node) -> int:
 
 
 def packet(node: object) -> Any:
-    """The operator a node calls, overload left out (``aten.add``), or None."""
-    # A target that is no ATen operator (`operator.getitem`, a higher-order operator) has no packet: it is returned.
+    """Return the operator that a node calls, without its overload (``aten.add``), or None."""
+    # Other targets (`operator.getitem`, a higher-order operator) have no packet and are returned as they are.
     if isinstance(node, fx.Node) and node.op == "call_function":
         return getattr(node.target, "overloadpacket", node.target)
     return None
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator as the user spelled it, for people to read; with its namespace where that is not torch's own."""
+    """Return the operator as the user spelled it, for messages; operators outside torch keep their namespace."""
     return str(node.meta.get(SPELLED) or foreign_name(node) or getattr(packet(node), "__name__", None) or node.target)
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments, of whatever kinds the operator takes."""
+    """Return the positional arguments, untyped because each operator takes other kinds."""
     return node.args
 
 
 def argument(node: fx.Node, position: int, name: str, default: object = None) -> Any:
-    """An argument by position or keyword."""
+    """Return an argument by position or keyword."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
@@ -96,7 +96,7 @@ def axis(dim: int, rank: int) -> int:
 
 
 class Builder:
-    """Adds nodes before ``anchor``, with fake values computed at once and the anchor's provenance copied.
+    """Adds nodes before ``anchor``, computes their fake values at once and copies the anchor's provenance.
 
     The graph stays valid after every call: metadata is never filled in later.
     """
@@ -111,26 +111,26 @@ class Builder:
             node = self.graph.call_function(op, args, kwargs)
         node.meta[OURS] = True
         node.meta["val"] = evaluate_fake(self.fake_mode, op, args, kwargs)
-        # So that a report, or an error of the compiler downstream, still names the line of the user's model.
+        # With these, a report or an error of a later compiler still names the line of the user's model.
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr"):
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         return node
 
     def trace(self, function: Callable[..., torch.Tensor], operands: Sequence[Argument]) -> fx.Node:
-        """Adds the operators of ``function``, which returns one tensor. Operands are nodes or numbers."""
+        """Add the operators of ``function``, which returns one tensor. Operands are nodes or numbers."""
         (result,) = self.trace_all(function, operands)
         return result
 
     def trace_all(self, function: Callable[..., object], operands: Sequence[Argument]) -> tuple[fx.Node, ...]:
-        """:meth:`trace` for a function that returns several tensors."""
+        """Do the same as :meth:`trace` for a function that returns several tensors."""
         return self.insert(self.traced(function, operands), [n for n in operands if isinstance(n, fx.Node)])
 
     def traced(self, function: Callable[..., object], operands: Sequence[Argument]) -> fx.GraphModule:
-        """The operators of ``function``, in terms of those operands that are nodes."""
+        """Return the operators of ``function``, with the operands that are nodes as inputs."""
 
         def of_nodes(*values: torch.Tensor) -> object:
-            # make_fx traces tensors only: numbers among the operands are put back in their places here.
+            # make_fx traces tensors only, so operands that are numbers are put back in place here.
             given = iter(values)
             return function(*(next(given) if isinstance(n, fx.Node) else n for n in operands))
 
@@ -139,22 +139,22 @@ class Builder:
         return made
 
     def insert(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """Adds the operators of a traced function of ``nodes``."""
+        """Add the operators of a traced function of ``nodes``."""
         assert self.graph.owning_module is not None
         return splice(self.graph.owning_module, self.anchor, traced, nodes)
 
     def size(self, node: fx.Node, dim: int) -> int | fx.Node:
-        """A dimension to be used as an argument: the number, or a node that reads it at run time."""
-        # `size` applies the guards, so a symbol that one of them fixes becomes a number here and needs no node.
+        """Return a dimension as an argument: a number, or a node that reads it at run time."""
+        # `size` applies the guards, so a symbol that a guard fixes becomes a number and needs no node.
         static = size(val(node).shape[dim])
         return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
     def on_device(self, node: fx.Node, device: torch.device) -> fx.Node:
-        """``node`` on ``device``: one number on the CPU may meet tensors of any device, an operator of ours may not."""
+        """Move a one-element ``node`` to ``device``: our operators, unlike torch's, accept no CPU scalars."""
         if val(node).device == device:
             return node
         aten = torch.ops.aten
-        # An addition takes the number as it is, where a copy would wait for it.
+        # An addition takes a CPU scalar directly; a copy would synchronise.
         zero = self.call(aten.full.default, [1] * val(node).dim(), 0, dtype=val(node).dtype, device=device)
         return self.call(aten.add.Tensor, zero, self.call(aten.reshape.default, node, []))
 
@@ -165,7 +165,7 @@ class Builder:
 def splice(
     gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Adds the operators of ``traced`` before ``anchor`` and returns its results. Its constants go into ``gm``."""
+    """Copy the operators of ``traced`` before ``anchor`` and its constants into ``gm``; return its results."""
     env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with anchor.graph.inserting_before(anchor):
         for own in traced.graph.nodes:
@@ -175,7 +175,7 @@ def splice(
             node.meta.setdefault("stack_trace", anchor.meta.get("stack_trace"))
             if own.op == "get_attr":
                 name = str(own.target)
-                # Every trace calls its constants `_tensor_constant0` and so on: they would overwrite each other.
+                # Every trace names its constants `_tensor_constant0` and so on, so they would overwrite each other.
                 while hasattr(gm, name):
                     name += "_"
                 setattr(gm, name, getattr(traced, str(own.target)))
@@ -191,15 +191,15 @@ def virtual(
     *args: Argument,
     decided_by: Sequence[fx.Node] = (),
 ) -> fx.Node:
-    """``op(of, *args)`` as a node that no graph holds, for an analysis to reason about: a *virtual source*.
+    """Return ``op(of, *args)`` as a node outside the graph, for an analysis to reason about: a *virtual source*.
 
-    It can be read like any node, but is no user of its inputs, so that an unused one leaves no trace;
-    :func:`materialize` adds the ones that are used. ``decided_by``: the nodes that determine its value, where
-    ``of`` does not show them: copies in it are tied to each other, and are not to be drawn one by one.
+    It can be read like any node but is not a user of its inputs, so an unused one leaves no trace; :func:`materialize`
+    adds the used ones. ``decided_by``: the nodes that determine its value, if ``of`` holds copies of their values,
+    which a verification must not draw independently.
     """
-    # Built by hand: `graph.call_function` would put it into the graph.
+    # It is built by hand, because `graph.call_function` would insert it into the graph.
     node = fx.Node(of.graph, f"{of.name}_view", "call_function", op, (of, *args), {})
-    # A user that is not in the graph would keep dead code alive.
+    # A user outside the graph would keep dead code alive.
     for read in node.all_input_nodes:
         read.users.pop(node)
     node.meta[DECIDED_BY] = tuple(decided_by) or decides(of)
@@ -212,20 +212,20 @@ def is_virtual(node: fx.Node) -> bool:
 
 
 def decides(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes of the graph whose values determine that of ``node``: itself, unless it is virtual."""
+    """Return the nodes of the graph that determine the value of ``node``: itself, unless it is virtual."""
     decided_by: tuple[fx.Node, ...] = node.meta.get(DECIDED_BY, (node,))
     return decided_by
 
 
 def whole_rows(node: fx.Node) -> fx.Node:
-    """What a virtual slice is taken from, or what zeros are put around; any other ``node`` itself."""
+    """Return the tensor that a virtual node slices or pads with zeros; any other ``node`` itself."""
     while is_virtual(node) and node.target in (torch.ops.aten.slice.Tensor, torch.ops.aten.constant_pad_nd.default):
         node = args_of(node)[0]
     return node
 
 
 def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -> fx.Node:
-    """``node``, added before the builder's anchor if it is virtual, once for each ``memo``."""
+    """Return ``node``; a virtual one is added before the builder's anchor, once per ``memo``."""
     if not is_virtual(node):
         return node
     if node not in memo:
@@ -236,28 +236,29 @@ def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -
 
 
 def latest_of(node: fx.Node) -> fx.Node:
-    """The last node of the graph that a virtual source is computed from; any other ``node`` itself."""
+    """Return the last node of the graph from which a virtual source is computed; any other ``node`` itself."""
     return max(map(latest_of, node.all_input_nodes)) if is_virtual(node) else node
 
 
 def evaluate_fake(
     fake_mode: FakeTensorMode | None, op: Callable[..., object], args: tuple[Argument, ...], kwargs: dict[str, Argument]
 ) -> object:
-    """What ``op`` returns for the fake values of its node arguments."""
+    """Return the result of ``op`` on the fake values of its node arguments."""
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-    # Composite operators below the Python dispatcher know no symbolic sizes on torch 2.11 (matmul asks for numbers).
+    # On torch 2.11, composite operators below the Python dispatcher do not support symbolic sizes (matmul wants
+    # numbers).
     with fake_mode or contextlib.nullcontext(), torch.no_grad(), enable_python_dispatcher():
         return op(*real_args, **real_kwargs)
 
 
 def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    """Computes the metadata of ``first`` anew, and of what reads it as far as its strides are to be seen."""
-    # In the order of the graph, so that what a node reads is known before it; no other node is looked at.
+    """Recompute the metadata of ``first``, and of its readers as long as their strides change."""
+    # Nodes are visited in graph order, so inputs come first.
     waiting, seen = [first], {first}
     while waiting:
         node = heapq.heappop(waiting)
         if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default  # a view of dense rows may be none of these
+            node.target = torch.ops.aten.reshape.default  # the new strides may not allow a view
         assert callable(node.target)
         old, node.meta["val"] = node.meta["val"], evaluate_fake(fake_mode, node.target, node.args, node.kwargs)
         told = node is first or _strides(old) != _strides(node.meta["val"])
@@ -268,5 +269,5 @@ def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _strides(value: object) -> list[list[Size]]:
-    # Not compared as torch has them: its symbolic numbers would answer with a guard.
+    # `size` avoids guards, which comparing torch's symbolic numbers would add.
     return [[size(n) for n in leaf.stride()] for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

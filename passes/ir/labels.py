@@ -1,4 +1,4 @@
-"""Products of two tensors, whatever operator makes them, as einsum labels."""
+"""Products of two tensors as einsum labels, whatever operator computes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELLED = {aten.matmul, aten.bmm, aten.mm, aten.einsum, aten.sum}
 
 
 def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
-    """The subscripts of an einsum node, ellipses written out; None where a label is repeated in one operand."""
+    """Return the subscripts of an einsum node with ellipses expanded; None if an operand repeats a label."""
     equation, operands = args_of(node)[0], args_of(node)[1]
     assert isinstance(equation, str)
     assert isinstance(operands, Sequence)
@@ -25,11 +25,11 @@ def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
     left, arrow, out = text.partition("->")
     inputs = left.split(",")
     free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
-    # "..." may stand for fewer axes in one operand than in another; they line up from the right, as in broadcasting.
+    # "..." may stand for fewer axes in one operand than in another; they align from the right, as in broadcasting.
     widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
     dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
     inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
-    # Without "->" einsum's own rule holds: every label that occurs once, in alphabetical order, after the "..." axes.
+    # Without "->", einsum keeps every label that occurs once, in alphabetical order, after the "..." axes.
     if not arrow:
         joined = "".join(inputs)
         out = dots + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in dots))
@@ -39,7 +39,7 @@ def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
 
 
 def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """A product (einsum, sum, matmul, bmm, mm) as einsum labels: (left, labels), (right, labels), result labels."""
+    """Return a product (einsum, sum, matmul, bmm, mm) as einsum labels: (left, labels), (right, labels), result."""
     op = packet(node)
     if op is aten.einsum:
         parsed = parse_einsum(node)
@@ -60,14 +60,14 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
 
 
 def matmul_labels(ra: int, rb: int) -> tuple[str, str, str]:
-    """The labels of two matrices, batched or not, that are multiplied, and of the result."""
-    # x, y and z are the labels of the matrices and must not be used twice.
+    """Return the labels of two matrices, batched or not, and of their product."""
+    # The matrices use x, y and z, so batch labels must not.
     batch = "abcdefghijklmnopqrstuvw"[: max(ra, rb) - 2]
     return batch[len(batch) - (ra - 2) :] + "xy", batch[len(batch) - (rb - 2) :] + "yz", batch + "xz"
 
 
 def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """``(a * b).sum(dim)``, if an operand is broadcast along some axis; otherwise it is no matrix product."""
+    """Read ``(a * b).sum(dim)``. It is a matrix product only if an operand is broadcast along some axis."""
     times, dims, kept = args_of(node)[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     if packet(times) is not aten.mul or not isinstance(dims, (list, tuple)) or len(dims) != 1:
         return None
@@ -77,8 +77,8 @@ def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx
         return None
     dim = axis(dims[0], rank)
     ones = [(same(a, 1), same(b, 1)) for a, b in zip(shape(left), shape(right), strict=True)]
-    # Where both operands have every axis it is a row-wise dot product, as in a norm; where the summed axis is broadcast
-    # nothing is contracted; and a sum in another dtype is not what a matrix product gives.
+    # If both operands have every axis, this is a row-wise dot product, as in a norm. If the summed axis is broadcast,
+    # nothing is contracted. A matrix product does not sum in another dtype.
     if any(ones[dim]) or not any(a != b for a, b in ones) or val(node).dtype != val(times).dtype:
         return None
     labels = "abcdefghijklmnopqrstuvw"[:rank]

@@ -13,7 +13,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def locate(node: fx.Node) -> Location:
-    """The node, its module path and the user's source line, as far as the trace recorded them."""
+    """Return the node, its module path and the user's source line, as far as the trace recorded them."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, code = frames[-1] if frames else (None, None, None)
     # The last entry is the innermost module, as the last frame is the innermost call.
@@ -34,7 +34,7 @@ def _operator(node: fx.Node) -> str:
 
 
 def _module_path(name: str) -> str:
-    """``L['self'].model.layers.0.self_attn`` and its variants as ``model.layers.0.self_attn``."""
+    """Turn ``L['self'].model.layers.0.self_attn`` and its variants into ``model.layers.0.self_attn``."""
     name = re.sub(r"^L\[['\"]\w+['\"]\]", "", name)  # the local variable that holds the model
     name = re.sub(
         r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name

@@ -1,8 +1,8 @@
-"""The one reader of operators that move numbers without computing any: what a node does, as a record.
+"""The only decoder of operators that move values without computing any: a record says what a node does.
 
-:func:`decode` knows where each operator has its arguments, what their defaults are and how negative positions count.
-Everyone else reads the records. It expects the spellings that :mod:`mla_compile.passes.canonical.views` leaves. Of the
-few that are not canonical (splits at sizes that are only known at run time) it reads as much as is known.
+:func:`decode` knows the positions and defaults of each operator's arguments and how negative positions count. All other
+code reads the records. It expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`. Some operators
+have none, such as splits at sizes that are only known at run time; of these it reads as much as is known.
 
 Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
 """
@@ -23,7 +23,7 @@ from mla_compile.passes.ir.stand_in import stand_in
 aten = torch.ops.aten
 
 PRODUCTS = {aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum}
-"""Matrix products, by whatever name."""
+"""Operators that compute matrix products."""
 
 CONTRACTIONS = {*PRODUCTS, aten.tensordot, aten.batch_norm, aten.conv1d, aten.conv2d}
 """Operators that may apply a weight to the features of a row."""
@@ -40,7 +40,7 @@ SPLITS = {
 """Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
 
 Told: TypeAlias = "int | fx.Node | None"
-"""A position or a size as an operator is given it."""
+"""A position or a size, as it is passed to an operator."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Dropout:
-    """``x``, of which some values are dropped where ``active``."""
+    """``x``, with some values dropped if ``active``."""
 
     x: fx.Node
     active: bool
@@ -60,7 +60,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Regroup:
-    """``x`` in row-major order with other axes. ``told``: the sizes the operator is given, where it is given any."""
+    """``x`` in row-major order with other axes. ``told``: the sizes that the operator is given, if any."""
 
     x: fx.Node
     told: Sequence[int | fx.Node] | None
@@ -76,7 +76,7 @@ class Permute:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Axes of ``x`` of size 1, and new ones in front, made longer. ``told``: the sizes the operator is given."""
+    """``x`` with size-1 axes expanded and new axes in front. ``told``: the sizes that the operator is given."""
 
     x: fx.Node
     told: Sequence[int | fx.Node]
@@ -84,9 +84,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Repeat:
-    """``x`` several times along each axis of the result.
+    """``x`` repeated along each axis of the result.
 
-    ``interleaved``: each position several times in a row, not the whole axis again and again.
+    ``interleaved``: each position is repeated in a row, not the whole axis.
     """
 
     x: fx.Node
@@ -98,8 +98,8 @@ class Repeat:
 class Slice:
     """Some positions of axis ``dim`` of ``x``.
 
-    ``bounds``: start, stop and step as the operator is told them; None where a split finds them at run time.
-    ``taken``: the positions as numbers, where all of them are known.
+    ``bounds``: start, stop and step as the operator is given them; None if a split computes them at run time.
+    ``taken``: the positions, if all of them are known.
     """
 
     x: fx.Node
@@ -110,7 +110,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Select:
-    """One position of axis ``dim`` of ``x``, which the result lacks. ``index``: None where it is no known number."""
+    """One position of axis ``dim`` of ``x``, which the result lacks. ``index``: None if it is not a known number."""
 
     x: fx.Node
     dim: int
@@ -119,7 +119,7 @@ class Select:
 
 @dataclass(frozen=True)
 class Join:
-    """``parts`` one after another along axis ``dim``."""
+    """``parts`` concatenated along axis ``dim``."""
 
     parts: tuple[fx.Node, ...]
     dim: int
@@ -127,7 +127,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Stack:
-    """``parts`` one after another along a new axis ``dim``."""
+    """``parts`` stacked along a new axis ``dim``."""
 
     parts: tuple[fx.Node, ...]
     dim: int
@@ -135,7 +135,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Assign:
-    """``x``, broadcast to the shape of ``target`` and in its dtype; none of the target's numbers is read."""
+    """``x``, broadcast to the shape of ``target`` and in its dtype; no value of the target is read."""
 
     target: fx.Node
     x: fx.Node
@@ -143,7 +143,7 @@ class Assign:
 
 @dataclass(frozen=True)
 class Write:
-    """``base`` with ``x`` in place of some positions of axis ``dim``; ``bounds`` and ``taken`` as in :class:`Slice`."""
+    """``base`` with ``x`` in some positions of axis ``dim``; ``bounds`` and ``taken`` as in :class:`Slice`."""
 
     base: fx.Node
     x: fx.Node
@@ -154,7 +154,7 @@ class Write:
 
 @dataclass(frozen=True)
 class WriteOne:
-    """``base`` with ``x`` in place of one position of axis ``dim``. ``index``: None where it is no known number."""
+    """``base`` with ``x`` in one position of axis ``dim``. ``index``: None if it is not a known number."""
 
     base: fx.Node
     x: fx.Node
@@ -164,7 +164,7 @@ class WriteOne:
 
 @dataclass(frozen=True)
 class WriteRows:
-    """``base`` with ``x`` in place of the positions ``index``, a tensor, of axis ``dim``."""
+    """``base`` with ``x`` in the positions ``index``, a tensor, of axis ``dim``."""
 
     base: fx.Node
     x: fx.Node
@@ -174,7 +174,7 @@ class WriteRows:
 
 @dataclass(frozen=True)
 class Fill:
-    """One number everywhere, from no tensor of the graph; ``value``: None for memory that is not initialized."""
+    """A tensor with the same value everywhere, read from no tensor. ``value``: None for uninitialized memory."""
 
     value: object
 
@@ -186,7 +186,7 @@ Reading: TypeAlias = (
 
 
 def decode(node: object) -> Reading | None:
-    """What ``node`` does with the numbers it reads; None where it computes others, or is told too little to say."""
+    """Return how ``node`` moves the values that it reads; None if it computes others or its arguments do not tell."""
     rule = _DECODERS.get(packet(node))
     return None if rule is None or not isinstance(node, fx.Node) else rule(node)
 
@@ -198,14 +198,14 @@ def _copy(node: fx.Node) -> Copy | None:
 
 def _dropout(node: fx.Node) -> Dropout:
     train = argument(node, 2, "train", True)
-    # `train` may be None in `native_dropout`, which means that it is on.
+    # In `native_dropout`, `train` may be None, which means that dropout is on.
     return Dropout(args_of(node)[0], active=train is not False and argument(node, 1, "p", 0.5) != 0)
 
 
 def _regroup(node: fx.Node) -> Regroup | None:
     x = argument(node, 0, "self")
     # `view.dtype` shares its packet with `view`.
-    if val(x).dtype != val(node).dtype:  # the same bytes read as other numbers
+    if val(x).dtype != val(node).dtype:  # the bytes are reinterpreted
         return None
     told = argument(node, 1, "size") if packet(node) in (aten.view, aten.reshape) else None
     return Regroup(x, told if isinstance(told, (list, tuple)) else None)
@@ -245,13 +245,13 @@ def _slice(node: fx.Node) -> Slice:
 
 
 def _narrow(node: fx.Node) -> Slice:
-    """One that has no canonical spelling: its start or its length is only known at run time."""
+    """Read a narrow without canonical spelling: its start or its length is only known at run time."""
     return Slice(argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(shape(node))), None, None)
 
 
 def _member(node: fx.Node) -> Slice | Dropout | None:
-    """One of the results of an operator that has several."""
-    # A split is read through its `getitem`s: a part has a position, the split itself is a tuple.
+    """Read one result of an operator that has several."""
+    # A split is read through its `getitem`s, because a part has a position and the split itself is a tuple.
     whole, at = args_of(node)
     if packet(whole) is aten.native_dropout:
         return _dropout(whole) if at == 0 else None
@@ -291,7 +291,7 @@ def _index(told: object, length: object) -> int | None:
 
 def _cat(node: fx.Node) -> Join:
     rank = len(shape(node))
-    parts = (x for x in argument(node, 0, "tensors") if len(shape(x)) == rank)  # torch lets empty 1-D ones join any
+    parts = (x for x in argument(node, 0, "tensors") if len(shape(x)) == rank)  # torch skips empty 1-D tensors
     return Join(tuple(parts), axis(argument(node, 1, "dim", 0), rank))
 
 
@@ -321,14 +321,14 @@ def _index_copy(node: fx.Node) -> WriteRows:
 
 
 def _index_put(node: fx.Node) -> WriteRows | None:
-    """By positions along one axis; a mask, or positions of several axes, chooses otherwise."""
+    """Read an index_put at positions along one axis; masks and positions along several axes are not decoded."""
     base, indices, x = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
     given = [k for k, index in enumerate(indices) if index is not None]
-    # `accumulate` adds to what was there: the result depends on the base at the written positions too.
+    # With `accumulate`, the result also depends on the base at the written positions.
     if len(given) != 1 or argument(node, 3, "accumulate", False):
         return None
     index = indices[given[0]]
-    # A boolean index is a mask: how many rows it writes depends on the data.
+    # A boolean index is a mask: the number of rows that it writes depends on the data.
     if len(shape(index)) != 1 or val(index).dtype not in (torch.int64, torch.int32):
         return None
     return WriteRows(base, x, given[0], index)

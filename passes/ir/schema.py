@@ -1,4 +1,4 @@
-"""Operators of torch's registry by the names in their schemas."""
+"""Operators in torch's registry, by the names in their schemas."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import fx
 
 
 def schema_name(node: fx.Node) -> str:
-    """``namespace::name`` of the operator that ``node`` calls; empty where it calls none of torch's registry."""
+    """Return ``namespace::name`` of the operator that ``node`` calls; empty if it is not in torch's registry."""
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def named_arguments(node: fx.Node) -> dict[str, object]:
-    """The arguments of an operator of torch's registry by name, defaults included."""
+    """Return the arguments of a registered operator by name, including defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     found: dict[str, object] = {}
     for position, one in enumerate(node.target._schema.arguments):
@@ -27,7 +27,7 @@ _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2"}
 
 
 def called_name(node: fx.Node) -> str:
-    """:func:`schema_name`, also of an operator that writes into memory: a functional graph calls it through another."""
+    """Return :func:`schema_name`, looking through the wrapper in which functionalization puts operators that mutate."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONALIZED and node.args:
         target = node.args[0]  # type: ignore[assignment]
@@ -35,7 +35,7 @@ def called_name(node: fx.Node) -> str:
 
 
 def foreign_name(node: fx.Node) -> str | None:
-    """:func:`called_name` of an operator that is neither torch's own nor ours; None for those."""
+    """Return :func:`called_name` of an operator that is neither torch's own nor ours; None for those."""
     name = called_name(node)
     own = name.split("::")[0] in ("aten", "prims", "prim", "higher_order", "mla_compile")
     return None if not name or own else name

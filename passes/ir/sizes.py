@@ -1,9 +1,9 @@
-"""Sizes of axes: numbers, or expressions over a graph's shape symbols, compared for every value of the symbols.
+"""Sizes of axes: numbers or expressions over a graph's shape symbols, compared for every value of the symbols.
 
-Torch replaces a symbol where a guard says outright what it is. A guard such as ``s10 + s22 == s22 + s31`` (two caches
-of one length, each grown by the same tokens) stays a guard, and two equal axes keep two names. Here the linear ones
-are solved, once for every new guard of a shape environment: for a symbol, or for a length rounded to whole blocks, as
-in ``2*Max(1, -(-s0//2)) == s0``.
+Torch replaces a symbol if a guard states its value. A guard such as ``s10 + s22 == s22 + s31`` (two caches of one
+length, each grown by the same tokens) stays a guard, and two equal axes keep two names. This module solves the linear
+guards, once for each new guard of a shape environment: for a symbol, or for a length rounded to whole blocks, as in
+``2*Max(1, -(-s0//2)) == s0``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 
 class _Solved:
-    """The guards of a shape environment read so far, and what they say of symbols and of sizes rounded to blocks."""
+    """The guards of a shape environment read so far, solved for symbols and for sizes rounded to blocks."""
 
     def __init__(self, shape_env: ShapeEnv) -> None:
-        # Dynamo guards torch's ranges of its symbols. An exported program assumes lengths of two or more, and runs with
-        # one: there only what torch's symbols say of themselves is sure.
+        # Dynamo guards the ranges that torch assumes for its symbols. An exported program assumes lengths of at least
+        # two but also runs with one, so for it only the assumptions of the symbols themselves hold.
         context = TracingContext.try_get()
         mode = context.fake_mode if context is not None else None
         guarded = mode is not None and mode.shape_env is shape_env
-        # Torch keeps the dict up to date. The environment itself would never be freed.
+        # Torch keeps this dict up to date; a reference to the environment would keep it alive forever.
         self._ranges = shape_env.var_to_range if guarded else None
         self._read = 0
         self._values: dict[sympy.Symbol, sympy.Expr] = {}
@@ -38,7 +38,7 @@ class _Solved:
         self._canonical: dict[sympy.Expr, sympy.Expr] = {}  # since the last guard
 
     def read(self, guards: Sequence[Any]) -> None:
-        # Guards are only ever appended, so reading on from the last one misses none.
+        # Guards are only ever appended, so reading continues behind the last one.
         new = guards[self._read :]
         self._read = len(guards)
         if new:
@@ -60,7 +60,7 @@ class _Solved:
         return expr
 
     def _plain(self, expr: sympy.Expr) -> sympy.Expr:
-        """``expr`` without remainders, and without maxima of which the largest is known."""
+        """Return ``expr`` without remainders, and without maxima whose largest argument is known."""
         new: dict[sympy.Expr, sympy.Expr] = {one: self._largest(one) for one in expr.atoms(Max)}
         new |= {one: one.args[0] - one.args[1] * FloorDiv(*one.args) for one in expr.atoms(PythonMod)}
         return expr.xreplace(new) if new else expr
@@ -76,13 +76,13 @@ class _Solved:
         return maximum
 
     def _add(self, equation: sympy.Eq) -> None:
-        # The common factor goes first: in `2*s0 == 2*s1` no coefficient would be 1 otherwise.
+        # The common factor is divided out first; otherwise `2*s0 == 2*s1` would have no coefficient of 1.
         _, zero = sympy.expand(self._reduced(equation.lhs - equation.rhs)).as_content_primitive()
         zero = sympy.expand(zero)
         for symbol in sorted(zero.free_symbols, key=_age, reverse=True):
             factor = zero.coeff(symbol, 1)
             rest = sympy.expand(zero - factor * symbol)
-            # Only with a coefficient of 1 or -1 is the solution a whole number for all values of the other symbols.
+            # Only with a coefficient of 1 or -1 is the solution an integer for all values of the other symbols.
             if abs(factor) == 1 and symbol not in rest.free_symbols:
                 self._replace(symbol, -rest * factor)
                 return
@@ -94,7 +94,7 @@ class _Solved:
                 return
 
     def _replace(self, symbol: sympy.Symbol, value: sympy.Expr) -> None:
-        # So that no value ever mentions a symbol that is itself replaced: one `xreplace` is then enough.
+        # No value may mention a symbol that is itself replaced: then one `xreplace` is enough.
         new = {symbol: value}
         self._values = {known: old.xreplace(new) for known, old in self._values.items()} | new
         multiples = {term.xreplace(new): (n, old.xreplace(new)) for term, (n, old) in self._multiples.items()}
@@ -102,7 +102,7 @@ class _Solved:
 
 
 def _with_multiples(expr: sympy.Expr, term: sympy.Expr, times: sympy.Integer, value: sympy.Expr) -> sympy.Expr:
-    """``expr`` where ``value`` stands for ``times`` of a term, whose own value is known no better."""
+    """Replace ``times`` copies of a term, whose own value is not known, by ``value`` in ``expr``."""
     expanded = sympy.expand(expr)
     factor = expanded.coeff(term, 1)
     each = sympy.expand(factor / times)
@@ -114,9 +114,9 @@ _solved: WeakKeyDictionary[ShapeEnv, _Solved] = WeakKeyDictionary()
 
 
 def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
-    """``expr`` with symbols that the guards express by earlier ones replaced, and sizes of whole blocks by lengths.
+    """Replace symbols that guards express by earlier ones, and sizes rounded to whole blocks by lengths.
 
-    A guard holds whenever the graph runs, so this changes no value.
+    A guard holds whenever the graph runs, so the value of ``expr`` does not change.
     """
     if shape_env is None or expr.is_Integer:
         return expr
@@ -127,8 +127,8 @@ def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
 
 
 def _age(symbol: sympy.Symbol) -> tuple[int, str]:
-    """Later symbols are replaced by earlier ones, whatever the order of the guards."""
-    # By length first: as text, s10 would come before s9.
+    """Return a key by which later symbols sort behind earlier ones, whatever the order of the guards."""
+    # The length comes first, because as text s10 would sort before s9.
     return len(symbol.name), symbol.name
 
 
@@ -136,11 +136,11 @@ Size: TypeAlias = "int | sympy.Expr"
 """One dimension of a shape: a number, or an expression over the graph's shape symbols."""
 
 UNSEEN = 4096
-"""What costs assume for a dimension of which nothing is known, such as the length of what ``nonzero`` returns."""
+"""The size that cost estimates assume for an unknown dimension, such as the length of the result of ``nonzero``."""
 
 
 def size(dim: int | torch.SymInt) -> Size:
-    """A dimension as a plain int where it is one, else as its sympy expression."""
+    """Return a dimension as an int if it is a number, and as its sympy expression otherwise."""
     if isinstance(dim, int):
         return dim
     expr = canonical(sympy.sympify(dim.node.expr), dim.node.shape_env)
@@ -148,10 +148,10 @@ def size(dim: int | torch.SymInt) -> Size:
 
 
 def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal for every value of the symbols (never "for the example at hand")."""
+    """Whether two sizes are equal for every value of the symbols, and not only in the traced call."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    # `==` compares structure, is cheap and mostly settles it; `s*(t+1)` and `s*t + s` need the expansion.
+    # `==` compares structure, which is cheap and usually enough; `s*(t+1)` and `s*t + s` need the expansion.
     return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
 
 
@@ -160,18 +160,18 @@ def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """``a / b`` where that is a whole number for every value of the symbols, else None."""
+    """Return ``a / b`` if it is an integer for every value of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b > 0 and a % b == 0 else None
     ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    # `s / 2` is no quotient, although it is a whole number for the length at hand.
+    # `s / 2` is not a quotient, even if it is an integer for the traced length.
     if sympy.fraction(ratio)[1] != 1 or not ratio.is_integer:
         return None
     return int(ratio) if ratio.is_Integer else ratio
 
 
 def hint(dim: Size, value: int | torch.SymInt) -> int:
-    """A representative number for a dimension: itself, or the value seen when the graph was traced."""
+    """Return a representative size: the number itself, or the value seen when the graph was traced."""
     if isinstance(dim, int):
         return dim
     known = getattr(getattr(value, "node", None), "hint", None)
@@ -179,21 +179,21 @@ def hint(dim: Size, value: int | torch.SymInt) -> int:
 
 
 def at_least(a: Size, b: Size) -> bool:
-    """Whether ``a >= b`` for every value of the symbols, which are sizes: never negative."""
+    """Whether ``a >= b`` for every value of the symbols, which are sizes and never negative."""
     return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)).is_nonnegative)
 
 
 MINIMA = (sympy.Min, Min)
-"""The least of several sizes: sympy's own operator, and torch's, with fewer simplifications."""
+"""Minimum operators: sympy's own, and torch's, which simplifies less."""
 
 
 def least_of(a: Size) -> tuple[Size, ...]:
-    """The sizes of which ``a`` is the least: itself, where it is not written so."""
+    """Return the arguments if ``a`` is a minimum, and ``a`` itself otherwise."""
     return a.args if isinstance(a, MINIMA) else (a,)
 
 
 def holds(condition: sympy.Basic) -> bool:
-    """Whether a comparison of sizes, or several of them, is true for every value of the symbols."""
+    """Whether a comparison of sizes, or a conjunction or disjunction, is true for every value of the symbols."""
     if isinstance(condition, (sympy.And, sympy.Or)):
         return (all if isinstance(condition, sympy.And) else any)(map(holds, condition.args))
     if isinstance(condition, (sympy.Ge, sympy.Gt)):
@@ -211,14 +211,14 @@ def _equal(a: sympy.Expr, b: sympy.Expr) -> bool:
         return True
     if isinstance(a, (Mod, PythonMod)) and b == 0:
         return quotient(*a.args) is not None
-    if isinstance(a, FloorDiv):  # b times the divisor, and less than a divisor more
+    if isinstance(a, FloorDiv):  # b times the divisor, and less than one divisor more
         over, by = a.args
         return _covers(by, sympy.S.One) and _covers(over, b * by) and _covers((b + 1) * by, over + 1)
     return False
 
 
 def _covers(most: sympy.Expr, least: sympy.Expr) -> bool:
-    """``most >= least``, the second growing with the least of several sizes, and so no more than with each of them."""
+    """Whether ``most >= least``. If ``least`` grows with a minimum, any argument of the minimum bounds it."""
     if at_least(most, least):
         return True
     least = sympy.expand(least)

@@ -1,13 +1,13 @@
-"""Plain nodes that stand for operators of libraries while the passes reason about a graph.
+"""Plain nodes that stand in for library operators while the passes reason about a graph.
 
-A quantized product is a linear map that rounds, and FlashAttention an attention, computed by operators that say nothing
-of it. Beside such a node stands another that says it in plain operators (``linear`` with the dequantized weight,
-``scaled_dot_product_attention``), and everybody reads that one:
+A quantized product is a linear map that rounds, and FlashAttention is an attention, but their operators do not show it.
+A stand-in expresses such a node in plain operators (``linear`` with the dequantized weight,
+``scaled_dot_product_attention``), and all readers of the original read the stand-in:
 
     y = gemm_4bit(x, packed, ...)      ->      y; plain = stand_in(linear(x, dequantize(packed, ...))), read for y
 
-The original waits without a reader. When everything is decided, :func:`settle` puts it back where it is still needed:
-where a product is still read, and where an attention was not rewritten.
+The original waits without readers. When everything is decided, :func:`settle` restores it where it is still needed: if
+a product is still read, and if an attention was not rewritten.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import torch
 from torch import fx
 
 STANDS_FOR = "mla_compile_stands_for"
-"""Key in the metadata of a stand-in: the name of the node it stands for, as it was."""
+"""Metadata key of a stand-in: the original name of the node for which it stands."""
 
 WAITS = "mla_compile_waits"
-"""Key in the metadata of the node that a stand-in stands for: its name, as it was. It is not dead code."""
+"""Metadata key of a node that has a stand-in: its original name. The node is not dead code."""
 
 DROPPED = "mla_compile_dropped"
-"""Key in the metadata of a stand-in whose original rounds rows: to what, for people."""
+"""Metadata key of a stand-in whose original rounds rows: the target dtype in words."""
 
 CORE = "mla_compile_core"
-"""Key in the metadata of a stand-in for an attention: the names of the nodes that a rewrite of it would replace."""
+"""Metadata key of a stand-in for an attention: the names of the nodes that a rewrite of it would replace."""
 
 BARRED = "mla_compile_barred"
-"""Key in the metadata of a node that may have no stand-in, because it rounds rows: to what, for people."""
+"""Metadata key of a node that may have no stand-in because it rounds rows: the target dtype in words."""
 
 REFUSED = "mla_compile_refused"
-"""Key in the metadata of an attention operator of a library that is no plain attention: a code, and why in words."""
+"""Metadata key of a library's attention operator that is not a plain attention: a code and the reason in words."""
 
 
 def stand_in(plain: torch.Tensor) -> torch.Tensor:
-    """The operator of a stand-in: ``plain`` itself."""
+    """Return ``plain`` itself: the operator of a stand-in."""
     return plain
 
 
@@ -48,7 +48,7 @@ def waits(node: fx.Node) -> bool:
 
 
 def original_of(node: fx.Node) -> fx.Node | None:
-    """The node that ``node`` stands for; None where it is no stand-in."""
+    """Return the node for which ``node`` stands; None if it is not a stand-in."""
     name = node.meta.get(STANDS_FOR)
     if name is None:
         return None
@@ -57,9 +57,9 @@ def original_of(node: fx.Node) -> fx.Node | None:
 
 
 def settle(graph: fx.Graph) -> int:
-    """Puts every original back whose stand-in is still read; returns how many. The others are dead code from now on.
+    """Restore every original whose stand-in is still read; return their number. The others become dead code.
 
-    A stand-in for an attention is read in any case: there the original is put back unless a rewrite took its place.
+    A stand-in for an attention is always read; its original is restored unless a rewrite replaced it.
     """
     originals: Mapping[str, fx.Node] = {n.meta.pop(WAITS): n for n in graph.nodes if waits(n)}
     names = {n.name for n in graph.nodes}
@@ -76,7 +76,7 @@ def settle(graph: fx.Graph) -> int:
 
 
 def _erase(node: fx.Node) -> None:
-    """Erases ``node`` and the call that only it reads: torch takes some attentions for operators that draw numbers."""
+    """Erase ``node`` and the call that only it reads: torch counts some attentions as random operators."""
     reads = node.all_input_nodes if node.target is operator.getitem else []
     node.graph.erase_node(node)
     for call in reads:

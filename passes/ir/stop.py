@@ -1,4 +1,4 @@
-"""Why something ends at a node: a value, so that a near miss can be ranked, reported and tested."""
+"""Why a walk ends at a node, as a value that can be ranked, reported and tested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 class Stop:
     """Why the walk ended at ``node``: a code of :mod:`mla_compile.codes` and the detail in words.
 
-    ``fix``: what the user could change, where the code's own advice is not it.
+    ``fix``: what the user could change, if the code's general advice does not fit.
     """
 
     node: fx.Node

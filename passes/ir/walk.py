@@ -1,4 +1,4 @@
-"""Walks over a graph: what a node is computed from, what weights alone decide, what nobody needs."""
+"""Walks over a graph: dependences, nodes that weights alone determine, dead code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mla_compile.passes.ir.graph import argument, is_virtual, packet
 from mla_compile.passes.ir.stand_in import waits
 
 REACH = 48
-"""Operators that a search looks at before it gives up.
+"""The most operators that a search visits.
 
-Between two parts of one attention (a softmax and its products, K and what it was projected or joined from) lie scales,
-masks, casts, views and a rotation: a dozen or two where each is written out. Four dozen reach all of them, but not the
-rest of the model: what is farther away belongs to another layer, and would be blamed for this one.
+Between two parts of one attention (a softmax and its products, K and the tensors from which it was projected or joined)
+lie scales, masks, casts, views and a rotation: one or two dozen operators if each is written out. Four dozen reach all
+of them but not the rest of the model, where an operator of another layer would be blamed for this one.
 """
 
 
@@ -26,11 +26,11 @@ def nearest(
     wanted: Callable[[fx.Node], bool],
     ends_at: Callable[[fx.Node], bool],
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nearest wanted nodes, and the nodes passed on the way; no step is taken from where ``ends_at`` holds."""
+    """Return the nearest wanted nodes and the nodes passed on the way; the walk does not continue past ``ends_at``."""
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = deque(step(start)), set[fx.Node]()
-    # Breadth first, so that what is nearest is found before the walk gives up.
+    # Breadth first, so that the nearest nodes are found before the walk gives up.
     while queue and len(passed) < REACH:
         node = queue.popleft()
         if node in seen:
@@ -45,15 +45,15 @@ def nearest(
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Dead code removal, also of fused attentions without dropout, which torch counts as random operators.
+    """Remove dead code, including fused attentions without dropout, which torch counts as random operators.
 
-    What a stand-in stands for is none, though nothing reads it.
+    A node that has a stand-in is kept although nothing reads it.
     """
 
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
         sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
-        # torch keeps what draws random numbers, as removing it would shift the generator; with p = 0 none is drawn.
+        # torch keeps random operators, because removing one would shift the generator; with p = 0 nothing is drawn.
         return waits(node) or (node.is_impure() and not sure)
 
     graph.eliminate_dead_code(stays)
@@ -62,9 +62,9 @@ def remove_dead_code(graph: fx.Graph) -> None:
 def reachable(
     start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], most: int | None = None
 ) -> Iterator[fx.Node]:
-    """``start`` and every node that ``step`` leads to from there, each once, nearest first.
+    """Yield ``start`` and every node to which ``step`` leads from there, each once, nearest first.
 
-    With ``most``, no step is taken any more once that many nodes besides ``start`` are known.
+    With ``most``, no further steps are taken once that many nodes besides ``start`` are known.
     """
     queue = deque(dict.fromkeys(start))
     seen = set(queue)
@@ -80,16 +80,16 @@ def reachable(
 
 
 def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iterator[fx.Node]:
-    """Every node that ``node``'s numbers depend on, nearest first; not tensors of which it only reads a size.
+    """Yield every node on whose values ``node`` depends, nearest first, but no tensor of which only a size is read.
 
-    With ``back_to``, those at most that the numbers of one of these nodes may be in, and these.
+    With ``back_to``, nodes that come before all of these in the graph are left out.
     """
     if back_to is None:
         return reachable(computed_from(node), computed_from)
     oldest = min((n for n in back_to if not is_virtual(n)), default=None)
 
-    # What stands before all of them in the graph reads none of them: without this bound each question would walk the
-    # whole model. Virtual nodes stand nowhere.
+    # Nodes before all of them in the graph cannot read them; without this bound, each question would walk the whole
+    # model. Virtual nodes have no position in the graph.
     def step(of: fx.Node) -> list[fx.Node]:
         return [n for n in computed_from(of) if is_virtual(n) or (oldest is not None and not n < oldest)]
 
@@ -102,42 +102,42 @@ def depends_on(node: fx.Node, others: Collection[fx.Node]) -> bool:
 
 
 def computed_from(node: fx.Node) -> list[fx.Node]:
-    """What the numbers of ``node`` are computed from at once."""
-    # A length is no number of the tensor: with dynamic shapes, `sym_size` of the inputs would tie everything together.
+    """Return the nodes from whose values ``node`` is computed directly."""
+    # A length is not a value of the tensor: with dynamic shapes, `sym_size` of the inputs would link everything.
     return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
 
 
 def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For every node, the first one that computes the same: by the same operator, of arguments that are the same."""
+    """Map every node to the first node that computes the same: the same operator on the same arguments."""
     first: dict[fx.Node, fx.Node] = {}
     known: dict[Hashable, fx.Node] = {}
     for node in graph.nodes:
         first[node] = node
-        # What draws random numbers is impure to torch. Nothing else is: graphs are functional.
+        # torch counts random operators as impure. Nothing else is impure, because graphs are functional.
         if node.op in ("call_function", "get_attr") and not node.is_impure():
             given = fx.map_arg((node.args, node.kwargs), first.__getitem__)
-            # Text, because arguments may be lists. It holds the names of nodes, which are unique.
+            # The key is text, because arguments may be lists. It contains node names, which are unique.
             first[node] = known.setdefault((node.target, repr(given)), node)
     return first
 
 
 def leads_to(first: fx.Node, last: fx.Node) -> bool:
-    """Whether ``last`` is computed from ``first``, even if only from its sizes."""
-    # Nodes before `first` in the graph cannot read it: without this bound each question would walk the whole model.
+    """Whether ``last`` depends on ``first``, even if only on its sizes."""
+    # Nodes before `first` in the graph cannot read it; without this bound, each question would walk the whole model.
     return first in reachable([last], lambda node: (n for n in node.all_input_nodes if not n < first))
 
 
 def weight_nodes(graph: fx.Graph, known: Collection[str]) -> set[fx.Node]:
-    """Every node computed from weights and constants only: ``known`` names inputs that are weights."""
+    """Return every node computed from weights and constants only; ``known`` names inputs that are weights."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             if node.name in known or node.op == "get_attr":
                 found.add(node)
-        # `all` of nothing is true: `arange` and `full` are constants.
+        # `all` of an empty list is true: `arange` and `full` are constants.
         elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             tags = getattr(node.target, "tags", ())
-            # `rand` has no inputs either, yet gives other numbers in each call and must not be computed ahead.
+            # `rand` has no inputs either, but its value changes in each call and must not be computed ahead.
             if torch.Tag.nondeterministic_seeded not in tags:
                 found.add(node)
     return found

@@ -1,1 +1,1 @@
-"""Which tensors are fixed linear images of which rows: records, transfer rules, the analysis."""
+"""Linear maps from the rows of a source to a tensor: records, transfer rules and the analysis."""

@@ -1,8 +1,8 @@
 """The analysis of linear maps: which tensors are a fixed linear image of some source tensor's rows.
 
-The analysis visits each operator once, by the transfer rules of this room. An operator without a rule, or used in a way
-that is not linear along features and blind along tokens, ends the walk: its node is its own source, and a
-:class:`~mla_compile.passes.ir.stop.Stop` says why. Nothing here reads a name.
+The analysis visits each operator once and applies the transfer rules of this package. The walk ends at an operator that
+has no rule, or that is used in a way that is not linear along the features and independent of the token. The node of
+that operator becomes its own source, and a :class:`~mla_compile.passes.ir.stop.Stop` says why. No rule looks at a name.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NONE = VirtualSources()
 
 
 class LinearMaps:
-    """The analysis over one graph. Results are kept per node; the graph is only read.
+    """The analysis of one graph. It caches the results per node and only reads the graph.
 
-    ``sources`` are nodes that were chosen as sources: the walk ends there although it could go on. A weight that
-    differs along an axis of the source's rows ends the walk too (otherwise a table of rotations would pass for one),
-    unless ``per_row``: with the attention's output as the source, W_v does differ along the heads. ``virtual``: rows
-    that are not nodes of the graph.
+    ``sources``: nodes that were chosen as sources, so the walk ends there although it could go on. ``per_row``: weights
+    may differ along an axis of the source's rows. Otherwise such a weight ends the walk, because a table of rotations
+    would pass for one. ``per_row`` is needed if the attention's output is the source, since W_v differs along the
+    heads. ``virtual``: rows that are not nodes of the graph.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LinearMaps:
         self.sources = frozenset(sources)
         self.per_row = per_row
         self.virtual = virtual
-        # One for all analyses of the graph: it asks for no sources.
+        # All analyses of the graph share it, because it does not depend on the sources.
         self._nearby = nearby or Nearby()
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
@@ -60,7 +60,7 @@ class LinearMaps:
         self._unbound: LinearMaps | None = None
 
     def with_sources(self, sources: Iterable[fx.Node], *, per_row: bool = False) -> LinearMaps:
-        """A fresh analysis of the same graph with other sources; atoms of one analysis never meet another's."""
+        """Return a fresh analysis of the same graph with other sources. Atoms of different analyses never mix."""
         return LinearMaps(self.weights, self.fake_mode, sources, self.virtual, self._nearby, per_row=per_row)
 
     def with_virtual(self, virtual: VirtualSources) -> LinearMaps:
@@ -68,18 +68,18 @@ class LinearMaps:
 
     @property
     def whole(self) -> LinearMaps:
-        """The analysis whose sources are the rows that slices are taken from: one for all slices."""
+        """The analysis whose sources are the rows that are sliced or gated. All slices share it."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             rows |= {g.rows for several in self.virtual.gates.values() for g in several}
             self._whole = self.with_sources(rows, per_row=self.per_row)
-            # Its own, too, or it would make another one at the first slice it meets.
+            # Otherwise it would create another analysis at the first slice.
             self._whole._whole = self._whole
         return self._whole
 
     @property
     def unbound(self) -> LinearMaps:
-        """The analysis without chosen sources: one for all who ask, as long as it has not chosen any itself."""
+        """The analysis without chosen sources. It is shared until it has to choose a source itself."""
         if self._unbound is None or self._unbound.sources:
             self._unbound = self.with_sources(())
         return self._unbound
@@ -96,22 +96,22 @@ class LinearMaps:
         return self._nearby.same_rows(one, other)
 
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
-        """``nodes``, and all that their numbers depend on, but for the keys and values of attentions before them."""
+        """Return ``nodes`` and everything they depend on, except through keys and values of earlier attentions."""
         return self._nearby.behind(nodes)
 
     def map(self, node: fx.Node) -> LinearMap:
-        """The linear map of ``node``; at worst the identity over the node itself."""
+        """Return the linear map of ``node``; at worst, this is the identity over the node itself."""
         if node in self._maps:
             return self._maps[node]
-        pending = [node]  # an explicit stack: chains are as deep as the model
+        pending = [node]  # an explicit stack, because chains are as deep as the model
         while pending:
             current = pending[-1]
             if current in self._maps:
                 pending.pop()
                 continue
             rule = self._rule(current)
-            # A slice of rows is answered by the analysis of whole rows, and so is their product with a factor for each,
-            # so its operand needs no map here.
+            # The analysis of whole rows maps slices of rows and rows with a factor each, so their operands need no
+            # maps here.
             ends = rule is None or (rule in (some_rows, gated_rows) and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
@@ -120,8 +120,8 @@ class LinearMaps:
             pending.pop()
             try:
                 self._maps[current] = self._apply(current, rule)
-            except RowsJoined as joined:  # maps that were handed out before stay true
-                # Maps that were made through that node have to be made again. Which they are is not recorded: all are.
+            except RowsJoined as joined:  # maps that were returned before remain valid
+                # Maps that were made through this node are stale. Nothing records which they are, so all are dropped.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]
@@ -136,30 +136,29 @@ class LinearMaps:
         return some_rows if node in self.virtual.slices else gated_rows if node in self.virtual.gates else rule
 
     def follows(self, node: fx.Node) -> bool:
-        """Whether the operator of ``node`` has a rule, whatever that says of it."""
+        """Whether the operator of ``node`` has a rule, even if the rule refuses it."""
         return rule_of(node) is not None
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The tensors whose maps make that of ``node``."""
+        """Return the tensors whose maps the rule for ``node`` needs."""
         inputs = node.all_input_nodes
-        if packet(node) is operator.getitem:  # one of several results, mapped by what their operator reads
-            # A tuple has no map of its own.
+        if packet(node) is operator.getitem:  # a tuple has no map, so its operator's operands count
             inputs = [n for whole in inputs for n in whole.all_input_nodes]
         return [n for n in inputs if is_tensor(n) and not self.is_weight(n)]
 
     def _apply(self, node: fx.Node, rule: Rule | None) -> LinearMap:
         result = (rule or unexplained)(self, node)
-        # Sources and weights end the walk by choice: a reason would blame them in a report.
+        # Sources and weights end the walk by choice, so a report must not blame them.
         if isinstance(result, Stop) and node not in self.sources and not self.is_weight(node):
             self.reasons[node] = result
-        # Asked after the rule, which may find by itself that the axis is broadcast.
+        # The rule comes first, because it may already find that the axis is broadcast.
         if node in self.virtual.shared:
             return one_of_all(self, node, result)
         return self.identity(node) if isinstance(result, Stop) else result
 
     def axes_of(self, node: fx.Node) -> Axes:
-        """The axes of ``node`` as rows of its own, one atom each."""
-        # The same atoms each time: two maps from one source have to agree on what its tokens are.
+        """Return the axes of ``node`` as a source, with one atom each."""
+        # The atoms are cached: two maps from one source have to agree on its tokens.
         if node not in self._identity:
             self._identity[node] = fresh_axes(shape(node))
         return self._identity[node]

@@ -1,8 +1,8 @@
 """Transfer rules for operators that combine a linear map with a weight: products, sums, contractions.
 
-All of them are one operation. Axes are given labels, as in einsum; a label that the weight has and the result lacks is
-summed over. What makes the operation legal is where the weight's labels fall on the map: on features (its own columns)
-or on the last axis of the source's rows, never on the tokens.
+All of them are one operation. Axes are labelled as in einsum; a label that the weight has and the result lacks is
+summed over. The operation is legal if the weight's labels fall on features of the map or on the last axis of the
+source's rows, and never on tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 
 def _usable(expr: Expr, node: fx.Node) -> Stop | None:
-    """Weights whose numbers take part in arithmetic must be ordinary floating tensors."""
+    """Refuse weights that are not ordinary floating-point tensors, because expressions compute with their values."""
     if expr.value.layout != torch.strided:
         return Stop(node, "unsupported_weight", f"a weight of layout {expr.value.layout}")
-    # Eight-bit and integer weights mean something only with their scales; multiplying them ahead would lose those.
+    # Values of 8-bit and integer weights need their scales, which multiplying ahead would lose.
     if not expr.value.dtype.is_floating_point or expr.value.dtype.itemsize < 2:
         return Stop(node, "unsupported_weight", f"a weight of dtype {expr.value.dtype} without dequantization")
     if any(not isinstance(d, int) for d in expr.value.shape):
@@ -42,7 +42,7 @@ def _usable(expr: Expr, node: fx.Node) -> Stop | None:
 def _bind(
     piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str
 ) -> tuple[Factor, dict[str, Axis]] | Stop:
-    """The weight with its dimensions written in the map's atoms, and the axis behind every label."""
+    """Return the weight with its dimensions written in the map's atoms, and the axis of every label."""
     axis_of = dict(zip(labels, piece.axes, strict=True))
     # An axis of size 1 has no atom: it broadcasts.
     sizes = [(lab, s) for lab, s in zip(weight_labels, weight.shape, strict=True) if s != 1]
@@ -51,7 +51,8 @@ def _bind(
         if not axis_of.get(label, ()):
             axis_of[label] = fresh_axis(size)
         own = axis_of[label]
-        # Weights have fixed sizes: what lies along a symbolic axis was computed per token, like a table of positions.
+        # Weights have fixed sizes. A dimension along a symbolic axis was computed per token, as in a table of
+        # positions.
         if not all(isinstance(a.size, int) for a in own):
             return Stop(node, "position_dependent", "a weight that differs from token to token")
         atoms += own
@@ -74,8 +75,9 @@ def _apply(
     for label in labels:
         own = axis_of[label]
         if label in out:
-            # Only the last axis of the rows is what a projection may sum over or scale. A weight that differs along any
-            # other is one for each token or head, and queries cannot be multiplied by it once for all rows.
+            # A projection may sum over or scale the last axis of the rows only. A weight that differs along another
+            # axis is a different weight for each token or head, so queries cannot be multiplied by it once for all
+            # rows.
             blind = tokens - _grouped(piece)
             if not per_row and label != labels[-1] and any(a in blind and a in factor.atoms for a in own):
                 contracts = any(c not in out for c in labels)
@@ -83,30 +85,31 @@ def _apply(
                 return Stop(node, code, "a weight that differs along an axis of the rows")
         elif not own:
             continue
-        # The weight does not take part in the sum, so tokens (or heads) are added up.
+        # The weight does not take part in the sum, so tokens or heads are added up.
         elif label not in weight_labels or not all(a in factor.atoms for a in own):
             return Stop(node, "token_mixing", "a sum over an axis")
-        # The weight could be summed over the copies first; until a model needs it, refusing needs no proof.
+        # The weight could be summed over the copies first, but no model needs it, and refusing needs no proof.
         elif piece.source is not None and not all(a in tokens or a in known for a in own):
             return Stop(node, "unsupported_op", "a sum over a broadcast axis")
         else:
             summed += own
     for label, size in zip(weight_labels, weight.shape, strict=True):
         if label not in labels and label not in out and size != 1:
-            return Stop(node, "unsupported_op", "a weight is summed by itself")  # legal too
+            # This would be legal, but no model needs it.
+            return Stop(node, "unsupported_op", "an axis that only the weight has is summed")
     axes = tuple(axis_of[label] for label in out)
     bias = None if piece.bias is None else product(piece.bias, factor, summed)
-    # A constant has no weight: it is its bias, which the lines above have multiplied already.
+    # A constant has no weight, only a bias, which was multiplied above.
     if piece.source is None:
         return replace(piece, axes=axes, bias=bias, dtype=val(node).dtype)
     weights = product(piece.weight, factor, [a for a in summed if a not in tokens])
     result = replace(piece, axes=axes, weight=weights, bias=bias, dtype=val(node).dtype)
-    projected = any(label not in out for label in labels)  # also where the rows are one number wide and have no atom
+    projected = any(label not in out for label in labels)  # also for rows of width 1, which have no atom
     return result.visited(node, contractions=int(projected), scalings=int(not projected))
 
 
 def _grouped(piece: Piece) -> frozenset[Atom]:
-    """The axes of the rows along which a weight differs already, as for groups of heads."""
+    """Return the axes of the rows along which a weight already differs, as for groups of heads."""
     kept = set(flatten(piece.axes))
     return frozenset(a for a in (piece.weight.atoms if piece.weight else ()) if a in piece.source_atoms and a in kept)
 
@@ -114,12 +117,12 @@ def _grouped(piece: Piece) -> frozenset[Atom]:
 def contract(
     maps: Maps, node: fx.Node, x: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str
 ) -> LinearMap | Stop:
-    """``einsum(labels,weight_labels->out)`` of a linear map and a weight."""
+    """Apply ``einsum(labels,weight_labels->out)`` to a linear map and a weight."""
     problem = _usable(weight, node)
     if problem is not None:
         return problem
     source = maps.map(x)
-    # Columns from different sources cannot be summed by one weight, unless they are of one source after all.
+    # One weight cannot sum columns from different sources, unless the segments turn out to share a source.
     if source.axis is not None and labels[source.axis] not in out:
         source = one_map(source, node) or source
     label = None if source.axis is None else labels[source.axis]
@@ -135,19 +138,19 @@ def contract(
     joint = joint_of(source)
     raw = not any(p.projected for p in source.pieces)
     if label not in out:
-        # The joined tensor is taken for the rows where nothing was projected before it, or where it is narrower than
-        # what is made of it, as a latent is. Otherwise it is itself the wide result of projections.
+        # The joined tensor counts as the rows if nothing was projected before it, or if it is narrower than the result,
+        # as a latent is. Otherwise it is itself the wide result of projections.
         if joint is not None and (raw or bytes_hint(joint) < bytes_hint(node)):
-            raise RowsJoined(joint)  # one latent, joined of parts
+            raise RowsJoined(joint)  # one latent, joined from parts
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
-    # Each column is kept and another axis is summed over: the columns were rows of something that is projected here.
+    # Each column stays and another axis is summed over, so the columns are rows that are projected here.
     if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
     return source.each_segment(apply, out.index(label))
 
 
 def _columns(weight: Expr, labels: str, label: str | None, segment: Segment) -> Expr:
-    """What of a weight meets the columns of ``segment``, which lie along ``label`` (None: along no axis)."""
+    """Return the part of a weight that meets the columns of ``segment`` along ``label`` (None: along no axis)."""
     at = -1 if label is None else labels.find(label)
     return weight if at < 0 or weight.shape[at] == 1 else weight.slice(at, segment.start, segment.stop)
 
@@ -156,7 +159,7 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def _aligned_labels(rank: int, weight_rank: int) -> tuple[str, str, str]:
-    """Labels of two operands that broadcast against each other from the right, and of the result."""
+    """Return labels of two operands that broadcast against each other from the right, and of the result."""
     wide = max(rank, weight_rank)
     names = _ALPHABET[:wide]
     return names[wide - rank :], names[wide - weight_rank :], names
@@ -164,7 +167,7 @@ def _aligned_labels(rank: int, weight_rank: int) -> tuple[str, str, str]:
 
 def multiply_weight(maps: Maps, node: fx.Node, x: fx.Node, weight: fx.Node, *, reciprocal: bool) -> LinearMap | Stop:
     expr = maps.leaf(weight)
-    # Division by a weight. Its reciprocal is computed once, in the dtype of the weight.
+    # The weight is a divisor: its reciprocal is computed once, in its dtype.
     if reciprocal:
         expr = expr.call(aten.reciprocal.default)
     labels, weight_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
@@ -187,7 +190,8 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
         if isinstance(bound, Stop):
             return bound
         own, axis_of = bound
-        # A bias along the last axis of the rows is the same for all tokens; along any other it is a table of positions.
+        # A bias along the last axis of the rows is the same for all tokens; along another axis it is a table of
+        # positions.
         rows = s.piece.source_atoms - _grouped(s.piece)
         outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in rows and a in own.atoms]
         if outside and not maps.per_row:
@@ -203,7 +207,7 @@ def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     if not maps.is_weight(weight) and not maps.is_weight(x):
         return Stop(node, "unsupported_weight", "a projection whose weight is computed from the inputs")
-    # A bias that is computed from the inputs makes the result no fixed map of `x`.
+    # With a bias that is computed from the inputs, the result is not a fixed map of `x`.
     if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(maps, node)
     labels = _ALPHABET[: len(shape(x))]
@@ -215,7 +219,7 @@ def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> LinearMap | Stop:
-    """``source + bias`` where the bias lies along axis ``dim``, which is not segmented."""
+    """Return ``source + bias``, where the bias lies along axis ``dim``, which is not segmented."""
 
     def add(piece: Piece) -> Piece | Stop:
         labels = _ALPHABET[: len(piece.axes)]
@@ -228,12 +232,12 @@ def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> L
 
 
 def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """matmul, mm, bmm, addmm, baddbmm with a weight on either side."""
+    """Map matmul, mm, bmm, addmm or baddbmm with a weight on either side."""
     offset = 1 if packet(node) in (aten.addmm, aten.baddbmm) else 0
     a, b = args_of(node)[offset], args_of(node)[offset + 1]
     ra, rb = len(shape(a)), len(shape(b))
-    # A product of two weights is a weight and does not come here; one of two activations is an attention's. Keywords
-    # are the `beta` and `alpha` of addmm.
+    # A product of two weights is itself a weight and does not get here; a product of two activations belongs to an
+    # attention. The keywords are addmm's `beta` and `alpha`.
     if ra < 2 or rb < 2 or maps.is_weight(a) == maps.is_weight(b) or node.kwargs:
         return unexplained(maps, node)
     left, right, out = matmul_labels(ra, rb)
@@ -244,21 +248,21 @@ def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if offset == 0 or isinstance(result, Stop):
         return result
     bias = args_of(node)[0]
-    # A wider bias may differ from token to token, and one along segments would have to be cut with them.
+    # A bias with more axes may differ from token to token, and along segments it would have to be cut with them.
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
         return unexplained(maps, node)
     return _with_bias(result, maps.leaf(bias), node)
 
 
 def convolution(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """A convolution of kernel size 1 over [B,C,...] is a product with a matrix [out,C]; any other mixes tokens."""
+    """Map a convolution of kernel size 1 over [B,C,...], a product with a matrix [out,C]; any other mixes tokens."""
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     rank = len(shape(x))
     if maps.is_weight(x) or not maps.is_weight(weight) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(maps, node)
     expr = maps.leaf(weight)
     pointwise = len(expr.value.shape) == rank and rank > 2 and all(same(s, 1) for s in shape(weight)[2:])
-    whole = all(same(a, b) for a, b in zip(shape(x)[2:], shape(node)[2:], strict=True))  # no stride, no padding
+    whole = all(same(a, b) for a, b in zip(shape(x)[2:], shape(node)[2:], strict=True))  # no stride and no padding
     if not pointwise or not whole or not same(shape(weight)[1], shape(x)[1]) or _padded(node):
         return unexplained(maps, node)
     labels = _ALPHABET[:rank]
@@ -279,12 +283,12 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     operands = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
-    # Exactly one operand that is not a weight: products of two activations are those of attentions.
+    # Exactly one operand may be an activation: products of two activations belong to attentions.
     if sum(weights) != len(weights) - 1 or len(operands) > 2:
         return unexplained(maps, node)
     at = weights.index(False)
     if len(operands) == 1:
-        # With one operand all that is left is a permutation; a dropped label would be a sum.
+        # With one operand, only a permutation is allowed, because a dropped label is a sum.
         if sorted(inputs[0]) != sorted(out):
             return unexplained(maps, node)
         source = maps.map(operands[0])
@@ -295,7 +299,7 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """The result has the axes that are not summed over: those of the first operand, then those of the second."""
+    """Map tensordot, whose result has the remaining axes of the first operand, then those of the second."""
     a, b, dims_a, dims_b = args_of(node)[:4]
     if maps.is_weight(a) == maps.is_weight(b):
         return unexplained(maps, node)
@@ -309,10 +313,10 @@ def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` is its result."""
+    """Map ``(x - mean) / sqrt(var + eps) * weight + bias`` with stored statistics of axis 1; ``node`` is the result."""
     x, weight, bias, mean, var = args_of(norm)[:5]
     whole = packet(norm) is aten.batch_norm
-    if whole and args_of(norm)[5]:  # statistics of this call
+    if whole and args_of(norm)[5]:  # statistics are computed from this call's input
         return unexplained(maps, norm)
     if maps.is_weight(x) or not all(maps.is_weight(n) for n in (weight, bias, mean, var) if n is not None):
         return unexplained(maps, norm)
@@ -326,7 +330,7 @@ def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
     scaled_map = contract(maps, node, x, labels, factor, labels[1], labels)
     if isinstance(scaled_map, Stop):
         return scaled_map
-    # Segments along the channels would need the shift to be cut with them.
+    # With segments along the channels, the shift would have to be cut at their bounds.
     return unexplained(maps, norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
 
 

@@ -1,6 +1,6 @@
-"""Joining maps of one source into one map, whose weight holds theirs side by side.
+"""Joining maps of one source into one map, whose weight concatenates theirs.
 
-Heads that are projected one by one (a ModuleList, a stack, a cat that is viewed as heads later) read the same rows:
+Heads that are projected one by one (a ModuleList, a stack, a cat that is later viewed as heads) read the same rows:
 ``[W_1 z, W_2 z] = [W_1, W_2] z``.
 """
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
-    """The segments of ``source`` as a single map, where all of them are images of one source by weights."""
+    """Return the segments of ``source`` as a single map, if all of them are images of one source by weights."""
     if source.axis is None:
         return source
     piece = side_by_side(source.segments, source.axis, node)
@@ -31,7 +31,7 @@ def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
 
 
 def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece | None:
-    """The pieces of one tensor along ``dim`` as one piece; None where they are not images of the same rows."""
+    """Return pieces of one tensor along ``dim`` as one piece; None if they are not images of the same rows."""
     first = segments[0].piece
     if first.source is None or first.weight is None or first.added:
         return None
@@ -41,7 +41,7 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
         if piece is None:
             return None
         pieces.append(piece)
-    # A new atom: heads made by separate weights were not factors of one axis before.
+    # The atom is new: heads made by separate weights were not factors of one axis before.
     into = Atom(segments[-1].stop - segments[0].start)
     widths = [s.stop - s.start for s in segments]
     weight = _joined([p.weight for p in pieces], [p.axes[dim] for p in pieces], widths, into)
@@ -53,12 +53,13 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
 
 
 def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
-    """Maps of tensors of size 1 along ``dim``, joined along it; None where they are not of the same rows.
+    """Join maps of tensors of size 1 along ``dim``; None if they are not maps of the same rows.
 
-    Heads that were made one by one: each segment by weights side by side, or by repeating rows (a rotary key).
+    The elements are heads that were made one by one. Each segment is joined from weights, or repeats rows (a rotary
+    key).
     """
     first = elements[0]
-    # Segmented along the axis that is stacked, or along different axes: not one row of segments.
+    # An element is segmented along the stacked axis, or the elements are segmented along different axes.
     if first.axis == dim or any(e.axis != first.axis for e in elements):
         return None
     joined: list[Segment] = []
@@ -75,11 +76,11 @@ def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap
 
 
 def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
-    """The same rows, or none, repeated along ``dim`` as by ``expand``."""
+    """Repeat the same rows, or zeros, along ``dim`` as ``expand`` does; None if the pieces differ."""
     first = pieces[0]
     if first.weight is not None or first.bias is not None or first.added:
         return None
-    if first.source is None:  # the axes of zeros are not those of any rows
+    if first.source is None:  # zeros have no rows, so their axes need not match
         pieces = [replace(p, axes=first.axes) for p in pieces]
     if any(replace(p, path=first.path) != first for p in pieces):
         return None
@@ -90,32 +91,32 @@ def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
 
 
 def joint_of(source: LinearMap) -> fx.Node | None:
-    """The first tensor that the paths of all parts share, where at least one part was joined unprojected."""
+    """Return the first tensor on the paths of all parts, if at least one part was joined before any projection."""
     if source.axis is None or all(p.projected for p in source.pieces):
         return None
-    # A source is on the way of its own piece, but nothing was joined there.
+    # A source is on the path of its own piece, but nothing was joined there.
     common = set.intersection(*({v.node for v in p.path} for p in source.pieces)) - {p.source for p in source.pieces}
     return next((v.node for v in source.pieces[0].path if v.node in common), None)
 
 
 def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
-    """``piece`` in the atoms of ``first`` on all axes but ``dim``, with its scale in its weight."""
+    """Write ``piece`` in the atoms of ``first`` on all axes but ``dim``, and move its scale into its weight."""
     if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
         return None
     if piece.added:
         return None
     tokens = first.source_atoms
-    # Side by side along tokens would be more rows, not more columns.
+    # Joining along tokens would give more rows, not more columns.
     if any(a in tokens for a in piece.axes[dim]):
         return None
     rename: dict[Atom, Atom] = {}
     for k, (own, other) in enumerate(zip(first.axes, piece.axes, strict=True)):
         if k == dim or own == other:
             continue
-        # Tokens must be the very same atoms. Features and broadcast axes are called differently in each piece and only
-        # have to be factored alike.
+        # Tokens must be the very same atoms. Features and broadcast axes have different atoms in each piece and only
+        # have to factor alike.
         splits = None if tokens & {*own, *other} else common_factors(own, other)
-        # `first` is not split any more: pieces that were put in its atoms before would not fit.
+        # Splitting `first` now would not fit the pieces that were already written in its atoms.
         if splits is None or splits[0]:
             return None
         piece = piece.split(splits[1])
@@ -126,7 +127,7 @@ def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
 
 
 def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Sequence[int], into: Atom) -> Factor | None:
-    """The factors one after another along their axes ``own``; where one is missing there are zeros."""
+    """Concatenate the factors along their axes ``own``, with zeros for missing factors."""
     known = [f for f in factors if f is not None]
     if not known:
         return None
@@ -138,7 +139,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     parts: list[Expr] = []
     for f, axis, width in zip(factors, own, widths, strict=True):
         if f is None:
-            # A piece without a bias beside one that has one: its bias is zero.
+            # A piece without a bias has a bias of zeros beside pieces that have one.
             parts.append(known[0].expr.call(aten.new_zeros.default, [width, *sizes], dtype=dtype))
             continue
         expr = aligned(f, (*axis, *rest)).cast(dtype)
@@ -150,7 +151,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
 
 def _common_path(pieces: Sequence[Piece], node: fx.Node) -> tuple[Visit, ...]:
     common = set.intersection(*({v.node for v in p.path} for p in pieces))
-    # The result has passed as many contractions as the piece that passed the most.
+    # The result counts as many contractions as the piece with the most.
     last = max((p.path[-1] for p in pieces), key=lambda v: v.contractions)
     before = (v for v in pieces[0].path if v.node in common and v.contractions < last.contractions)
     return (*before, replace(last, node=node))

@@ -1,7 +1,7 @@
-"""What tensors are made of, for questions that are asked of every layer.
+"""Dependence questions that are asked for every layer.
 
-Residual connections lead from every layer to the first one: each node is looked at once for all questions. A set of
-nodes is a number with a bit for each of them.
+Residual connections link every layer to the first one, so each node is visited once for all questions. A set of nodes
+is an integer used as a bit set.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mla_compile.passes.ir.walk import computed_from
 
 
 class Nearby:
-    """What the nodes of one graph are computed from. ``asked``: by what attentions return, their queries."""
+    """What the nodes of one graph are computed from. ``asked`` maps the output of each attention to its queries."""
 
     def __init__(self, asked: Mapping[fx.Node, list[fx.Node]] = MappingProxyType({})) -> None:
         self.asked = asked
         self._bits: dict[fx.Node, int] = {}
-        # What a node is computed from, itself among it: all of it, and of the tensors those with no projection in
-        # between, and with one at most.
+        # For each node, itself and the nodes behind it: all of them, the tensors with no projection in between, and the
+        # tensors with at most one.
         self._all: dict[fx.Node, int] = {}
         self._plain: dict[fx.Node, int] = {}
         self._projected: dict[fx.Node, int] = {}
@@ -32,7 +32,8 @@ class Nearby:
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether one of two tensors is computed from the other, or both are projected from the same rows.
 
-        No farther back than that: a table of angles is behind the rows of all layers but the first.
+        Tensors behind more than one projection do not count: a table of angles lies behind the rows of all layers but
+        the first.
         """
         for node in (one, other):
             for n in _inputs_first(node, _tensors, self._plain):
@@ -42,9 +43,9 @@ class Nearby:
         return bool(self._projected[one] & ~self._plain[one] & self._projected[other] & ~self._plain[other])
 
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
-        """``nodes``, and all that their numbers depend on, but for the keys and values of attentions before them.
+        """Return ``nodes`` and everything they depend on, except through keys and values of earlier attentions.
 
-        The latent of one layer is behind the queries of the next, which may read it again. Hidden states are behind
+        One layer's latent is behind the queries of the next layer, which may read it again. Hidden states are behind
         queries.
         """
         found = 0
@@ -75,7 +76,7 @@ class Nearby:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A set of nodes, and of the virtual parts of these."""
+    """A set of nodes; a virtual part of a node belongs to it too."""
 
     found: int
     bits: dict[fx.Node, int]
@@ -91,8 +92,8 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 def _inputs_first(
     node: fx.Node, inputs: Callable[[fx.Node], list[fx.Node]], known: Container[fx.Node]
 ) -> Iterator[fx.Node]:
-    """The nodes behind ``node`` that are not ``known`` yet, then it, each after its inputs."""
-    pending = [node]  # an explicit stack: chains are as deep as the model
+    """Yield the nodes behind ``node`` that are not ``known`` yet, and then ``node``, each after its inputs."""
+    pending = [node]  # an explicit stack, because chains are as deep as the model
     while pending:
         current = pending[-1]
         missing = [] if current in known else [n for n in inputs(current) if n not in known]

@@ -1,14 +1,15 @@
-"""Linear maps as data: the rows that a tensor is computed from, the weights, and the operators in between.
+"""Linear maps as data: the rows from which a tensor is computed, the weights, and the operators in between.
 
 A tensor X is described by
 
     X[tokens..., features...] = scale * sum_e W[features..., e] z[tokens..., e] + b[features...]
 
-with ``z`` a node (the source) and ``W``, ``b`` expressions of weights only. Every axis of X, z, W and b is a product of
-:class:`~mla_compile.passes.ir.axes.Atom`; an atom of X is a *token* of z when it is also in z's axes, a *feature* when
-it is in W's or b's, and *broadcast* when it is in neither. So the map is one einsum over atoms, and ``W = None`` means
-the identity. X may also be a row of segments along one axis, each with a source of its own (keys = [latent part |
-rotary part]), and each segment a sum of maps of several sources (keys = W c + a row that all heads share).
+where ``z`` is a node (the source), and ``W`` and ``b`` are expressions of weights only. Every axis of X, z, W and b is
+a product of :class:`~mla_compile.passes.ir.axes.Atom`. An atom of X is a *token* of z if it is also in z's axes, a
+*feature* if it is in W's or b's, and *broadcast* if it is in neither. So the map is one einsum over atoms, and
+``W = None`` means the identity. X may also consist of segments along one axis, each with its own source (keys = [latent
+part | rotary part]), and each segment may be a sum of maps of several sources (keys = W c + a row that all heads
+share).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Visit:
-    """A node on the way from the source to X, and how many weight operations lie between the source and it."""
+    """A node on the path from the source to X, and the number of weight operations between the source and the node."""
 
     node: fx.Node
     contractions: int
@@ -42,8 +43,8 @@ class Visit:
 class Piece:
     """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone).
 
-    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of these. ``added``:
-    maps of other sources without a bias, where X is the sum of this one and these; their axes are as long as its own.
+    ``before``: if ``source`` and X are slices, the path from the whole rows to the whole of X. ``added``: if X is a
+    sum, the maps of the other sources, without biases; their axes have the same sizes.
     """
 
     axes: Axes
@@ -60,17 +61,17 @@ class Piece:
 
     @property
     def summands(self) -> tuple[Piece, ...]:
-        """The maps that X is the sum of."""
+        """The maps whose sum is X."""
         return (replace(self, added=()), *self.added) if self.added else (self,)
 
     def each(self, fn: Callable[[Piece], Piece | Stop]) -> Piece | Stop:
-        """``fn``, what an operator does that is linear but for a constant, applied to every summand."""
+        """Apply ``fn``, which handles an operator that is linear up to a constant, to every summand."""
         if not self.added:
             return fn(self)
         first, *others = (fn(p) for p in self.summands)
         if isinstance(first, Stop):
             return first
-        # The constant comes once. An added map has no bias, so that what it has afterwards is that constant again.
+        # The constant is added once. Added maps have no bias, so any bias they have now is that constant again.
         added: list[Piece] = []
         for one in others:
             if isinstance(one, Stop):
@@ -89,12 +90,12 @@ class Piece:
 
     @property
     def contracted(self) -> tuple[Atom, ...]:
-        """The atoms of the source that the weight sums over, in the source's order."""
+        """The source's atoms over which the weight sums, in the source's order."""
         kept = set(flatten(self.axes))
         return tuple(a for a in flatten(self.source_axes) if a not in kept)
 
     def split(self, split: Split) -> Piece:
-        """The same map with some atoms written as products of smaller ones."""
+        """Return the same map with some atoms written as products of smaller ones."""
         if not split:
             return self
 
@@ -108,7 +109,7 @@ class Piece:
         )
 
     def visited(self, node: fx.Node, contractions: int = 0, scalings: int = 0) -> Piece:
-        # Counts add up along the way, so the last visit knows whether anything was projected at all.
+        # Counts accumulate along the path, so the last visit tells whether anything was projected at all.
         last = self.path[-1] if self.path else Visit(node, 0, 0)
         visit = Visit(node, last.contractions + contractions, last.scalings + scalings)
         return replace(
@@ -118,7 +119,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns ``start`` to ``stop`` of the segmented axis, and the map that makes them."""
+    """Columns ``start`` to ``stop`` of the segmented axis, and their map."""
 
     start: int
     stop: int
@@ -130,7 +131,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """The segments of one tensor along ``axis``; a single segment when the tensor is one linear map."""
+    """The segments of one tensor along ``axis``, or a single segment if the tensor is one linear map."""
 
     segments: tuple[Segment, ...]
     axis: int | None = None
@@ -141,15 +142,15 @@ class LinearMap:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The maps of single sources that it is put together from, side by side or as summands."""
+        """The maps of single sources that make up the tensor, side by side or as summands."""
         return tuple(p for s in self.segments for p in s.piece.summands)
 
     def each(self, fn: Callable[[Piece], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
-        """``fn`` applied to every piece; ``axis`` is where the segmented axis is afterwards (unchanged by default)."""
+        """Apply ``fn`` to every piece; ``axis`` is the new position of the segmented axis (unchanged by default)."""
         return self.each_segment(lambda segment: fn(segment.piece), axis)
 
     def each_segment(self, fn: Callable[[Segment], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
-        """:meth:`each` for what depends on the columns, too."""
+        """Do the same as :meth:`each` with a function that also needs the bounds of the segment."""
         done: list[Segment] = []
         for segment in self.segments:
             piece = segment.piece.each(partial(_of_segment, fn, segment.start, segment.stop))
@@ -161,7 +162,7 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """``node``, a virtual source, is some positions of axis ``dim`` of ``rows``."""
+    """A virtual source: ``node`` holds some positions of axis ``dim`` of ``rows``."""
 
     rows: fx.Node
     dim: int
@@ -170,7 +171,7 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class RowGate:
-    """``node``, a virtual source, is ``rows``, each multiplied or divided by a number of its own."""
+    """A virtual source: ``node`` is ``rows``, each row multiplied or divided by its own number."""
 
     rows: fx.Node
     node: fx.Node
@@ -178,7 +179,7 @@ class RowGate:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """A tensor with the same numbers all along its axis ``dim``; ``one``, a virtual source, is its first position."""
+    """A tensor that is constant along its axis ``dim``; ``one``, a virtual source, is its first position."""
 
     dim: int
     one: fx.Node
@@ -186,12 +187,12 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class VirtualSources:
-    """What an analysis may use as rows besides the nodes of the graph.
+    """Rows that an analysis may use besides the nodes of the graph.
 
-    ``slices``: slices of linear images of rows, and the same slices of those rows. ``gates``: images of rows that are
-    multiplied by a number for each row, and those rows, multiplied. ``shared``: tensors whose numbers were copied along
-    an axis. ``grouped``: products with a weight of its own for each position of an axis of the rows that is no axis of
-    tokens, such as groups of heads with a latent each.
+    ``slices``: slices of linear images of rows, with the same slices of those rows. ``gates``: images of rows that are
+    multiplied by a number per row, with those rows, multiplied. ``shared``: tensors that are constant along an axis.
+    ``grouped``: products whose weight differs along an axis of the rows that is not a token axis, such as groups of
+    heads with a latent each.
     """
 
     slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
@@ -201,7 +202,7 @@ class VirtualSources:
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
-    """What was joined at ``node`` and taken for columns turns out to be rows, so the walk has to end there."""
+    """Parts that were joined at ``node`` and taken for columns turn out to be rows, so the walk has to end there."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
@@ -209,9 +210,9 @@ class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
 
 
 class Maps(Protocol):
-    """The analysis as its rules and its readers see it; :class:`~mla_compile.passes.linear.analysis.LinearMaps` is one.
+    """The interface of :class:`~mla_compile.passes.linear.analysis.LinearMaps` for its rules and readers.
 
-    Rules are called by the analysis and ask it for the maps of their operands: this is the interface between the two.
+    The analysis calls the rules, and the rules ask it for the maps of their operands.
     """
 
     weights: Collection[fx.Node]
@@ -241,9 +242,9 @@ class Maps(Protocol):
 class Term:
     """One linear piece of K or V, in the site's atoms.
 
-    ``at`` gives the piece's atom for every site atom it has (the others broadcast); ``features`` are the piece's own
-    atoms along the feature axis, columns ``start`` to ``stop`` of it, which the terms of a sum share; ``product`` is
-    its query-key product (None for a value term).
+    ``at`` gives the piece's atom for each site atom that it has; the others broadcast. ``features`` are the piece's own
+    atoms along columns ``start`` to ``stop`` of the feature axis; the terms of a sum share the columns. ``product`` is
+    the index of its query-key product (None for a value term).
     """
 
     piece: Piece
@@ -254,14 +255,14 @@ class Term:
     product: int | None = None
 
     def kind(self, atom: Atom) -> str:
-        """What a site atom is to this piece: ``token``, ``feature`` or ``broadcast``."""
+        """Return the role of a site atom in this piece: ``token``, ``feature`` or ``broadcast``."""
         own = self.at.get(atom)
         if own is None:
             return "broadcast"
         if own in self.piece.source_atoms:
             return "token"
         factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
-        # In no factor and no token: the numbers are the same at all its positions.
+        # An atom that is in no factor and is not a token has the same values at all positions.
         return "feature" if any(own in f.atoms for f in factors) else "broadcast"
 
 
@@ -270,7 +271,7 @@ def _of_segment(fn: Callable[[Segment], Piece | Stop], start: int, stop: int, pi
 
 
 def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:
-    """Records ``node`` on the path of every piece, with its dtype."""
+    """Append ``node`` to the path of every piece and set its dtype."""
     if isinstance(result, Stop):
         return result
     dtype = val(node).dtype
@@ -278,19 +279,19 @@ def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:
 
 
 def quantizes(dtype: torch.dtype) -> bool:
-    """Whether a conversion to ``dtype`` is more than rounding: to integers, to complex numbers, to 8 bits."""
+    """Whether a conversion to ``dtype`` is more than rounding: to integers, complex numbers or 8 bits."""
     return not dtype.is_floating_point or dtype.itemsize < 2
 
 
 def broadcast_to(source: LinearMap, new: Sequence[Size]) -> LinearMap | Stop:
-    """``source`` broadcast to shape ``new``: size-1 axes that grow become broadcast atoms."""
+    """Broadcast ``source`` to shape ``new``: size-1 axes that grow become broadcast atoms."""
     extra = len(new) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
 
     def grow(piece: Piece) -> Piece:
         axes: list[Axis] = [fresh_axis(s) for s in new[:extra]]
         for k, own in enumerate(piece.axes, start=extra):
-            # An empty axis has size 1, which grows; along the segmented axis each piece keeps its own width.
+            # An empty axis has size 1 and grows; along the segmented axis, each piece keeps its own width.
             axes.append(own if own or k == at else fresh_axis(new[k]))
         return replace(piece, axes=tuple(axes))
 

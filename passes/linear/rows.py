@@ -1,10 +1,9 @@
-"""Transfer rules for maps whose rows are virtual sources: views of nodes, which are not in the graph themselves.
+"""Transfer rules for maps over virtual sources: views of rows that are not nodes of the graph.
 
-A slice along the tokens of an up-projection is the same up-projection of a slice of the rows,
-``(c W)[:, :n] = c[:, :n] W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were
-copied along an axis is its first position, broadcast. Zero rows before or behind an up-projection without a bias are
-those that it makes of zero rows, ``pad(c W) = pad(c) W``. A number for each row may be multiplied before an
-up-projection without a bias as well as after it, ``(c W) g = (c g) W``. Without virtual sources these end the walk.
+A slice of an up-projection along tokens is the up-projection of a slice, ``(c W)[:, :n] = c[:, :n] W``, for every axis
+of the rows that the result keeps unchanged. A tensor that is constant along an axis is its first position, broadcast.
+An up-projection without a bias maps zero rows to zero rows, ``pad(c W) = pad(c) W``, and commutes with a factor for
+each row, ``(c W) g = (c g) W``. Without virtual sources these operators end the walk.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Taken:
-    """Some rows of ``x`` along axis ``dim``; or all of them, ``padded`` by so many rows of zeros before and behind.
+    """Some rows of ``x`` along axis ``dim``, or all rows, ``padded`` with this many zero rows before and behind.
 
-    ``index``: those at one position are taken, and the axis is gone.
+    ``index``: one position is selected, and the axis is dropped.
     """
 
     x: fx.Node
@@ -40,7 +39,7 @@ class Taken:
 
 
 def taken_of(node: fx.Node) -> Taken | None:
-    """What ``node`` takes along one axis of another tensor; None where it is neither a slice nor a pad."""
+    """Return what ``node`` takes along one axis of another tensor; None if it is neither a slice nor a pad."""
     how = decode(node)
     if isinstance(how, Slice):
         return Taken(how.x, how.dim)
@@ -50,20 +49,20 @@ def taken_of(node: fx.Node) -> Taken | None:
     if padding is None:
         return None
     axes = [dim for dim, widths in enumerate(padding) if widths != (0, 0)]
-    # Along the features zeros are columns, of which the rule of the operator knows.
+    # Zeros along the features are columns, which the rule for pads handles.
     if len(axes) != 1 or axes[0] == len(padding) - 1:
         return None
     return Taken(args_of(node)[0], axes[0], padding[axes[0]])
 
 
 def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
-    """How many zeros a pad puts before and behind each axis; None where it is none, cuts off, or fills otherwise."""
+    """Return how many zeros a pad adds before and behind each axis; None if ``node`` is not such a pad."""
     if packet(node) not in (aten.pad, aten.constant_pad_nd):
         return None
     x, widths = args_of(node)[:2]
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
-    # Other modes repeat tokens; another value than zero is a constant beside the rows.
+    # Other modes repeat tokens, and another value is a constant, not zero rows.
     if mode != "constant" or value not in (0, None) or any(not isinstance(w, int) or w < 0 for w in widths):
         return None
     pairs = [*zip(widths[::2], widths[1::2], strict=True)]
@@ -71,32 +70,35 @@ def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
 
 
 def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:
-    """The argument of a pad of axis ``dim`` alone."""
+    """Return the padding argument that pads axis ``dim`` alone."""
     return (*(0,) * 2 * (rank - 1 - dim), *widths)
 
 
 def may_be_taken(piece: Piece, own: Axis, taken: Taken) -> bool:
-    """Whether zero rows of the source make the zeros of a pad along ``own``: only without a bias. Slices add none."""
+    """Whether padding the source with zero rows pads X along ``own``: only without a bias. Slices need no condition."""
     return taken.padded is None or (piece.bias is None and (piece.source is None or not constant_along(piece, own)))
 
 
 def rows_axis(piece: Piece, own: Axis) -> int | None:
-    """The axis of the source that ``own``, an axis of X, is the whole of; None where there is none."""
-    # A weight that lies along the axis differs between its positions, so a slice of the rows would need a slice of it.
+    """Return the source axis that equals ``own``, an axis of X; None if there is none."""
+    # A weight that lies along the axis differs between positions, so slicing the rows would require slicing the weight.
     if not own or _in_factors(piece, own):
         return None
     return next((k for k, a in enumerate(piece.source_axes) if a == own), None)
 
 
 def position_axis(piece: Piece, own: Axis) -> int | None:
-    """The axis of the source that ``own``, an axis of X, is the whole or the outer factor of, with its weights."""
+    """Return the source axis of which ``own``, an axis of X, is the whole or the outer factor.
+
+    None if there is none, or if a weight or bias has only some atoms of ``own``.
+    """
     if not own or any(0 < len({*own} & {*f.atoms}) < len(own) for f in (piece.weight, piece.bias) if f is not None):
         return None
     return next((k for k, a in enumerate(piece.source_axes) if a[: len(own)] == own), None)
 
 
 def constant_along(piece: Piece, own: Axis) -> bool:
-    """Whether X is the same at all positions of its axis ``own``."""
+    """Whether X has the same value at all positions of its axis ``own``."""
     return not _in_factors(piece, own) and not any(a in piece.source_atoms for a in own)
 
 
@@ -105,14 +107,14 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """The map of a slice: that of the tensor it is taken from, over the slices of its rows."""
+    """Return the map of a slice: the map of the sliced tensor, over slices of its rows."""
     how, taken = taken_of(node), {s.rows: s for s in maps.virtual.slices[node]}
     assert how is not None
     dim = how.dim
-    refused = Stop(node, "unsupported_op", "a part of the rows is taken")
+    refused = Stop(node, "unsupported_op", "only a part of the rows is read")
     length = fresh_axis(shape(node)[dim]) if how.index is None else ()
     source = maps.whole.map(how.x)
-    # Cut along the columns: that is no slice of rows.
+    # The cut goes through the columns, so this is not a slice of rows.
     if source.axis == dim:
         return refused
 
@@ -126,10 +128,10 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if how.index is not None:
             return one_position(piece, own, how.index)
         sliced = None if piece.source is None else taken.get(piece.source)
-        # The last condition: a source that the walk was told to end at lies on the way and would be skipped.
+        # A chosen source on the path would be skipped, so the last condition refuses it.
         if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
             return refused
-        # The atoms come from the shared analysis, so that slices of K and of V find the same tokens.
+        # The atoms come from the shared analysis, so that slices of K and of V have the same tokens.
         tokens, last = maps.whole.axes_of(sliced.node)[sliced.dim], piece.path[-1]
         return replace(
             piece,
@@ -166,7 +168,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _at(factor: Factor, own: Axis, index: int) -> Factor:
-    """``factor`` at one position of ``own``, where it has that axis."""
+    """Return ``factor`` at one position of ``own``, if it has that axis."""
     return part_of(factor, own, Atom(1), range(index, index + 1)) if own[0] in factor.atoms else factor
 
 
@@ -179,7 +181,7 @@ class Gated:
 
 
 def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
-    """What ``node`` multiplies by numbers that are no weight; None where it does not, or where both are rows alike."""
+    """Return the operands if ``node`` scales rows by a smaller tensor that is not a weight; None otherwise."""
     if packet(node) not in (aten.mul, aten.div) or node.kwargs:
         return None
     a, b = args_of(node)
@@ -196,9 +198,9 @@ def _elements(node: fx.Node) -> int:
 
 
 def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
-    """For each axis of the source the one of ``gate`` that has a number for each of its positions, if any.
+    """Return, for each axis of the source, the axis of ``gate`` whose numbers vary along it, if any.
 
-    None where the numbers differ along anything else than whole axes of the rows, or a bias would be multiplied, too.
+    None if the numbers vary along anything else than whole axes of the rows, or if a bias would be multiplied too.
     """
     if piece.source is None or piece.bias is not None or not piece.projected:
         return None
@@ -214,13 +216,13 @@ def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
 
 
 def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """The map of a product with a number for each row: that of the operand, over the rows, multiplied instead."""
+    """Return the map of a product with a number per row: the operand's map, over rows multiplied by these numbers."""
     how, gated = gated_of(maps, node), {g.rows: g for g in maps.virtual.gates[node]}
     assert how is not None
 
     def multiplied(piece: Piece) -> Piece | Stop:
         own = None if piece.source is None else gated.get(piece.source)
-        # The last condition as for slices.
+        # Chosen sources on the path are refused, as for slices.
         if own is None or gate_along(piece, how.gate) is None or any(v.node in maps.sources for v in piece.path[1:]):
             return Stop(
                 node, "position_dependent", f"{packet(node).__name__} with a factor that is computed from inputs"
@@ -237,15 +239,15 @@ def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
-    """The map of a tensor with the same numbers all along an axis: one of them, broadcast.
+    """Return the map of a tensor that is constant along an axis: its first position, broadcast.
 
-    ``found``: what its operator's rule gives, which is kept where it is broadcast along that axis as well.
+    ``found``: the result of the operator's own rule, which is kept if it is broadcast along that axis too.
     """
     shared = maps.virtual.shared[node]
     if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):
         return found
-    # The walk ends here too, and a report that gets this far should say why.
-    maps.reasons[shared.one] = Stop(shared.one, "unsupported_op", "a part of the rows is taken")
+    # The walk ends at this virtual source, and a report needs a reason.
+    maps.reasons[shared.one] = Stop(shared.one, "unsupported_op", "only a part of the rows is read")
     own = maps.axes_of(shared.one)
     axes = (*own[: shared.dim], fresh_axis(shape(node)[shared.dim]), *own[shared.dim :])
     return LinearMap.single(Piece(axes, val(node).dtype, shared.one, own).visited(shared.one).visited(node))

@@ -1,8 +1,8 @@
 """The transfer rules of :mod:`mla_compile.passes.linear.analysis`: what each operator does to a linear map.
 
-A rule takes the analysis and a node and returns the node's map, or a :class:`Stop` that says why there is none. The
-maps of its operands are known when it is called. Operators that move numbers have their rules in :mod:`views` and
-:mod:`segments`, contractions with weights in :mod:`contract`, sums in :mod:`sums`.
+A rule takes the analysis and a node, and returns the node's map or a :class:`Stop` that says why there is none. The
+maps of the operands exist when the rule is called. The rules are in :mod:`views` and :mod:`segments` for operators that
+move numbers, in :mod:`contract` for contractions with weights, and in :mod:`sums` for sums.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def negate(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
-    # Something divided by the rows is not linear in them, and a rounding mode rounds.
+    # Division by the rows is not linear in them, and a rounding mode rounds.
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
     ):
@@ -54,7 +54,7 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         a, b = b, a
     if not is_tensor(a):  # a weight times a size
         return unexplained(maps, node)
-    # Positions and indices are integers, and their products are no rows.
+    # Positions and indices are integers, and their products are not rows.
     if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
         return unexplained(maps, node)
     if isinstance(b, (int, float)):
@@ -67,7 +67,7 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def result_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """What a batch norm makes of its input is the first of its results."""
+    """Map the first result of a batch norm; other operators with several results end the walk."""
     whole, at = args_of(node)
     if packet(whole) is aten._native_batch_norm_legit_no_training and at == 0:
         return batch_norm(maps, node, whole)
@@ -75,7 +75,7 @@ def result_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def reinterpreted(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """A view that :func:`decode` does not take for one."""
+    """Refuse a view that changes the dtype, which :func:`decode` does not accept."""
     return Stop(node, "nonlinear", f"the same bytes read as {val(node).dtype}")
 
 
@@ -95,7 +95,7 @@ MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
     operators.WriteOne: written_one,
     operators.Fill: filled,
 }
-"""The rules of operators that only move numbers, by what :func:`decode` says of them."""
+"""Rules for operators that only move numbers, by the record that :func:`decode` returns."""
 
 RULES: dict[object, Rule] = {
     operator.getitem: result_of_several,
@@ -106,11 +106,11 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys((aten.add, aten.sub), add),
     **CONTRACTION_RULES,
 }
-"""The rules of operators that compute, by operator."""
+"""Rules for operators that compute, by operator."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """What gives the map of ``node`` from those of its operands; None where nothing does."""
+    """Return the rule for ``node``; None if there is none."""
     how = decode(node)
     if how is None:
         return RULES.get(packet(node))

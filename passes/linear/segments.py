@@ -1,7 +1,7 @@
 """Transfer rules for operators that take parts of a tensor or assemble one from parts.
 
-Parts of a weight's columns stay linear maps; parts of the tokens do not (they are different rows). A tensor assembled
-along its features becomes a row of segments, each with a source of its own.
+Part of a weight's columns is still a linear map; part of the tokens is not, because the rows are others. A tensor that
+is assembled along its features becomes a list of segments, each with its own source.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ aten = torch.ops.aten
 
 
 def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap | Stop:
-    """The positions ``taken`` of axis ``dim``."""
-    # A stride runs across the segments (interleaved rotary columns); as one map it is just a strided slice of a weight.
+    """Take the positions ``taken`` of axis ``dim``."""
+    # A stride runs across the segments (interleaved rotary columns). In a single map it is just a strided slice of a
+    # weight.
     if source.axis == dim and taken.step != 1:
         source = one_map(source, node) or source
     if source.axis != dim:
@@ -54,7 +55,7 @@ def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap 
 
 
 def within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -> list[Segment] | Stop:
-    """The columns ``taken`` of a row of segments, at the positions they have in it."""
+    """Return the columns ``taken`` of a list of segments, at their old positions."""
     kept: list[Segment] = []
     for s in segments:
         low, high = max(taken.start, s.start), min(taken.stop, s.stop)
@@ -71,17 +72,17 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
     own = piece.axes[dim]
     if taken.step == 1 and taken.start == 0 and same(axis_size(own), taken.stop):
         return piece
-    # Fewer rows of the source: no map of that source, but of a slice of it, which `rows.py` follows.
+    # Fewer rows of the source are not a map of the source, but of a slice of it, which `rows.py` follows.
     if any(a in piece.source_atoms for a in own):
-        return Stop(node, "unsupported_op", "a part of the rows is taken")
+        return Stop(node, "unsupported_op", "only a part of the rows is read")
     atom = Atom(len(taken))
-    # A size-1 axis has no atom, neither here nor in the factors.
+    # An axis of size 1 has no atom, neither here nor in the factors.
     axes = tuple(() if k == dim and atom.size == 1 else (atom,) if k == dim else a for k, a in enumerate(piece.axes))
 
     def narrow(f: Factor | None) -> Factor | Stop | None:
         if f is None or not any(a in f.atoms for a in own):
             return f
-        # The weight has only some factors of the axis; a range across the others is no range of the weight.
+        # The weight has only some atoms of the axis, so the range does not correspond to a range of the weight.
         if not all(a in f.atoms for a in own):
             return Stop(node, "unsupported_op", "a slice across a broadcast axis")
         return part_of(f, own, atom, taken)
@@ -98,13 +99,13 @@ def sliced(maps: Maps, node: fx.Node, how: Slice) -> LinearMap | Stop:
     if same(shape(how.x)[how.dim], shape(node)[how.dim]):
         return finish(maps.map(how.x), node)
     if how.taken is None:
-        return Stop(node, "unsupported_op", "a part of the rows is taken")
+        return Stop(node, "unsupported_op", "only a part of the rows is read")
     return finish(part(maps.map(how.x), how.dim, how.taken, node), node)
 
 
 def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
     x = how.x
-    # What is read may have been written at that very position: heads that are kept in one buffer.
+    # The selected position may have been written before: heads are kept in one buffer.
     while how.index is not None and (write := _write(x, how.dim)) is not None:
         if write.index == how.index:
             return unexplained(maps, node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
@@ -113,8 +114,8 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
 
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:
-    """``node`` as a write to one known position of axis ``dim``; None where it is something else."""
-    # Where sizes are symbolic, slices of everything stand between the writes.
+    """Return ``node`` as a write to a known position of axis ``dim``; None for other operators."""
+    # With symbolic sizes, full slices stand between the writes.
     node = _itself(node)
     write = decode(node)
     if not isinstance(write, WriteOne) or write.index is None or val(write.x).dtype != val(node).dtype:
@@ -123,7 +124,7 @@ def _write(node: fx.Node, dim: int) -> WriteOne | None:
 
 
 def _itself(node: fx.Node) -> fx.Node:
-    """``node``, or the tensor that it is all of: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
+    """Skip full slices and writes: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
     while isinstance(how := decode(node), (Slice, Write)):
         if val(how.x).dtype != val(node).dtype or not same_sizes(shape(how.x), shape(node)):
             return node
@@ -132,12 +133,12 @@ def _itself(node: fx.Node) -> fx.Node:
 
 
 def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
-    """Heads written one by one into a tensor, the last of them by ``node``: their stack, once all are written."""
+    """Map heads that were written one by one into a tensor, last by ``node``: all of them together are a stack."""
     written: dict[int, fx.Node] = {}
     current = node
     while (write := _write(current, how.dim)) is not None:
         assert write.index is not None
-        # The walk goes backwards, so the first write to a position that it meets is the one that lasts.
+        # The walk goes backwards, so the first write that it finds to a position is the last one.
         written.setdefault(write.index, write.x)
         if len(written) == shape(node)[how.dim]:
             return stacked_up(maps, node, Stack(tuple(written[k] for k in range(len(written))), how.dim))
@@ -147,7 +148,7 @@ def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
 
 def _select(source: LinearMap, dim: int, index: int | None, node: fx.Node) -> LinearMap | Stop:
     if index is None:
-        return Stop(node, "unsupported_op", "one row is taken")
+        return Stop(node, "unsupported_op", "one row is selected")
     one = part(source, dim, range(index, index + 1), node)
     if isinstance(one, Stop):
         return one
@@ -156,33 +157,33 @@ def _select(source: LinearMap, dim: int, index: int | None, node: fx.Node) -> Li
 
 
 def _fill(node: fx.Node) -> Fill | None:
-    """What filled ``node``, or the tensor that it is a part of; None where something else made it."""
+    """Return the operator that filled ``node``, or the tensor that ``node`` is part of; None if it was not filled."""
     while isinstance(how := decode(node), (Slice, Select)):
         node = how.x
     return how if isinstance(how, Fill) else None
 
 
 def _overwritten(node: fx.Node) -> Stop:
-    """The reason for a write that is not followed. What is written into zeros or `empty` may be heads or tokens."""
+    """Return the reason for a write that is not followed. Parts written into a filled tensor may be heads or tokens."""
     base = node
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
         base = how.x if isinstance(how, Slice) else how.base
     if isinstance(how, Fill):
-        return Stop(node, "unsupported_op", "a tensor is put together from parts")
+        return Stop(node, "unsupported_op", "a tensor is assembled from parts")
     return Stop(node, "token_mixing", "rows of another tensor are overwritten")
 
 
 def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
-    """A tensor of zeros, or one that is not initialized."""
+    """Map a tensor of zeros, or an uninitialized one."""
     if how.value not in (0, None):
         return unexplained(maps, node)
     axes = tuple(fresh_axis(s) for s in shape(node))
-    # `empty` passes for zeros as long as all of it is overwritten; `defined` tells them apart where it is not.
+    # `empty` passes for zeros as long as all of it is overwritten; `defined` tells them apart if it is not.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
 
 
 def _map_of(maps: Maps, x: fx.Node) -> LinearMap | Stop:
-    """The map of an operand; one of zeros, or not initialized, has no source even where it is a constant."""
+    """Return the map of an operand, also if it is a constant tensor of zeros or an uninitialized one."""
     if not maps.is_weight(x):
         return maps.map(x)
     fill = _fill(x)
@@ -190,7 +191,7 @@ def _map_of(maps: Maps, x: fx.Node) -> LinearMap | Stop:
 
 
 def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, ...] | Stop:
-    """``source`` as segments along ``dim``."""
+    """Return ``source`` as segments along ``dim``."""
     if source.axis == dim:
         return source.segments
     whole = one_map(source, node)
@@ -200,7 +201,7 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
             raise RowsJoined(joint)
         return Stop(node, "unsupported_op", "columns from different sources along two axes")
     piece = whole.segments[0].piece
-    # Segments have bounds, so there can be none along an axis of unknown length.
+    # Segments have fixed bounds, so an axis of unknown length cannot be segmented.
     size = axis_size(piece.axes[dim])
     if not isinstance(size, int):
         return Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -208,7 +209,7 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
 
 
 def _joinable(maps: Sequence[LinearMap], dim: int, rank: int) -> bool:
-    """Whether ``dim`` holds features: it is the last axis, or some piece has columns of a weight there."""
+    """Whether ``dim`` holds features: it is the last axis, or a piece has columns of a weight there."""
     return dim == rank - 1 or any(
         p.weight is not None and any(a in p.weight.atoms for a in p.axes[dim]) for m in maps for p in m.pieces
     )
@@ -224,7 +225,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
     if len(sources) == 1:
         return finish(sources[0], node)
     if not _joinable(sources, dim, len(shape(node))):
-        # Heads of one position each, joined along their axis, are a stack.
+        # Heads of size 1 that are joined along their axis are a stack.
         single = all(same(shape(x)[dim], 1) for x in how.parts)
         joint = stacked([one_map(m, node) or m for m in sources], dim, node) if single else None
         return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -234,7 +235,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
         segments = _segments_of(source, dim, node)
         if isinstance(segments, Stop):
             return segments
-        # Bounds are those of the result: each part begins where the one before it ended.
+        # Bounds count in the result, so each part begins where the one before it ends.
         row += [s.moved(offset) for s in segments]
         offset = row[-1].stop
     return finish(_in_a_row([s for s in row if s.start < s.stop] or row[:1], dim), node)
@@ -245,7 +246,7 @@ def _in_a_row(segments: Sequence[Segment], dim: int) -> LinearMap:
 
 
 def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
-    """Maps of the same rows along a new axis (heads that were projected one by one)."""
+    """Join maps of the same rows along a new axis (heads that were projected one by one)."""
     dim = how.dim
     elements: list[LinearMap] = []
     for x in how.parts:
@@ -261,7 +262,7 @@ def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
 
 
 def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
-    """The assigned values, broadcast to the shape of what they are assigned to."""
+    """Map the assigned values, broadcast to the shape of the tensor to which they are assigned."""
     if maps.is_weight(how.x) or not val(how.x).dtype.is_floating_point:
         return unexplained(maps, node)
     if quantizes(val(node).dtype):
@@ -270,7 +271,7 @@ def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
 
 
 def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
-    """Some columns of the base replaced by another map."""
+    """Map a base in which another map replaces some columns."""
     base, x, dim = how.base, how.x, how.dim
     if maps.is_weight(x):
         return unexplained(maps, node)
@@ -303,7 +304,7 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
 
 
 def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Zeros beside the columns; zeros along another axis are rows, of which only virtual sources know."""
+    """Map zeros beside the columns. Zeros along another axis are rows, which need virtual sources."""
     padding = zeros_around(node)
     source = maps.map(args_of(node)[0])
     dim = len(shape(node)) - 1
@@ -311,7 +312,7 @@ def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if padding is None or isinstance(segments, Stop):
         return unexplained(maps, node)
     if any(widths != (0, 0) for widths in padding[:-1]):
-        return Stop(node, "unsupported_op", "zeros are joined to rows of a linear map, which no row makes")
+        return Stop(node, "unsupported_op", "zero rows are joined to rows of a linear map")
     before, after = padding[-1]
     zeros = [
         Segment(

@@ -1,4 +1,4 @@
-"""Where a walk of the linear maps ends, and the reason that is given for the operator there."""
+"""The reasons why a walk of the linear maps ends at an operator."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _TOKEN_MIXING = {
     "scatter", "index", "index_put", "index_copy", "index_add", "select_scatter", "embedding", "matmul", "bmm", "mm",
     "baddbmm", "einsum", "stack", "scan",
 }  # fmt: skip
-_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along that axis
+_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along their axis
 
 
 class KnowsRows(Protocol):
-    """What the analysis is asked here."""
+    """The part of the analysis that this module needs."""
 
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool: ...
 
 
 def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
-    """For the axes that an operator works along, whether each is the last; empty where it does not name them."""
+    """Return, for the axes along which an operator works, whether each is the last; empty if it does not name them."""
     dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
     several = dims if isinstance(dims, (list, tuple)) else [dims]
     return {d % rank == rank - 1 for d in several} if all(isinstance(d, int) for d in several) else set()
 
 
 def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
-    """What ``where`` and ``masked_fill`` do to rows: it depends on what the condition depends on."""
+    """Return the reason for ``where`` and ``masked_fill``, which depends on how the condition is computed."""
     values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
     condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
     if condition is None or any(maps.same_rows(condition, v) for v in values):
@@ -54,23 +54,23 @@ def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
 
 
 def barred(_: object, node: fx.Node) -> Stop:
-    """The reason where rows are rounded and must stay so."""
+    """Return the reason for rows that are rounded and have to stay rounded."""
     return Stop(
         node, "quantized_rows", f'rows are rounded here (to {node.meta[BARRED]}), and quantized="exact" keeps that'
     )
 
 
 def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
-    """The reason for an operator that has no rule, or that is used in a way its rule does not cover."""
+    """Return the reason for an operator without a rule, or one used in a way that its rule does not cover."""
     if node.op != "call_function":
         code = "graph_break" if HANDED_OVER in node.meta else "expanded_inputs"
         return Stop(node, code, f"{node.name} is an input of this graph")
     name = getattr(packet(node), "__name__", str(node.target))
     if is_collective(node):
-        return Stop(node, "collective", f"{operator_name(node)}: numbers of other ranks come in here")
-    # Before `_NONLINEAR`, as it depends on the axis which of the two reasons is true.
+        return Stop(node, "collective", f"{operator_name(node)}: data of other ranks enters here")
+    # This precedes `_NONLINEAR`, because the axis decides which of the two reasons is true.
     if name in ("sum", "mean", "amax", "amin", "logsumexp") and _along_last(node, (1, "dim")) == {False}:
-        return Stop(node, "token_mixing", f"{name} over another axis than the last")
+        return Stop(node, "token_mixing", f"{name} over an axis other than the last")
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")
     if name in ("where", "masked_fill") and len(node.args) == 3:
@@ -79,7 +79,7 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
-    # A rotary embedding by complex numbers, for which "no rule" would be a poor answer.
+    # This is a rotary embedding by complex numbers, for which "no rule" would be a poor answer.
     rotated = name == "view_as_complex" and any(packet(user) is aten.mul for user in node.users)
     if rotated or name in ("view_as_real", "mul", "add", "sub", "div"):
         return Stop(node, "position_dependent", f"{name} with a factor that differs from token to token")

@@ -1,8 +1,8 @@
 """Transfer rules for sums: of a map and a weight, of maps of one source, and of maps of several sources.
 
-Maps of one source become one map, whose weight is the sum (LoRA). Maps of several sources stay what they are, side by
-side: ``W_a a + W_b b`` is an image of the joined rows ``[a | b]`` by ``[W_a ; W_b]``, and so is ``W c + r`` with a row
-``r`` that all heads share.
+Maps of one source become one map, whose weight is the sum (LoRA). Maps of several sources are kept side by side:
+``W_a a + W_b b`` is the image of the joined rows ``[a | b]`` by ``[W_a ; W_b]``, and so is ``W c + r`` with a row ``r``
+that all heads share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mla_compile.passes.linear.stops import unexplained
 aten = torch.ops.aten
 
 MOST = 4
-"""Summands that are told apart. Where layers have no norm, a residual connection would add one in each of them."""
+"""The most summands that are kept apart. In layers without norms, each residual connection would add another one."""
 
 
 def times(source: LinearMap, by: float) -> LinearMap | Stop:
@@ -41,7 +41,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
-    # In effect a bias, but there is no tensor in the graph for an expression of it to start from.
+    # This is a bias, but the graph has no tensor from which its weight expression could start.
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
@@ -50,14 +50,14 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(b):
         return add_weight(maps, node, a, b, factor)
     if maps.is_weight(a):
-        # `weight - rows`, or a scaled sum, would have to scale the map of the rows instead.
+        # `weight - rows`, or a sum with alpha, would have to scale the map of the rows instead.
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(maps, node)
     left: LinearMap | Stop = maps.map(a)
     right: LinearMap | Stop = maps.map(b)
     assert isinstance(left, LinearMap)
     assert isinstance(right, LinearMap)
-    # No source in common. If one side was spoilt on its way from the rows of the other (by a norm, say), that node is
-    # the cause and not this sum.
+    # The sides share no source. If a nonlinear operator (a norm, say) made one side from the rows of the other, that
+    # operator is to blame and not this sum.
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
         cause = _spoilt(maps, left, right) or _spoilt(maps, right, left)
         if cause is not None:
@@ -73,9 +73,9 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _are_rows(left: LinearMap, right: LinearMap) -> bool:
-    """Whether a sum of these is one of several rows.
+    """Whether the sum is an image of several joined rows.
 
-    A rotation is none, of which no weight makes either part, nor a residual connection ``x + f(x)``.
+    A rotation is not, because no weight makes either part, and neither is a residual connection ``x + f(x)``.
     """
     whole, projected = (*left.pieces, *right.pieces), [p.source for p in (*left.pieces, *right.pieces) if p.projected]
     if not projected or len(whole) > MOST:
@@ -85,12 +85,12 @@ def _are_rows(left: LinearMap, right: LinearMap) -> bool:
 
 
 def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
-    """Why ``one`` is no map of the rows of ``other``, where it is made of them: what was done on the way."""
+    """Return why ``one`` is not a map of the rows of ``other`` although it depends on them."""
     rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
-        # What is projected afterwards is an image of rows of its own, whatever made these.
+        # A projected piece is an image of its own rows, however these were made.
         stop = None if piece.source is None or piece.projected else maps.reasons.get(piece.source)
-        # These two say no more than this sum would say itself.
+        # These two codes say no more than the sum's own reason.
         if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
             assert piece.source is not None
             if depends_on(piece.source, rows):
@@ -99,7 +99,7 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
 
 
 def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Node) -> LinearMap | Stop:
-    """The sum, column range by column range: where one of both is segmented, the other is cut at the same places."""
+    """Add range by range: if one map is segmented, the other is cut at the same places."""
     axis = left.axis if right.axis is None else right.axis
     if axis is None:
         piece = _sum(left.segments[0].piece, right.segments[0].piece, factor, node)
@@ -118,7 +118,7 @@ def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Nod
             cut = within(one, axis, range(start, stop), node)
             if isinstance(cut, Stop):
                 return cut
-            if len(cut) != 1:  # one column that is repeated along those of the other
+            if len(cut) != 1:  # a column that is broadcast along the columns of the other
                 return Stop(node, "unsupported_op", "a sum of maps with different columns")
             pieces.append(cut[0].piece)
         piece = _sum(pieces[0], pieces[1], factor, node)
@@ -129,7 +129,7 @@ def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Nod
 
 
 def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
-    """``a + factor * b``: those that are maps of one source as one map, the others beside each other."""
+    """Return ``a + factor * b``: maps of one source are merged, and the others are kept side by side."""
     scaled_b = replace(b, scale=b.scale * factor, bias=b.bias and scaled(b.bias, factor))
     whole = list(a.summands)
     constants: list[Piece] = []
@@ -161,7 +161,7 @@ def _at(piece: Piece, node: fx.Node) -> Piece:
 
 
 def _with_bias(first: Piece, one: Piece, node: fx.Node) -> Piece | Stop:
-    """``first`` with the bias of ``one`` added to its own."""
+    """Return ``first`` with the bias of ``one`` added to its own."""
     assert one.bias is not None
     aligned = _aligned(first, one, node)
     if isinstance(aligned, Stop):
@@ -173,7 +173,7 @@ def _with_bias(first: Piece, one: Piece, node: fx.Node) -> Piece | Stop:
 
 
 def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
-    """Both maps in the same factors, so that their atoms match one to one."""
+    """Split both maps into the same factors, so that their atoms match one to one."""
     axes = [*zip(a.axes, b.axes, strict=True)]
     axes += zip(a.source_axes, b.source_axes, strict=True) if a.source is b.source else []
     for x, y in axes:
@@ -187,9 +187,9 @@ def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
 
 
 def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
-    """The sum of two maps of one source: one map by the sum of the weights (LoRA).
+    """Add two maps of one source: return one map, whose weight is the sum (LoRA).
 
-    Two, where each was projected to something narrower on its way: the rows that they are then made of.
+    Two maps are returned if each was projected to narrower rows on its way; these then become the sources.
     """
     if (a.weight is None) != (b.weight is None):
         return Stop(node, "unsupported_op", "a sum of maps of different sources")
@@ -204,12 +204,12 @@ def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
     a, b = aligned
     rename: dict[Atom, Atom] = {}
     for own, other_atom in zip(flatten(a.axes), flatten(b.axes), strict=True):
-        # As in `x + x.mT`: the same source, but another token of it.
+        # As in `x + x.mT`, the source is the same but its tokens are not.
         if (own in a.source_atoms or other_atom in b.source_atoms) and own is not other_atom:
             return Stop(node, "token_mixing", "a sum of maps of different rows")
         rename[other_atom] = own
     if a.source_axes != b.source_axes:
-        return Stop(node, "unsupported_op", "a sum of maps that see the rows in different factors")
+        return Stop(node, "unsupported_op", "a sum of maps that factor the axes of the rows differently")
     common = {v.node for v in b.path}
     last = max((a.path[-1], b.path[-1]), key=lambda v: v.contractions)
     path = (*(v for v in a.path if v.node in common), replace(last, node=node))
@@ -222,6 +222,6 @@ def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
 
 
 def _narrowest(piece: Piece) -> int:
-    """The bytes of the narrowest tensor before the last projection on the way to ``piece``."""
+    """Return the bytes of the narrowest tensor before the last projection on the path to ``piece``."""
     last = piece.path[-1].contractions
     return min((bytes_hint(v.node) for v in piece.path if v.contractions < last), default=0)

@@ -18,7 +18,7 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece, broadcast_
 
 
 def copied(maps: Maps, node: fx.Node, how: Copy | Dropout) -> LinearMap | Stop:
-    """Copies, casts between floating dtypes, inactive dropout: the values pass through."""
+    """Pass values through copies, casts between floating dtypes, and inactive dropout."""
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     return finish(maps.map(how.x), node)
@@ -32,7 +32,7 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
     source = maps.map(how.x)
     new, old = shape(node), shape(how.x)
     at = None if source.axis is None else _kept_axis(old, source.axis, new)
-    # The segmented axis is itself reshaped, and only a single map can be.
+    # The segmented axis is reshaped, which only a single map allows.
     if at is None:
         whole = one_map(source, node)
         if whole is None:
@@ -42,7 +42,7 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
     def reshape(piece: Piece) -> Piece | Stop:
         sizes = list(new)
         if at is not None and source.axis is not None:
-            # Each piece has its own width along the segmented axis; the sum of them is that of the tensor.
+            # Each piece has its own width along the segmented axis; the widths add up to the tensor's.
             sizes[at] = axis_size(piece.axes[source.axis])
         grouped = regroup(flatten(piece.axes), sizes)
         if grouped is None:
@@ -54,7 +54,7 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
 
 
 def _kept_axis(old: Sequence[Size], at: int, new: Sequence[Size]) -> int | None:
-    """Where axis ``at`` of shape ``old`` is in shape ``new``, if the reshape leaves it alone."""
+    """Return the position in shape ``new`` of axis ``at`` of shape ``old``, if the reshape keeps the axis."""
     outer = math.prod(old[:at])
     return next((k for k, s in enumerate(new) if same(s, old[at]) and same(math.prod(new[:k]), outer)), None)
 
@@ -73,7 +73,7 @@ def repeated(maps: Maps, node: fx.Node, how: Repeat) -> LinearMap | Stop:
     source = maps.map(how.x)
     extra = len(how.counts) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
-    # Repeated segments would be further segments of the same columns.
+    # Repeating segments would need further segments for the same columns.
     if at is not None and how.counts[at] != 1:
         whole = one_map(source, node)
         if whole is None:
@@ -85,7 +85,7 @@ def repeated(maps: Maps, node: fx.Node, how: Repeat) -> LinearMap | Stop:
         for k, count in enumerate(how.counts):
             own = piece.axes[k - extra] if k >= extra else ()
             copies = fresh_axis(count)
-            # Interleaved copies are the inner factor of the axis, whole repetitions the outer one.
+            # Interleaved copies are the inner factor of the axis; whole repetitions are the outer factor.
             axes.append((*own, *copies) if how.interleaved else (*copies, *own))
         return replace(piece, axes=tuple(axes))
 

@@ -308,7 +308,7 @@ def test_a_weight_that_is_an_argument_is_told_by_name(door, how):
     torch.testing.assert_close(got, model(*inputs))
     assert codes() == [Code.UNSUPPORTED_WEIGHT]
     (site,) = mla_compile.explain(model, *inputs).sites
-    assert "an input of the graph that is no weight of the model" in site.reason
+    assert "an input of the graph that is not a weight of the model" in site.reason
 
 
 class Mixed(nn.Module):

@@ -488,7 +488,7 @@ KEPT = {
 
 SAID = {
     "the listed keys are hidden": "hides the keys of a list and shows all others",
-    "others are let through": "shows what one mask or another does",
+    "others are let through": "shows a key if either mask does",
     "a list for each head": "lists other keys for each head",
     "heads are chosen": "chooses heads, not keys",
     "queries are chosen": "chooses queries, not keys",

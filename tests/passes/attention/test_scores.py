@@ -166,4 +166,4 @@ def test_an_attention_in_a_graph_of_its_own_is_told():
 
     outcome = optimized(export(Branch(), [seeded(2, 5, 4)]))
     assert codes(outcome) == [Code.UNSUPPORTED_OP]
-    assert outcome.report.sites[0].reason == "the attention is in a graph of its own, which cond calls"
+    assert outcome.report.sites[0].reason == "the attention is in a separate graph that cond calls"

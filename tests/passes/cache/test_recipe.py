@@ -168,8 +168,8 @@ def test_nothing_is_computed_that_changes_nothing(name):
     )
 
 
-LAYOUT = "rows in a layout that a cache cannot be kept in"
-NOTHING = "columns of the cache that come from no rows"
+LAYOUT = "rows in a layout that a cache cannot have"
+NOTHING = "columns of the cache that are not made from rows"
 NEITHER = "an axis of the cache is neither tokens, heads nor features"
 FEATURES = "the cache has no axis of features"
 NO_RECIPE = {

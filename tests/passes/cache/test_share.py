@@ -95,7 +95,7 @@ def test_positions_that_are_not_there_are_an_error_on_every_rank(write, at: list
 def test_what_is_written_otherwise_is_needed_whole():
     program = programs(put_twice, 2, 1)[0]
     before = program.gm.graph.python_code("self").src
-    assert "more than written to at positions" in str(share_rows(program))
+    assert "more than writes at positions" in str(share_rows(program))
     assert program.gm.graph.python_code("self").src == before
 
 

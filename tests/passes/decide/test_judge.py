@@ -114,7 +114,7 @@ def test_a_side_that_is_computed_anyway_stays(name):
     (site,) = reading(what, beside)[1].report.sites
     assert (site.code, site.parts, [k.code for k in site.kept]) == (Code.ABSORBED, (part,), [code])
     (kept,) = site.kept
-    assert kept.reason == f"mul reads the product that makes the {kept.part}, too, so it is computed anyway"
+    assert kept.reason == f"mul also reads the product that makes the {kept.part}, so it is computed anyway"
     assert kept.blame.op == "aten.mul"
 
 

@@ -120,7 +120,7 @@ def test_one_query_of_the_first_key():
     outcome = optimized(export(Causal(lambda k, other: k), [*inputs(R=0), seeded(1)]), forms="absorbed")
     (site,) = outcome.report.sites
     assert site.code is Code.ABSORBED
-    assert any("that key alone" in note for note in site.notes), site.notes
+    assert any("sees only that key" in note for note in site.notes), site.notes
 
 
 def test_a_slice_of_the_values_is_not_all_of_them():

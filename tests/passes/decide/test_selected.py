@@ -147,7 +147,7 @@ def test_is_causal_with_fewer_queries_than_keys_begins_at_the_first_key(S):
     _, outcome = decide(form, inputs, *OF_ALL)
     (site,) = outcome.report.sites
     assert site.code is Code.ABSORBED
-    told = "sees that key alone" if S == 1 else "see no keys behind that many"
+    told = "sees only that key" if S == 1 else "beyond the number of queries"
     assert any(told in note for note in site.notes)
 
 

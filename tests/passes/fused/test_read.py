@@ -297,7 +297,7 @@ def written_afterwards(q, k, v):
 
 
 UNTOLD = {
-    "the sums are read": (with_sums, Code.UNSUPPORTED_OP, "the logarithm of the sums"),
+    "the sums are read": (with_sums, Code.UNSUPPORTED_OP, "the log-sum-exp"),
     "alibi": (
         lambda q, k, v: flash_attn_func(q, k, v, alibi_slopes=torch.ones(H)),
         Code.UNSUPPORTED_OP,
