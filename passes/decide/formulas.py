@@ -181,7 +181,6 @@ def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
 
 
 @cache
-@cache
 def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Expr:
     """Return the multiply-adds that absorbing saves per sequence and head: positive if the absorbed form is cheaper.
 
