@@ -1,4 +1,4 @@
-"""Stable codes for what became of an attention site, each with a line of meaning and what a user can change.
+"""Stable codes for the outcome at an attention site, each with one line of meaning and what a user can change.
 
 Codes are part of the interface: scripts and tests match on them, so a code is never renamed or given another meaning.
 """
@@ -57,7 +57,7 @@ class Code(str, Enum):
 
 @dataclass(frozen=True)
 class CodeInfo:
-    """What a code means: its usual verdict, a line of meaning, and generic advice (``None`` if there is none)."""
+    """The usual verdict of a code, one line of meaning, and generic advice (``None`` if there is none)."""
 
     verdict: Verdict
     meaning: str
@@ -226,11 +226,11 @@ CODES: dict[Code, CodeInfo] = {
 
 
 OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
-"""Of attentions that read shared rows as they lie: nothing is left to absorb, but they may become one operator."""
+"""Codes of attentions that already read shared rows: nothing is left to absorb, but one operator may replace them."""
 
 
 def section(code: Code | str) -> str:
-    """Where ``code`` is explained, as a path in the repository: a small module that gets it, and the fix.
+    """The path in the repository of the page that explains ``code``, with a small module that gets it and the fix.
 
     Raises ``ValueError`` for a string that is not a code.
     """
