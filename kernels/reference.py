@@ -98,20 +98,20 @@ def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
 def _named(indices: Tensor, T: int) -> Tensor:
     """[B,1,S,T] bool: the keys that some entry of ``indices`` [B,S,k] names."""
     at = indices.long()
-    # One place more, for the entries that name no key.
+    # One extra column takes the entries that name no key.
     named = torch.zeros(*at.shape[:2], T + 1, dtype=torch.bool, device=at.device)
     return named.scatter(-1, at.masked_fill((at < 0) | (at > T), T), value=True)[:, None, :, :T]
 
 
 def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
-    """The same call over a contiguous cache [B,T,width], T = maxpages * page; unused entries may be anything."""
+    """The same call over a contiguous cache [B,T,width], T = maxpages * page; unused entries are arbitrary."""
     assert call.seq_lens is not None
     latent, rope, kv_scale = call.latent, call.rope, call.kv_scale
     pages, page = latent.shape[:2]
     B, T = table.shape[0], table.shape[1] * page
     token = torch.arange(T, device=call.query.device)
     at = table.long()[:, token // page].masked_fill(token >= call.seq_lens[:, None], 0)  # [B,T]
-    if pages == 0:  # nothing to look up, and nothing is visible
+    if pages == 0:  # no key is visible: an empty cache needs one page to index
         latent = latent.new_zeros(1, page, latent.shape[2])
         rope = None if rope is None else rope.new_zeros(1, page, rope.shape[2])
         kv_scale = None if kv_scale is None else kv_scale.new_ones(())
@@ -125,7 +125,7 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
 
 
 def _rows(pages: Tensor, at: Tensor, slot: Tensor) -> Tensor:
-    """[B,T,width]; float8 is moved as bytes, which every device can index."""
+    """[B,T,width]; float8 is gathered as bytes, which every device can index."""
     if pages.dtype.itemsize == 1:
         return pages.view(torch.uint8)[at, slot].view(pages.dtype)
     return pages[at, slot]
@@ -134,10 +134,10 @@ def _rows(pages: Tensor, at: Tensor, slot: Tensor) -> Tensor:
 def _visible(
     B: int, S: int, T: int, seq_lens: Tensor | None, window: int, device: torch.device, *, causal: bool
 ) -> Tensor:
-    """[B,1,S,T] bool: what lengths, causality and the window leave."""
+    """[B,1,S,T] bool: the keys allowed by lengths, causality and the window."""
     length = torch.full((B,), T, device=device) if seq_lens is None else seq_lens.long().clamp(0, T)
     t = torch.arange(T, device=device)
-    own = length[:, None, None, None] - S + torch.arange(S, device=device)[:, None]  # [B,1,S,1]: the query's own place
+    own = length[:, None, None, None] - S + torch.arange(S, device=device)[:, None]  # the query's own position
     visible = (t < length[:, None, None, None]).expand(B, 1, S, T)
     if causal:
         visible = visible & (t <= own)

@@ -50,7 +50,7 @@ class _Rebuild:
 
 
 def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[Any], list[Opened]]:
-    """Changes ``gm`` to take plain tensors for each subclass among ``values``; the new values, and what was opened."""
+    """Make ``gm`` take plain tensors for each subclass among ``values``; return the new values and the subclasses."""
     plain: list[Any] = []
     opened: list[Opened] = []
     graph = gm.graph

@@ -58,7 +58,7 @@ def _plain(value: Any, *, written: bool) -> Any:
 
 
 def possibly_written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that a Dynamo graph could write to: they, or what may be views of them, are given to what writes."""
+    """The nodes that a Dynamo graph could write to: a call that writes takes them, or possible views of them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in found or _writes(user) for user in node.users):
