@@ -152,7 +152,7 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """The data that a call on a GPU prepares before attention, for calls that share it: int64 [:func:`shared.elements`].
+    """The data that a call on a GPU prepares before attention, int64 [:func:`shared.elements`]; calls can share it.
 
     Zeros if no GPU kernel takes the call. Raises :class:`InputError` as the call itself would.
     """

@@ -307,8 +307,7 @@ class Compiler:
             inputs = examples_of(one, done.captured, example_inputs, layouts)
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call
-            # Under autocast, code is made from the captured program, whose casts are explicit: it runs with autocast
-            # off.
+            # Under autocast the captured program, whose casts are explicit, is compiled: it runs with autocast off.
             if one is done.captured and not autocast:
                 return self.code.whole(gm, example_inputs)
             return self.code.whole(emitted(), inputs)
