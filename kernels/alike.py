@@ -65,7 +65,7 @@ def weigh_alike(
 
 
 def mean_of(values: Tensor) -> Tensor:
-    """[B,Lv], of [B,T,Lv]; zeros where there are no keys."""
+    """[B,Lv], the mean of [B,T,Lv] over T; zeros if there are no keys."""
     return values.to(compute_dtype(values)).sum(1) / max(values.shape[1], 1)
 
 
@@ -85,7 +85,7 @@ def _greatest(values: Tensor, mask: Tensor, indices: Tensor, fill: float) -> Ten
 
 
 def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, indices: Tensor | None = None) -> None:
-    """Raises :class:`InputError` where the arguments do not fit together."""
+    """Raise :class:`InputError` if the arguments do not fit together."""
     fit = out.dim() == 4 and values.dim() == 3 and lse.shape == out.shape[:3]
     if not fit or (values.shape[0], values.shape[2]) != (out.shape[0], out.shape[3]):
         given = ", ".join(f"{n} {list(x.shape)}" for n, x in (("out", out), ("lse", lse), ("values", values)))

@@ -136,7 +136,7 @@ def _check_block_table(call: DecodeCall, table: Tensor) -> None:
 
 
 def _check_widths_and_dtypes(call: DecodeCall) -> None:
-    """Widths, dtypes and devices of query and cached rows."""
+    """Check widths, dtypes and devices of the query and the cached rows."""
     query, latent, rope = call.query, call.latent, call.rope
     device, dtype = query.device, latent.dtype
     fp8 = dtype == FP8
@@ -177,7 +177,7 @@ def _no_scale(call: DecodeCall) -> None:
 
 
 def _check_extras(call: DecodeCall) -> None:
-    """Lengths, sinks and scales: shapes, dtypes, devices."""
+    """Check shapes, dtypes and devices of lengths, sinks and scales."""
     query, latent = call.query, call.latent
     seq_lens, sinks, kv_scale = call.seq_lens, call.sinks, call.kv_scale
     B, _, H, _ = query.shape
@@ -282,7 +282,7 @@ def _check_schedule(call: DecodeCall, schedule: Tensor) -> None:
 
 
 def values_on_cpu(call: DecodeCall) -> bool:
-    """Whether the values that :func:`check_values` compares can be read without waiting."""
+    """Whether :func:`check_values` can read the values without waiting for a device."""
     return all(x is None or x.is_cpu for x in (call.seq_lens, call.block_table))
 
 

@@ -27,7 +27,7 @@ def gathered(call: DecodeCall) -> DecodeCall:
     (B, S, H, K), T = call.query.shape, call.sizes.T
     k = call.indices.shape[2]
     query = call.query.reshape(B * S, 1, H, K)
-    if T == 0:  # nothing can be named
+    if T == 0:  # there is no key to name
         k = 0
     at = call.indices[..., :k].long()
     seen = _within(call, at)

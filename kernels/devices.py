@@ -50,10 +50,10 @@ class Device:
         return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
-# Shared memory: CUDA programming guide, technical specifications per compute capability. Multiprocessors and bandwidth:
-# the vendors' datasheets, except for the H200's bandwidth, which a copy reached on one. Paces: estimates, to be fitted
-# by benchmarks/gpu/tune.py. A microsecond until a tile is there; 33 cycles for an mma.sync m16n8k16 that waits for
-# the one before, and 940 for the rest of a tile, counted from the instructions, at the cards' boost clocks.
+# Shared memory: CUDA programming guide, technical specifications per compute capability. SMs and bandwidth: the
+# vendors' datasheets, except that a copy on an H200 reached its bandwidth here. Paces: estimates, to be fitted by
+# benchmarks/gpu/tune.py. They assume a microsecond until a tile arrives; at the cards' boost clocks, 33 cycles for an
+# mma.sync m16n8k16 that depends on the previous one, and 940 for the rest of a tile, counted from the instructions.
 # mla_compile/onnx/csrc/plan.c has the same bandwidths and paces.
 PRESETS = {
     "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12, Pace(1.0, 0.0234, 0.67)),

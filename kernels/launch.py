@@ -82,7 +82,7 @@ def _say_once(message: str) -> None:
 
 
 def clear() -> None:
-    """Forget every kind of call (after writing a new tuned.json: ``tuned.table.cache_clear()`` too)."""
+    """Forget every kind of call (after writing a new tuned.json, also call ``tuned.table.cache_clear()``)."""
     _bound.clear()
     _kinds.clear()
 

@@ -44,7 +44,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST)
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
-    """A tensor like the result."""
+    """An empty tensor like the result."""
     check(x, weight, bias)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

@@ -59,7 +59,7 @@ def merge(
 
 
 def _stacked(name: str, given: Tensor | Sequence[Tensor]) -> Tensor:
-    """[P,...] of P tensors."""
+    """[P,...] from P tensors."""
     if isinstance(given, Tensor):
         return given
     if not given:

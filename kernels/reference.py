@@ -1,4 +1,4 @@
-"""The truth: absorbed decode attention in plain torch, in float32 or float64. Never clever, never fast.
+"""The reference: absorbed decode attention in plain torch, in float32 or float64. Never clever, never fast.
 
 With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of the shared rotary row ``r``:
 
@@ -9,14 +9,14 @@ With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of th
     out[b,s,h,:]   = sum_t softmax_t(score[b,h,s,t]) v[b,t,:]           v = values, or c where values is None
     out[b,s,h,:]  *= exp(lse[b,s,h]) / (exp(lse[b,s,h]) + exp(sinks[h]))                    where sinks are given
 
-``c`` (and ``r`` where it is fp8) is the stored row times ``kv_scale``, each group of columns times its own where it is
-[B,T,G]. The sink is not in ``lse``.
+``c`` (and ``r`` if it is fp8) is the stored row times ``kv_scale``; a [B,T,G] ``kv_scale`` has one scale for each group
+of columns. The sink is not in ``lse``.
 
 With ``len = seq_lens[b]``, or T: a key is hidden from a query by a boolean mask that is False, by an additive mask of
-minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), by ``window > 0`` (``t <= len - S + s -
-window``), or by ``indices`` that do not name it (no ``indices[b,s,i]`` is ``t``). A query that sees no key gets ``out =
-0`` and ``lse = -inf``. A key that is hidden from every query of its batch entry is not read: whatever its row holds (an
-unused part of a cache, the tail of a page), NaN included, does not reach the result.
+minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), by ``window > 0`` (``t <= len - S + s - window``),
+or by ``indices`` that do not name it (no ``indices[b,s,i]`` is ``t``). A query that sees no key gets ``out = 0`` and
+``lse = -inf``. A key that is hidden from every query of its batch entry is not read: the contents of its row (an unused
+part of a cache, the tail of a page), NaN included, do not reach the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compute_dtype(latent: Tensor) -> torch.dtype:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating mask in ``dtype``. Finite entries stay finite, float64's lowest value in float32 included."""
+    """A floating mask in ``dtype``. Finite entries stay finite, even float64's lowest value in float32."""
     if mask.dtype == dtype or torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
         return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
@@ -71,7 +71,7 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if call.softcap > 0:
         score = call.softcap * torch.tanh(score / call.softcap)
     score = (score + bias).masked_fill(~visible, -torch.inf)
-    lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity where nothing is visible
+    lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity if no key is visible
     nothing = lse == -torch.inf
     weight = torch.softmax(score, dim=-1).masked_fill(nothing[..., None], 0.0)
     out, lse = torch.einsum("bhst,btv->bshv", weight, v), lse.transpose(1, 2)
@@ -81,14 +81,14 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def index_scores(call: IndexCall) -> Tensor:
-    """[B,S,T], the equation of :class:`mla_compile.kernels.call.IndexCall`; shapes are not checked here."""
+    """[B,S,T], by the equation of :class:`mla_compile.kernels.call.IndexCall`; shapes are not checked here."""
     dtype = compute_dtype(call.keys)
     products = torch.einsum("bsjd,btd->bsjt", call.query.to(dtype), call.keys.to(dtype))
     return torch.einsum("bsj,bsjt->bst", call.weights.to(dtype), torch.relu(products * call.scale)).contiguous()
 
 
 def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """``exp(lse) / (exp(lse) + exp(sinks))`` [...,H], the share that a sink leaves to the keys; 0 where there are none.
+    """``exp(lse) / (exp(lse) + exp(sinks))`` [...,H], the share of the keys beside a sink; 0 if there are no keys.
 
     ``lse`` is [...,H], ``sinks`` [H].
     """

@@ -45,7 +45,7 @@ class NoPlanError(InputError):
 
 
 def padded(width: int) -> int:
-    """The columns a kernel works on: the next power of two, at least the 16 a matrix product needs; 0 stays 0."""
+    """The columns that a kernel processes: the next power of two, at least 16 for matrix products; 0 stays 0."""
     return 0 if width == 0 else max(LEAST, 1 << (width - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""The table of tiles, tuned.json: read here, chosen from by kernels/tiles.py, written by benchmarks/gpu/tune.py."""
+"""The table of tiles, tuned.json: read here, used by kernels/tiles.py, written by benchmarks/gpu/tune.py."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Verdict = Literal["absorbed", "kept", "refused", "not_mla"]
 
 
 class Code(str, Enum):
-    """Why a site was absorbed, kept or refused, or is not MLA; equal to its plain string."""
+    """Why a site was absorbed, kept or refused, or is not MLA. Each code equals its plain string."""
 
     ABSORBED = "absorbed"
 

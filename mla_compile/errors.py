@@ -15,19 +15,19 @@ from pathlib import Path
 
 
 class MlaCompileError(Exception):
-    """Base of everything mla_compile raises on purpose."""
+    """Base class of all errors that mla_compile raises on purpose."""
 
 
 class OptionError(MlaCompileError, ValueError):
-    """An option that does not exist, or a value it cannot take."""
+    """An option does not exist, or cannot have the given value."""
 
 
 class InputError(MlaCompileError, TypeError):
-    """An argument of the wrong kind: not a model, example inputs that do not fit, tensors whose shapes disagree."""
+    """An argument is of the wrong kind: not a model, example inputs that do not fit, tensors whose shapes disagree."""
 
 
 class CaptureError(MlaCompileError, RuntimeError):
-    """The model could not be turned into one functional ATen graph."""
+    """The model could not be captured as one functional ATen graph."""
 
 
 class WeightError(MlaCompileError, RuntimeError):
@@ -51,11 +51,11 @@ class SharedCacheError(MlaCompileError, RuntimeError):
 
 
 class ExportError(MlaCompileError, RuntimeError):
-    """A model could not be exported to ONNX; nothing was written to the path that was asked for."""
+    """A model could not be exported to ONNX; nothing was written to the requested path."""
 
 
 class TargetError(ExportError):
-    """The path of an export exists already, or cannot be written."""
+    """The path of an export already exists, or cannot be written."""
 
 
 class ModelFileError(MlaCompileError, RuntimeError):

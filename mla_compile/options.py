@@ -1,4 +1,4 @@
-"""The options of every door as one frozen record: their names, their values, and the errors for wrong ones."""
+"""The options of all entry points as one frozen record: names, values, and errors for wrong ones."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _bases(second, CTAS):
 
 @gluon.jit
 def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory in another shape; the method is public since Triton 3.9."""
+    """The same shared memory in another shape. The method became public in Triton 3.9."""
     if hasattr(tile, "reinterpret"):
         return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
@@ -66,7 +66,7 @@ def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def own(tile):
-    """A tile [64,columns], as the query rows of each CTA."""
+    """A tile [64,columns] as a tile with the query rows of all CTAs, [64 * CTAS,columns]."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         return tile

@@ -76,7 +76,7 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS, load_query, scaled, stor
 from mla_compile.kernels.hopper.scores_gluon import half_arrived, scores
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # initial maximum: finite, so a row without keys makes no NaN
-# Barriers after the producer's.
+# Barriers after those of the producer.
 P_READY = gl.constexpr(10)  # + consumer
 L_READY = gl.constexpr(12)  # + consumer
 Q_READY = gl.constexpr(14)
@@ -260,7 +260,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
     if LISTED:
         b0, heads = token_of(H)
         b1 = b0 + 1
-        first_row = heads * ROWS  # no cluster takes lists
+        first_row = heads * ROWS  # lists do not use clusters
         M = H
     live = M - first_row
     if kv_scale is not None:

@@ -200,7 +200,7 @@ def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, len
                 _store_halves(ahead[0], ahead[1], narrow.index(NARROW + stage))
             new = _piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, (i + AHEAD) % PIECES, ROPE_BYTES,
                          PAGE, L)  # fmt: skip
-            ahead = ahead[1:] + (new,)  # noqa: RUF005  what the compiler takes
+            ahead = ahead[1:] + (new,)  # noqa: RUF005  the compiler accepts only this form
             if GROUPS > 0:
                 new = _factor(scales, place, scale_b, scale_t, scale_g, factors[-1], (i + AHEAD) % PIECES, GROUPS,
                               PAGE)  # fmt: skip

@@ -41,7 +41,7 @@ from mla_compile.kernels.triton.steps import (
 
 LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
-REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the 64 K of an SM
+REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the SM's 64 K registers
 HELD_REGISTERS = 240  # if 16 of them hold the rotary query: with 232, Triton 3.9 puts masks in local memory
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
@@ -208,7 +208,7 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     for name, tensor in (("table", call.block_table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
         optional[name] = None if tensor is None else TYPES[tensor.dtype]
     optional |= dict.fromkeys(("items", "slots"), "*i32" if ragged else None)
-    optional["work"] = None if call.mask is None else "*i32"  # the halves of its int64
+    optional["work"] = None if call.mask is None else "*i32"  # halves of int64 words
     optional |= dict.fromkeys(("o_part", "lse_part"), None if whole else "*fp32")
     final = ragged or whole
     optional |= {"out": TYPES[call.query.dtype] if final else None, "lse": "*fp32" if final else None}

@@ -39,7 +39,7 @@ def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.const
         piece = begin + tl.arange(0, BLOCK_S)
         row = first + piece.to(tl.int64) * step
         b_lse = tl.load(part_lse + row, mask=piece < pieces, other=float("-inf"))  # [BLOCK_S]
-        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN is a result too
+        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN counts as a result
         b_part = tl.load(
             part + row[:, None] * width + columns[None, :], mask=live[:, None] & (columns < width)[None, :], other=0.0
         )  # [BLOCK_S,BLOCK_V]

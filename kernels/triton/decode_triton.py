@@ -107,7 +107,7 @@ def attend(
     DTYPE: tl.constexpr,  # of the products
     PRECISION: tl.constexpr,  # of float32 products
     WARPGROUPS: tl.constexpr,  # Hopper's products
-    NORMALIZE: tl.constexpr,  # float32 query beside float16 rows
+    NORMALIZE: tl.constexpr,  # float32 query with float16 rows
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,

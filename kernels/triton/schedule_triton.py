@@ -19,7 +19,7 @@ def cut(
     B,
     T,
     partitions,
-    reach,  # rows that the query tokens of a request see with a window, or None
+    reach,  # with a window: rows that the query tokens of a request see in total, or None
     BLOCK_B: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -109,7 +109,7 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | Non
 
 @_timed
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
-    """The program of an ExportedProgram; ``original`` is that ExportedProgram with its in-place writes removed."""
+    """The program of an ExportedProgram; ``original`` is the functional form of that ExportedProgram."""
     try:
         gm = copy.deepcopy(exported.graph_module)
         if gm.graph.find_nodes(op="get_attr"):

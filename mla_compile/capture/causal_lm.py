@@ -58,7 +58,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A model, the tensors of its cache, and a cache to copy for each trace."""
+    """A model, the tensors of its cache, and a template cache that is copied for each trace."""
 
     model: torch.nn.Module
     caches: tuple[CacheTensor, ...]

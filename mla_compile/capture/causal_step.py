@@ -61,7 +61,7 @@ class _Step(torch.nn.Module):
     def __init__(self, lm: CausalLM, *, last_only: bool) -> None:
         super().__init__()
         self.model = lm.model
-        self._lm = (lm,)  # in a tuple, so that it is no submodule
+        self._lm = (lm,)  # in a tuple, so that it does not become a submodule
         self._cache = cache_argument(lm.model)
         self._extra = {"logits_to_keep": 1} if last_only else {}
 

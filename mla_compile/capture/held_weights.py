@@ -30,7 +30,7 @@ _SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.exp}
 
 
 def is_held(source: Any) -> bool:
-    """Whether Dynamo reached an input through a module: as an attribute, an item of a list in one, and the like."""
+    """Whether Dynamo reached an input through a module: as an attribute, as an item of a list in one, and so on."""
     while source is not None:
         if isinstance(source, NNModuleSource):
             return True

@@ -101,7 +101,7 @@ def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
 
 
 def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The part's weight for every head, [heads..., columns, width]."""
+    """The weight of a block of columns for every head, [heads..., columns, width]."""
     matrix: torch.Tensor
     if part.weight is None:
         matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)

@@ -67,7 +67,7 @@ def require_compiler() -> None:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of one call."""
+    """The seconds that one call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -110,7 +110,7 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
-        """From at least one measurement."""
+        """The statistics of at least one measurement, given in seconds."""
         ms = sorted(1e3 * s for s in seconds)
         if len(ms) == 1:
             return cls(ms[0], ms[0], ms[0], ms[0], 1, ms[0], ms[0])

@@ -18,7 +18,7 @@ Compute = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 Inputs = Sequence[Any]
 """The flat inputs of a call: tensors and numbers."""
 Call = Callable[..., Any]
-"""A graph that can be called with its flat inputs, one by one; it returns one flat sequence."""
+"""A graph that is called with its flat inputs as separate arguments and returns one flat sequence."""
 
 
 @dataclass(frozen=True)

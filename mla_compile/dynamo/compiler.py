@@ -273,7 +273,7 @@ class Compiler:
         """
         try:
             return self._assemble(gm, example_inputs, done)
-        except RestartAnalysis:  # no failure: Dynamo is to trace again, knowing more
+        except RestartAnalysis:  # no failure: Dynamo has to trace again with what it has learnt
             raise
         except Exception as error:  # whatever goes wrong in code generation, the original graph is untouched
             if self.options.strict or not alone:

@@ -62,7 +62,8 @@ def _started(what: CallbackArgs) -> None:
     if what.callback_trigger is not CallbackTrigger.DYNAMO:
         return
     function, reason = _forget_others(what.compile_id), why_again()
-    if function not in _sources or reason is None or not config.automatic_dynamic_shapes:  # dynamic=False
+    # the user chose dynamic=False
+    if function not in _sources or reason is None or not config.automatic_dynamic_shapes:
         return
     patches = ExitStack()
     if function in _draining or drained(reason):

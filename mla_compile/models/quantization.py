@@ -227,7 +227,7 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _awq(fields: _Fields, dtype: str) -> Quantization:
-    """Tensors ``qweight``, ``qzeros`` and ``scales`` (fp16) of AutoAWQ, which is 4 bits in all its layouts."""
+    """Tensors ``qweight``, ``qzeros`` and ``scales`` (fp16) of AutoAWQ, whose layouts all have 4 bits."""
     bits = fields.bits("bits", fields.bits("w_bit", 4, (4,)), (4,))
     group = fields.group("group_size", fields.group("q_group_size", 128) or -1)
     words = f"int{bits} in {_groups(group)} with zero points"

@@ -46,8 +46,8 @@ class Survey(NamedTuple):
 def survey(source: str, dtype: str = "bf16") -> Survey:
     """Survey a ``config.json``, a model's directory or ``python:MODULE:FUNCTION``. Raises :class:`InputError`.
 
-    The function returns a causal language model of transformers, or any module with the arguments of a decode step:
-    ``(model, args)`` or ``(model, args, kwargs)``.
+    The function has to return a causal language model of transformers, or any module with the arguments of a decode
+    step: ``(model, args)`` or ``(model, args, kwargs)``.
     """
     if not source.startswith("python:"):
         config, notes = config_file.read(source)

@@ -124,7 +124,7 @@ def folded_values(program: Program) -> dict[str, torch.Tensor]:
 
 
 def _without(fold: Fold) -> str:
-    """The option that does without a fold."""
+    """The option value that avoids a fold."""
     return 'fold="never"' if fold.stored is None else 'dequantize="step"'
 
 
@@ -140,7 +140,7 @@ def check_weight(name: str, tensor: torch.Tensor | None, instead: str = 'fold="n
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits: NaN equals itself, and 0 differs from -0."""
+    """Whether two tensors have equal shape, dtype and bits: NaN equals itself, and 0 differs from -0."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -75,7 +75,7 @@ class LatentTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 
-    # The protocol of compilers.
+    # The subclass protocol of torch.compile.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if not self._cell.rows:
@@ -236,7 +236,7 @@ class LatentTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.expanded().__reduce_ex__(protocol)  # a saved cache is plain
+        return self.expanded().__reduce_ex__(protocol)  # a saved cache holds plain tensors
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         how = "expanded" if self.recipe is None else f"made from rows of {self.recipe.widths} values"

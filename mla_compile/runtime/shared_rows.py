@@ -113,7 +113,7 @@ class SharedRows(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 
-    # The protocol of compilers.
+    # The subclass protocol of torch.compile.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["local"], (self.axis, self.sharing)
@@ -163,7 +163,7 @@ class SharedRows(torch.Tensor):
         return self._with(self.local.repeat_interleave(repeats, dim, **how))
 
     def _with(self, local: torch.Tensor) -> SharedRows:
-        """Other rows of the same tokens."""
+        """A tensor with other local rows for the same tokens."""
         return self.made_of(local, self.axis, self.shape[self.axis], self.sharing, grows=self._memory is not None)
 
     def refuse(self, what: str) -> NoReturn:
