@@ -322,5 +322,5 @@ def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], in
 
 
 def _least(chosen: Plan, *, asked: bool) -> int | None:
-    """The least number of tokens of a split: 0 if the caller asked for a number of splits."""
+    """The least number of tokens of a split: 0 if the caller asked for a number of splits, else None (the default)."""
     return 0 if asked and chosen.chunk is None else None

@@ -64,6 +64,6 @@ class Row:
 
 @lru_cache(maxsize=8)
 def table(path: Path = TABLE) -> tuple[Row, ...]:
-    """The rows of ``tuned.json``. After writing a new one: ``table.cache_clear()`` and ``plan.cache_clear()``."""
+    """The rows of ``tuned.json``. After writing a new one, call ``table.cache_clear()`` and ``plan.cache_clear()``."""
     content = json.loads(path.read_text())
     return tuple(Row.of(entry, content["provenance"]) for entry in content["rows"])

@@ -1,4 +1,4 @@
-"""``optimize`` and ``explain``: an nn.Module, ExportedProgram or GraphModule in, the same kind (or a report) out."""
+"""``optimize`` and ``explain``: an nn.Module, ExportedProgram or GraphModule in; the same kind or a report out."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def _flat_inputs(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
 
 
 def _artifact(program: Program, options: Options) -> _Artifact:
-    """Rewrite the program into one form: the traced sizes decide where the form would be chosen per call."""
+    """Rewrite the program into one form; if calls would choose between forms, the traced sizes decide."""
     with without_autocast():
         outcome = pipeline.run(program, options, own_cache=True)
         report = outcome.report

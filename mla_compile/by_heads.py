@@ -27,9 +27,9 @@ from mla_compile.passes.verify.by_heads import by_heads_comparison
 from mla_compile.passes.verify.comparison import Check, Checks, Comparison
 
 MOST_GROUPS = 16
-"""The largest number of groups of an attention: at least a sixteenth of its per-head tensors is in memory at a time.
+"""The largest number of groups of an attention, so that a sixteenth of its per-head tensors is in memory at a time.
 
-The merged output and the hidden states, which remain, have no heads: more groups would only add code.
+The merged output and the hidden states remain. They have no heads, so more groups would only add code.
 """
 
 _IN_GROUPS = "{size} of {heads} heads at a time, as all would hold {gib:.3g} GiB for this attention"

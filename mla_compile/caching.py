@@ -24,13 +24,12 @@ from mla_compile.passes.rewrite.narrow import narrow
 
 
 def with_latent_cache(captured: Program, *, assume: bool = False, packs: bool = False) -> tuple[Program, Read | None]:
-    """The program with the K and V that its caller keeps replaced by their rows.
+    """Replace the K and V that the caller keeps by their rows, and return the rewritten program.
 
-    Without such caches, the program itself, and the analysis of the copy on which that was found.
-
-    Caches are rewritten only for attentions that can then be absorbed: rows are kept to be read as they are, not to be
-    expanded in every call. ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``:
-    rows are kept in float8.
+    If there are none, return the program itself, and the analysis of the copy on which that was found. Caches are
+    rewritten only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in
+    every call. ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``: rows are kept
+    in float8.
     """
     refused: set[str] = set()
     while True:
@@ -87,7 +86,7 @@ def _keep_rows(
     new = dict(zip(program.mutations, program.outputs, strict=False))
     overwritten = {new[name]: named[name] for name in written}
     caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, overwritten, packs=packs)
-    # An input that is read before the call overwrites it elsewhere stays K.
+    # An input that the attention reads as it came in, but that the program also writes to, stays K.
     caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
     torn: set[str] = set()
     if caches:
@@ -180,7 +179,7 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
 
 
 def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str | None:
-    """Add a weight that came along with rows to the graph, which does not read it otherwise; return the node's name.
+    """Add a weight that came along with rows, and that the graph does not read otherwise; return the name of its node.
 
     K and V that are made once and read in every call (such as those of an encoder's memory) are made in another graph.
     Returns None if the weight is not one plain tensor of this process.

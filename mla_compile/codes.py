@@ -230,7 +230,7 @@ OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
 
 
 def section(code: Code | str) -> str:
-    """The path in the repository of the page that explains ``code``, with a small module that gets it and the fix.
+    """The documentation path of ``code``: the page has a small module that gets the code, and the fix.
 
     Raises ``ValueError`` for a string that is not a code.
     """

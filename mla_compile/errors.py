@@ -94,7 +94,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, for a message of one line."""
+    """The first line of an error's message, for use in a one-line message."""
     return next(iter(str(error).strip().splitlines()), "no message")
 
 

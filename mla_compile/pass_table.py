@@ -145,7 +145,7 @@ def _absorb(state: State) -> int:
 
 
 def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
-    """Replace attentions that the model absorbs by hand by the operator, where a kernel runs it."""
+    """Replace hand-absorbed attentions by the operator, if a kernel runs it."""
     done: list[Absorbed] = []
     if not state.fuses:
         return done
@@ -193,7 +193,7 @@ def _by_name(program: Program) -> dict[str, fx.Node]:
 
 
 def _index(state: State) -> int:
-    """Replace the scores of each indexer whose index list an attention reads by one operator."""
+    """Compute the scores of each indexer with one operator, if an attention reads its index list."""
     if state.options.lowering == "aten":
         return 0
     plans = [v.plan for v in state.chosen if v.plan is not None]
@@ -307,7 +307,8 @@ def _reads_float8(device: torch.device) -> bool:
 def _few_rows(state: State) -> int:
     if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
         return 0
-    # Each rank would choose by its own measurement, but all ranks must compute the next token from the same bits.
+    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
+    # bit.
     if _several_ranks():
         return 0
     weights = weights_of(state.program)

@@ -4,7 +4,7 @@ A grid of (splits, requests) gives every request the same number of splits, so a
 short ones after the others have finished. Here the blocks of all requests form one line. Each request has ``OVERHEAD``
 extra blocks for its start and its end. The line is cut into equal pieces, the *partitions*, one per SM (per block of
 query rows). The rule (the idea of FlashMLA's and FlashInfer's planners, without their code), for request b of ``n_b =
-ceil(len_b / 64)`` blocks, with a window without those before it:
+ceil(len_b / 64)`` blocks, or fewer with a window:
 
     start_b    = sum over i < b of (n_i + OVERHEAD)            pay = ceil(total / partitions), at least 1
     items[p]   = the first (request, block) at or after position p * pay        half-open ranges items[p] .. items[p+1]

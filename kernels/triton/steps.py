@@ -23,10 +23,10 @@ from mla_compile.kernels.triton.step import TYPES, Arguments, Step
 
 # Block sizes of the small kernels, limited by the registers of the threads. Not tuned on a GPU yet.
 WORD_BITS = 64  # keys of a tile that the mask's pre-pass can distinguish: the bits of an int64
-GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys per thread of 128
-LIST_BLOCK = 1024  # tiles listed at a time: 8 per thread of 128
+GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of 128 threads
+LIST_BLOCK = 1024  # tiles listed at a time: 8 for each of 128 threads
 COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time,
-COMBINE_COLUMNS = 256  # and columns of each: 32 elements per thread of 64
+COMBINE_COLUMNS = 256  # and columns of each: 32 elements for each of 64 threads
 _I32 = 1 << 31
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {"seq_lens": "lengths", "block_table": "table"}

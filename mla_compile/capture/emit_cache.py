@@ -27,7 +27,7 @@ from mla_compile.errors import InputError
 def rows_in_place(
     program: Program, change: CacheChange, gm: fx.GraphModule
 ) -> tuple[dict[str, list[fx.Node]], list[Any]]:
-    """The row placeholders in ``gm`` of each old cache input, and the flat outputs of ``gm``, which the program became.
+    """The row placeholders of each old cache input, and the flat outputs, in ``gm``, a module made from the program.
 
     A list of rows replaces each K or V among the outputs.
     """

@@ -57,7 +57,7 @@ def _writes_nothing(node: fx.Node) -> bool:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return not node.target._schema.is_mutable and not has_effects(node.target)
-    # torch's verifier of exported programs accepts only these modules of Python functions.
+    # torch's verifier of exported programs accepts Python functions only from these modules.
     return getattr(node.target, "__module__", None) in ("_operator", "math") or node.target in _OF_SIZES
 
 

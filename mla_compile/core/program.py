@@ -27,7 +27,7 @@ class Fold:
 
     ``compute`` maps the live tensors of ``weights`` (names of :attr:`Program.weights`) to the value of ``placeholder``.
     ``stored`` is set if the value is the dequantized form of quantized weights. It is a key that is equal for equal
-    computations: graphs with equal keys share the value, which depends only on the versions of the weights.
+    computations: graphs with equal keys share the value, and detect changes only by the versions of the weights.
     """
 
     placeholder: str
@@ -168,7 +168,7 @@ def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.
 
 def view_source(node: object) -> fx.Node | None:
     """The tensor (or tuple of views) of which ``node`` is directly a view; ``None`` if ``node`` is no view."""
-    # The schema tells, and not the passes' decoder: these graphs are as captured, in any spelling.
+    # This reads the schema and does not use the passes' decoder: these graphs are as captured, in any spelling.
     if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
         return None
     source = node.args[0]

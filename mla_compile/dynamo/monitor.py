@@ -83,7 +83,8 @@ class _LimitHandler(logging.Handler):
             return
         known = _ours.get(str(function), _Function())
         why = cause(str(reason), known.places, "module" if running() else None)
-        # Each layer needs at least one variant for a prompt and one for decoding, so the layers exhaust the limit.
+        # Each layer needs at least one variant for a prompt and one for decoding, so the number of layers alone can be
+        # the cause.
         count = len(known.layers)
         if running() is None and count > 1 and 2 * count >= int(str(value)):
             why = of_layers(count)

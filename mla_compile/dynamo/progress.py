@@ -1,4 +1,4 @@
-"""Progress of compilations: what is being compiled, and the time so far and of each stage.
+"""Progress of compilations: what is being compiled, the time so far, and the time of each stage.
 
 The stages follow one another: ``trace`` (Dynamo, with its guards at the end), ``capture`` and ``passes`` (ours),
 ``code`` (Inductor).

@@ -1,4 +1,4 @@
-"""Makes dynamic what a function with attention was recompiled for, for both ``optimize`` and ``torch.compile``.
+"""Declares dynamic what caused recompilations of functions with attention, for ``optimize`` and ``torch.compile``.
 
 Dynamo takes int attributes of modules and the sizes of buffers for constants, compiles a step eight times, and then
 runs it uncompiled. An optimized module changes settings against that during its own calls; with ``torch.compile`` the
@@ -6,7 +6,7 @@ settings belong to the user. So the sources that caused a recompilation of a fun
 dynamic while Dynamo compiles that function, and at no other time.
 
 Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and have one row in others.
-Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor was
+Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor has been
 seen, 0 and 1 are treated like other sizes, for both entry points.
 """
 

@@ -26,7 +26,8 @@ def begin_with_one(ctx: ComptimeContext) -> None:
     """For ``comptime``, before the trace reads a tensor: lengths that are equal in this call get one symbol.
 
     torch does the same with ``dynamic=True``, guard included. Here it applies to floating-point inputs with exactly one
-    dynamic axis, separately for each rank of tensor and axis. :func:`share_lengths` handles the rest after the trace.
+    dynamic axis; only inputs with equal numbers of axes share a symbol, and only for the same axis.
+    :func:`share_lengths` handles the rest after the trace.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:

@@ -262,7 +262,7 @@ def _not_counted(cache: Any, cached: Sequence[CachedLayers], each: Sequence[Held
 
 
 def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
-    """``dims`` with Q and D from the shapes of the module's weights, if the graph does not show them."""
+    """``dims`` with Q and D filled in from the shapes of the module's weights, if the graph does not show them."""
     try:
         owner = model.get_submodule(path)
     except AttributeError:

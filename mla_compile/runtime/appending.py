@@ -43,7 +43,7 @@ _lock = threading.Lock()
 def length_marker() -> Callable[[torch.Tensor, int], None]:
     """A function that marks a size of a tensor as dynamic for Dynamo; it does nothing if sizes are compiled separately.
 
-    It has to be called while Dynamo compiles, because ``dynamic=False`` is a setting of the compilation.
+    Call ``length_marker`` while Dynamo compiles, because ``dynamic=False`` is a setting of the compilation.
     """
     if not torch._dynamo.config.automatic_dynamic_shapes:
         return lambda tensor, axis: None

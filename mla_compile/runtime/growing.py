@@ -1,4 +1,4 @@
-"""Runs around a compiled graph that appends to caches: spare capacity for new rows, and each rank's share of them."""
+"""Code that runs around a compiled graph that appends to caches: room for new rows, and each rank's share of them."""
 
 from __future__ import annotations
 

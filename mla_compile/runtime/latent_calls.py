@@ -1,4 +1,4 @@
-"""Runs around a compiled graph whose cache is kept as latent rows."""
+"""Code that runs around a compiled graph whose cache is kept as latent rows."""
 
 from __future__ import annotations
 

@@ -84,7 +84,10 @@ class Cell:
         self._share()
 
     def check(self) -> None:
-        """Raise :class:`StaleWeightError` if a weight has changed since the rows were made, or if it has no memory."""
+        """Check that the weights are there, and unchanged since the rows were made.
+
+        Raises :class:`StaleWeightError` if a weight has changed, and :class:`WeightError` if it has no memory.
+        """
         if any(versions(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
             empty = "empty it with zero_()" if self.own else "start with an empty cache"
             raise StaleWeightError(
