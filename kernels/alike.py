@@ -97,7 +97,9 @@ def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, 
     wanted = (*(out.shape[k] for k in (0, 2, 1)), values.shape[1])
     of = mask.dim() == 4 and all(n in (1, size) for n, size in zip(mask.shape[:3], wanted[:3], strict=True))
     if not (of and mask.shape[3] == wanted[3] and mask.dtype.is_floating_point and indices.dim() == 3):
-        raise InputError(f"{ALIKE}: mask is {mask.dtype} {list(mask.shape)}, expected floats {list(wanted)} or 1 for 1")
+        raise InputError(
+            f"{ALIKE}: mask is {mask.dtype} {list(mask.shape)}, expected floats {list(wanted)}, B, H or S may be 1"
+        )
     if tuple(indices.shape[:2]) != tuple(out.shape[:2]):
         raise InputError(f"{ALIKE}: indices is {list(indices.shape)}, expected [B,S,k] of out {list(out.shape)}")
 

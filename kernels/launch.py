@@ -206,7 +206,7 @@ def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bo
     """Check, plan, compile and bind a new kind of call."""
     _check(call)
     if own is not None and call.schedule is not None:
-        raise InputError(f"{call.op}: plan beside schedule, which is made for the planner's; leave one of them out")
+        raise InputError(f"{call.op}: plan and schedule, which is made for the planner's plan; leave one of them out")
     device = Device.of(call.query.device)
     chosen = chosen_plan(call, device, own, most=most)
     asked = bool(call.num_splits) or own is not None
@@ -242,7 +242,7 @@ def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _
 def _check(call: DecodeCall) -> None:
     checks.check(call)
     if call.schedule is not None and call.schedule.data_ptr() % ALIGNMENT:
-        raise InputError(f"{call.op}: schedule begins off a multiple of {ALIGNMENT} bytes; pass it whole, or clone it")
+        raise InputError(f"{call.op}: schedule is not aligned to {ALIGNMENT} bytes; pass the whole tensor, or clone it")
 
 
 def chosen_plan(

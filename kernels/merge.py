@@ -83,14 +83,14 @@ def _wrong(parts: Tensor, sums: Tensor, sinks: Tensor | None) -> str | None:
     if parts.dtype not in FLOATS:
         return f"out is {parts.dtype}, expected one of {FLOATS}; cast it"
     if sums.dtype not in (torch.float32, torch.float64):
-        return f"lse is {sums.dtype}, expected float32 or float64; compute it so, a cast brings nothing back"
+        return f"lse is {sums.dtype}, expected float32 or float64; compute it in one, a cast restores nothing"
     if sinks is not None and (sinks.shape != (H,) or sinks.dtype not in FLOATS):
         return f"sinks is {_kind(sinks)}, expected float32 [H] = [{H}]; cast or reshape it"
     for name, x in (("lse", sums), ("sinks", sinks)):
         if x is not None and x.device != parts.device:
             return f"{name} is on {x.device}, expected {parts.device} as out; move one of them"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (parts, sums, sinks)):
-        return "an input requires grad while gradients are enabled, and there is none; call it under torch.no_grad()"
+        return "an input requires grad while gradients are enabled, and merge has none; call it under torch.no_grad()"
     return None
 
 

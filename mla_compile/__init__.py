@@ -72,8 +72,8 @@ except ModuleNotFoundError as error:
     if error.name != "mla_compile.kernels":
         raise
     raise ImportError(
-        "mla_compile/passes and mla_compile/kernels are symbolic links in the repository and are none here: clone it "
-        "with `git clone -c core.symlinks=true`, or unpack it where links can be made"
+        "mla_compile/passes and mla_compile/kernels are symbolic links in the repository, but not here: clone it with "
+        "`git clone -c core.symlinks=true`, or unpack it on a file system that has symbolic links"
     ) from None
 
 __getattr__, __dir__ = lazy(

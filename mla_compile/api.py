@@ -31,10 +31,10 @@ from mla_compile.runtime.folds import folded_values
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _ONE_FORM = (
-    "the number of queries is symbolic, and for the traced one expanding is cheaper; an artifact holds one form: use "
-    'forms="absorbed", or trace with few queries'
+    "the number of queries is symbolic, and expanding is cheaper for the traced number; a saved program has only one "
+    'form: use forms="absorbed", or trace with few queries'
 )
-_CASTS = "the casts of autocast are written out in the program: run it outside of autocast"
+_CASTS = "the program contains the casts of autocast: run it outside of autocast"
 _DYNAMO_SETTINGS = ("dynamic", "fullgraph")
 
 
@@ -107,7 +107,7 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
         return _optimize_module(obj, example_inputs, dict(options), progress=progress)
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
-        'for a function use torch.compile(function, backend="mla"), for TorchScript the module it was made from'
+        'for a function use torch.compile(function, backend="mla"), for TorchScript pass the module it was made from'
     )
 
 
@@ -187,8 +187,8 @@ def _is_plain_module(model: object) -> TypeGuard[torch.nn.Module]:
 def _needs_forward(model: torch.nn.Module, door: str) -> None:
     if "forward" not in vars(model) and type(model).forward is torch.nn.Module.forward:
         raise InputError(
-            f"{door} is for what runs when a module is called, and {type(model).__name__} has no forward; pass the "
-            "module whose forward its methods call, or give it a forward that calls one of them"
+            f"{door} needs the forward of a module, and {type(model).__name__} has none; pass the module whose forward "
+            "its methods call, or define a forward that calls one of them"
         )
 
 
@@ -322,13 +322,13 @@ def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
     """Options for a saved program: nothing tracks its weights, so values derived from them are not kept by default."""
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:
-        raise OptionError(f"{', '.join(options.inductor)}: give options of Inductor to what compiles the program")
+        raise OptionError(f"{', '.join(options.inductor)}: pass options of Inductor to the compiler of the program")
     if options.context_parallel is not None:
         raise OptionError("context_parallel: programs return all rows; only the caches of modules are shared by ranks")
     if options.appends == "in_place":
         raise OptionError(
-            "appends is 'in_place', expected 'auto' or 'copy' for a program: it returns all rows, and cannot tell its "
-            "caller to keep room behind them; a module that is optimized can"
+            "appends is 'in_place', expected 'auto' or 'copy' for a program: it returns all rows, and its caller does "
+            "not reserve room behind them; an optimized module does"
         )
     fold = "never" if options.fold == "auto" else options.fold
     return replace(options, fold=fold, dequantize="step" if options.dequantize == "auto" else options.dequantize)

@@ -32,8 +32,8 @@ MOST_GROUPS = 16
 The merged output and the hidden states remain. They have no heads, so more groups would only add code.
 """
 
-_IN_GROUPS = "{size} of {heads} heads at a time, as all would hold {gib:.3g} GiB for this attention"
-_AT_ONCE = "all heads at once, which hold {gib:.3g} GiB for this attention: {why}"
+_IN_GROUPS = "{size} of {heads} heads at a time, since all at once would take {gib:.3g} GiB for this attention"
+_AT_ONCE = "all heads at once, which take {gib:.3g} GiB for this attention: {why}"
 
 
 @dataclass
@@ -120,10 +120,10 @@ def _region(site: AttentionSite, weights: set[fx.Node]) -> tuple[Region, tuple[i
         made = _made(site)
         left = [n for n in made if n not in region.inside]
         if 2 * sum(map(_node_bytes, left)) > sum(map(_node_bytes, made)):
-            return Stop(left[0], "unsupported_op", "what it makes is needed for all heads, or made of all")
+            return Stop(left[0], "unsupported_op", "its results are needed for all heads, or computed from all")
         bounds = region.bounds(MOST_GROUPS)
         if bounds is None:
-            return Stop(site.node, "unsupported_op", "its heads do not form groups that nothing cuts through")
+            return Stop(site.node, "unsupported_op", "its heads cannot be divided into groups that all tensors share")
         return region, bounds
     return stop
 

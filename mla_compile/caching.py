@@ -293,6 +293,6 @@ def packed_notes(program: Program) -> tuple[str, ...]:
     recipes = [recipe for recipe, _ in program.cache.recipes.values()] if program.cache else []
     widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
     if not widths:
-        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows, which could be float8',)
+        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows',)
     error = max(map(error_of, widths))
-    return (f"rows of the cache are kept in float8 with a scale each: a relative error of {error:.1%}, measured",)
+    return (f"rows of the cache are kept in float8 with one scale per row: measured relative error {error:.1%}",)

@@ -81,9 +81,9 @@ class Outcome:
 
 
 _SHARED = "each of {ranks} ranks keeps its share of the rows of {count} cached tensors"
-_SENT = "; {count:,} of the bytes that a call receives are {what} of the others"
-_RECEIVED = "a call like the one that was traced receives {count:,} bytes from other ranks ({each})"
-_APPENDED = "new rows are written behind those of {count} cached tensor{s}, with no copy of these in every call"
+_SENT = "; {count:,} of the bytes that a call receives are {what} of other ranks"
+_RECEIVED = "a call of the traced sizes receives {count:,} bytes from other ranks ({each})"
+_APPENDED = "new rows are appended in place to {count} cached tensor{s}, whose rows are not copied in every call"
 
 
 class State:

@@ -48,14 +48,14 @@ from mla_compile.passes.verify.index import index_comparison
 from mla_compile.passes.verify.sites import site_comparison
 from mla_compile.passes.verify.split import split_comparison
 
-_UNSHARED = "ranks no longer share the rows of this cache, each has all of them from now on: {problem}"
+_UNSHARED = "ranks no longer share the rows of this cache; each rank has all rows from now on: {problem}"
 _GATHERED = "the rows of a cache that ranks share are gathered in every call of this graph: {problem}"
 _NOT_SHARED = (
-    "context_parallel: each rank has all rows of this cache. Shared are those of caches that began in a call of this "
-    "model, grow by cat or are written in place, and hold the rows themselves"
+    "context_parallel: each rank has all rows of this cache. Ranks share the rows of a cache only if it began in a "
+    "call of this model, grows by cat or is written in place, and holds the rows themselves"
 )
 _NOT_ONE_FORM = "no attention is absorbed in every call"
-_INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
+_INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {problem}"
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _index(state: State) -> int:
             compared = index_comparison(found, new, untouched, state.program.weights)
             if (problem := checks.check(compared).problem) is not None:
                 if state.options.strict:
-                    raise VerificationError(f"an indexer in one operator {problem}; it was not used")
+                    raise VerificationError(f"an indexer as one operator {problem}; it was not used")
                 state.messages += (_INDEX_STAYS.format(problem=problem),)
                 continue
         found.out.node.replace_all_uses_with(new)
@@ -372,27 +372,27 @@ def _append(state: State) -> int:
 PASSES = (
     Pass("normalize", "the captured graph", "checks and empty operators", _canonical("normalize")),
     Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", _canonical("views")),
-    Pass("split_products", "products beside a softmax", "those that add something", _canonical("split_products")),
-    Pass("write_softmax", "exponentials between products", "a softmax written out", _canonical("write_softmax")),
+    Pass("split_products", "products beside a softmax", "products that also add", _canonical("split_products")),
+    Pass("write_softmax", "exponentials between products", "a decomposed softmax", _canonical("write_softmax")),
     Pass("analyse", "the canonical graph", "", _analyse),
     Pass("judge", "attentions and linear maps", "", _judge),
-    Pass("split_heads", "verdicts, heads of other making", "attentions, on a copy that is kept", _split_heads),
-    Pass("unfollowed", "softmaxes that are no attention, attentions without one", "", _unfollowed),
-    Pass("absorb", "verdicts", "attentions that were judged legal and worth it", _absorb),
+    Pass("split_heads", "verdicts, heads that differ", "attentions, on a copy that is kept", _split_heads),
+    Pass("unfollowed", "softmaxes outside attentions, attentions without softmax", "", _unfollowed),
+    Pass("absorb", "verdicts", "attentions that are legal and worth absorbing", _absorb),
     Pass("verify", "the rewritten and the untouched graph", "", _verify),
-    Pass("index", "lists of keys", "scores that they were chosen by, to one operator", _index),
+    Pass("index", "index lists", "scores of indexers, to one operator", _index),
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
-    Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
-    Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
-    Pass("settle", "stand-ins", "those that are still read, to the operators of libraries", _settle),
-    Pass("by_heads", "attentions that stay expanded", "large ones, to one for each group of heads", _by_heads),
-    Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
-    Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
-    Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
-    Pass("read_packed", "rows in float8", "copies of them, to operators that read them", _read_packed),
-    Pass("share", "rows that ranks share", "attention over them, to each rank's own and a merge", _share),
-    Pass("few_rows", "products with weights", "those of a few rows on a CPU, to an operator that is faster", _few_rows),
-    Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
-    Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
+    Pass("dequantize", "quantized weights of absorbed attentions", "weights dequantized once, to inputs", _dequantize),
+    Pass("narrow", "verdicts", "up-projections that are partly read", _narrow),
+    Pass("settle", "stand-ins", "stand-ins that are still read, to the operators of libraries", _settle),
+    Pass("by_heads", "attentions that stay expanded", "large attentions, to groups of heads", _by_heads),
+    Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', _lower),
+    Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", _lower_projections),
+    Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", _read_parts),
+    Pass("read_packed", "rows in float8", "reads of copies, to reads of the packed rows", _read_packed),
+    Pass("share", "rows that ranks share", "attention, to each rank's own rows and a merge", _share),
+    Pass("few_rows", "products with weights", "products of few rows on a CPU, to a faster operator", _few_rows),
+    Pass("schedule", "operators on a GPU, their masks", "launch preparation, hoisted and shared", _schedule),
+    Pass("append", "joins of rows that the caller keeps", "joins of old and new rows, to in-place writes", _append),
 )
 """The passes that follow the rewrite of caches."""

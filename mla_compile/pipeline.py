@@ -115,4 +115,4 @@ def _check_collectives(program: Program, done: Outcome) -> None:
     before = collectives(program.gm.graph)
     for after in (done.program, done.base, done.long):
         if collectives(after.gm.graph) != before:
-            raise PassError(f"the graph has {len(before)} collectives, and others after the passes: ranks would hang")
+            raise PassError(f"the passes changed the {len(before)} collectives of the graph: ranks would hang")

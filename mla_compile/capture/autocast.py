@@ -50,7 +50,7 @@ def has_regions(gm: fx.GraphModule) -> bool:
     for node in (n for n in gm.graph.find_nodes(op="get_attr") if n.users):  # inlined graphs have no users
         nested = operator.attrgetter(str(node.target))(gm)
         if isinstance(nested, fx.GraphModule) and (has_regions(nested) or _wraps(nested)):
-            raise CaptureError("autocast is switched in a graph within the graph")
+            raise CaptureError("autocast is switched in a nested graph")
     return any(node.target is ENTER for node in gm.graph.nodes)
 
 
@@ -144,7 +144,7 @@ def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
         if not any(written):
             return False
         if any(_writes(own) for own in traced.graph.nodes):
-            raise CaptureError(f"autocast is active, and {node.target} is made of operators that write in place")
+            raise CaptureError(f"autocast is active, and {node.target} decomposes into operators that write in place")
     else:
         _check_unchanged(node)
         return False
@@ -243,7 +243,7 @@ def _check_unchanged(node: fx.Node) -> None:
         bare = _evaluated(node)
     pairs = zip(pytree.tree_leaves(bare), pytree.tree_leaves(node.meta["val"]), strict=True)
     if any(isinstance(a, torch.Tensor) and a.dtype != b.dtype for a, b in pairs):
-        raise CaptureError(f"autocast is active, and {node.target} casts where it cannot be seen")
+        raise CaptureError(f"autocast is active, and the casts of {node.target} are not visible")
 
 
 def _check_nested(gm: fx.GraphModule, node: fx.Node, keys: list[DispatchKey]) -> None:
@@ -259,7 +259,7 @@ def _check_nested(gm: fx.GraphModule, node: fx.Node, keys: list[DispatchKey]) ->
             if not isinstance(op, torch._ops.OpOverload):
                 _check_nested(nested, own, keys)
             elif _kernel(op, keys) is not None or _is_composite(op):
-                raise CaptureError(f"autocast is active, and casts in a graph within the graph (at {op})")
+                raise CaptureError(f"autocast is active, and casts {op} in a nested graph")
 
 
 def _writes(node: fx.Node) -> bool:

@@ -160,7 +160,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     except CaptureError:
         raise
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
-        raise _failure("a graph within the graph cannot be written out", error) from error
+        raise _failure("a nested graph cannot be inlined", error) from error
     autocast = has_regions(flat) or is_active()
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     try:

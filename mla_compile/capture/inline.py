@@ -39,7 +39,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
     if not regions:
         return gm
     if autocast.is_active() or autocast.has_regions(gm):
-        raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func cannot be seen")
+        raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func are not visible")
     owner = graph_module(gm, graph)
     for region in regions:
         write_out(owner, region)

@@ -132,7 +132,7 @@ def _of_accelerate(hook: Any, below: Any) -> _Placing:
         if kind != "AlignDevicesHook":
             moves = f"runs its {kind}"
         elif one.offload:
-            moves = "loads weights before each call and drops them behind it (offload)"
+            moves = "loads weights before each call and drops them after it (offload)"
         elif one.execution_device is not None:
             devices.add(_name(one.execution_device))
     return _Placing(getattr(below, "__func__", None), frozenset(devices), "accelerate", moves)

@@ -20,9 +20,9 @@ _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
 
 _ADVICE: dict[Kind, str] = {
-    "number": "pass it as a tensor, or as an argument of the model; where it is the only index of an axis, Dynamo "
-    "makes a constant of it: write a slice, cache[:, n : n + 1] = ..., or by a tensor of positions",
-    "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
+    "number": "pass it as a tensor, or as an argument of the model; if it is the only index of an axis, Dynamo "
+    "makes it a constant: write to a slice, cache[:, n : n + 1] = ..., or index by a tensor of positions",
+    "length": "keep its contents in one tensor, or read and change it only in a method decorated with "
     "@torch.compiler.disable, outside the attention",
     "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",
     "layers": "compile the model as a whole, or call mla_compile.optimize(model); to go on layer by layer, give "
@@ -31,7 +31,7 @@ _ADVICE: dict[Kind, str] = {
     "other": "keep it the same in every call, or raise torch._dynamo.config.recompile_limit",
 }
 _OPTIMIZE = "call mla_compile.optimize(model), which compiles for any value of it"
-_DYNAMIC = "leave out the option dynamic; without it, whatever changes is compiled for any value"
+_DYNAMIC = "leave out the option dynamic; without it, values that change are compiled for any value"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _guard(reason: str) -> str:
 
 def of_layers(count: int) -> Cause:
     """The cause if ``count`` layers share a function: Dynamo counts the compilations of all of them together."""
-    return Cause("layers", f"{count} layers were compiled that share this code, and Dynamo has one limit for all", None)
+    return Cause("layers", f"{count} layers that share this code were compiled, and Dynamo has one limit for all", None)
 
 
 def place(stack: str) -> str | None:

@@ -39,8 +39,8 @@ class CodeGenerator:
                 raise
             count("fallbacks", reason="no C++ compiler")
             warn(
-                "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
-                'or ask for that with codegen="eager"'
+                "torch finds no C++ compiler, which Inductor needs: graphs run uncompiled, and slower; install g++, "
+                'or choose codegen="eager"'
             )
             return gm
         return cast("Call", code)
@@ -67,7 +67,7 @@ class CodeGenerator:
         except Exception as error:  # whatever goes wrong with the parts, the whole graph is untouched
             if self.options.strict:
                 raise
-            message = f"the layers of a graph are compiled as one, because of a failure: {brief(error)}"
+            message = f"a graph is compiled as a whole instead of layer by layer, because of a failure: {brief(error)}"
             warn(message)
             return None
         return calls.forward

@@ -44,8 +44,8 @@ class Finishing:
         if not weights:
             return False
         if not self.allowed:
-            raise UnfinishedError(f"the first call replaces {len(weights)} weights of the model: call it once before")
+            raise UnfinishedError(f"the first call replaces {len(weights)} weights: call the model once before")
         self._finished.update(dict.fromkeys(weights))
         self.happened = True
-        logger.info("a call replaced %d weights of the model and ran as it came; the next is compiled", len(weights))
+        logger.info("a call replaced %d weights of the model and ran uncompiled; the next is compiled", len(weights))
         return True

@@ -32,8 +32,8 @@ from mla_compile.report.report import NOTHING_YET, Report
 from mla_compile.runtime.own_buffers import FindKept, KeptBuffer, OwnBuffers
 
 _GLOBAL_HOOKS = (
-    "a hook for all modules is registered (register_module_forward_hook), and compiled code would not call one that is "
-    "registered later; as long as there is one, the model runs in its original, uncompiled form"
+    "a global module hook is registered (register_module_forward_hook), and compiled code would not call another that "
+    "is registered later; as long as there is one, the model runs in its original, uncompiled form"
 )
 
 

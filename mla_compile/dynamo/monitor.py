@@ -97,7 +97,7 @@ class _LimitHandler(logging.Handler):
 
 def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
     module = running()
-    slow = "decode is as slow as before" if attention else "attention in what it calls may run in its original form"
+    slow = "decode is as slow as before" if attention else "attention that it calls may run in its original form"
     message += f": results are right, but {slow}. "
     if why is None:
         message += 'TORCH_LOGS="recompiles" shows what changes from call to call'

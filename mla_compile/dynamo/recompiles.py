@@ -152,7 +152,7 @@ class Recompiles:
 
     def _left_out(self, name: str, method: str) -> None:
         """Report that compiled code omits a message that a logger would have logged once."""
-        note = f"compiled code leaves out what the logger {name} says once ({method}), which would break the graph"
+        note = f"compiled code omits what the logger {name} logs once ({method}), which would break the graph"
         if note not in self.left_out:
             self.left_out.append(note)
             logger.warning("%s", note)

@@ -184,7 +184,7 @@ def _copied(given: Arguments, shared: dict[int, torch.nn.Parameter] | None = Non
     except Exception as error:  # a class may refuse a copy with any error, as those of fully_shard do
         name = type(module).__name__
         raise CaptureError(
-            f"{name} cannot be copied, and a copy is what is traced ({brief(error)}); explain it before it is sharded"
+            f"{name} cannot be copied, and only a copy is traced ({brief(error)}); explain it before it is sharded"
         ) from error
 
 

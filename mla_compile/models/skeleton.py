@@ -172,8 +172,8 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
         else:
             break
     if cache is None:
-        raise InputError(f"{type(model).__name__} returns no cache of keys and values, so there is nothing to look at")
-    notes = (f"left out of the trace, because what runs in it depends on values: {', '.join(skipped)}",)
+        raise InputError(f"{type(model).__name__} returns no cache of keys and values, so there is nothing to inspect")
+    notes = (f"left out of the trace, because their computation depends on values: {', '.join(skipped)}",)
     return cache, notes if skipped else ()
 
 

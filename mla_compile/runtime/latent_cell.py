@@ -97,7 +97,7 @@ class Cell:
         if any(part.numel() and not part.untyped_storage().nbytes() for leaf in self.leaves for part in parts_of(leaf)):
             raise WeightError(
                 "a weight that this cache is expanded with has no memory now (FSDP frees weights outside of the layer "
-                'that they belong to): read the cache while they are there, or compile with cache="expanded"'
+                'that they belong to): read the cache while the weight is there, or compile with cache="expanded"'
             )
 
 
