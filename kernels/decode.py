@@ -104,7 +104,7 @@ def paged_decode_attention(
     check: bool = False,
     schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
+    """Attention over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
 
     ``kv_pages`` is [P,page,L+R] or [P,page,1,L+R] with ``latent_width`` = L (as in FlashMLA and vLLM), or a tuple
     ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Alternatively its rows are bytes (uint8 or
@@ -199,7 +199,7 @@ def _without_head(rows: Tensor) -> Tensor:
 
 
 def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tuple[Tensor, Tensor | None]:
-    """``(latent_pages, rope_pages)``, three-dimensional views."""
+    """``(latent_pages, rope_pages)`` as three-dimensional views."""
     if not isinstance(kv_pages, Tensor):
         if L is not None and kv_pages[0].shape[-1] != L:
             width = kv_pages[0].shape[-1]

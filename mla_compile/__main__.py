@@ -8,7 +8,7 @@ from mla_compile.version import __version__
 
 
 def main() -> None:
-    """Run a command, and name the missing package if one that every command needs is not installed."""
+    """Run a command. If a package that every command needs is missing, name it."""
     if sys.argv[1:] == ["--version"]:  # works without torch and other packages
         sys.stdout.write(f"{__version__}\n")
         return

@@ -115,7 +115,7 @@ def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest:
 
 
 def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: Any, *rest: Any, **named: Any) -> int:
-    """The same with T = maxpages * page, the capacity of the table: a formula sees shapes, not the lengths."""
+    """As :func:`_flops` with T = maxpages * page, the capacity of the table: a formula sees shapes, not the lengths."""
     B, S, H, K = query
     return int(2 * B * S * H * _looked_at(block_table[1] * latent_pages[1], rest[3:], named) * (K + latent_pages[2]))
 

@@ -129,7 +129,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         p_other, v = own(narrow.index((NARROW + 1) * other)), tiles.index((TILE + 2) * other)
         acc_t = warpgroup_mma(p_other, v, acc, is_async=True)
         s_t = scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, S_L)
-        acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # one commit group each: those of the scores stay pending
+        acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # one commit group per product: the scores stay pending
         mbarrier.arrive(joint(bars.index(FREE + 2)), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
         p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)

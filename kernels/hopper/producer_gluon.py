@@ -30,7 +30,7 @@ LIST_COUNT = gl.constexpr(5)
 FACTOR = gl.constexpr(6)
 # Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
 FREE = gl.constexpr(6)
-# If a half arrives in four parts: its second to fourth barrier, at 3 * (2 * stage + half) from here on.
+# If a half arrives in four parts, its second to fourth barriers are at 3 * (2 * stage + half) from here on.
 PARTS_READY = gl.constexpr(15)
 
 

@@ -168,7 +168,7 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def shared_by(plan: Plan, row_blocks: int) -> int:
-    """The CTAs that share the copies of a block: the plan's number, if each of them has query rows."""
+    """The number of CTAs that share the copies of a block: the plan's if all of them have query rows, else 1."""
     return plan.cluster if row_blocks % plan.cluster == 0 and (plan.cluster == 1 or clusters()) else 1
 
 

@@ -126,7 +126,7 @@ def place(stack: str) -> str | None:
 
 
 def _commented(reason: str) -> str | None:
-    """The same from the comment after a guard, which has only the end of the path."""
+    """The place in the comment after a guard, which has only the end of the path."""
     found = _COMMENT.search(reason.partition("\n")[0])
     return None if found is None else "{file}:{line} in {function}: {code}".format(**found.groupdict())
 

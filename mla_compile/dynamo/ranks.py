@@ -82,7 +82,7 @@ def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> 
 
 
 def sharing_of_model(model: torch.nn.Module, options: Options) -> Sharing | None:
-    """The same for the ranks that run a model: ranks that hold its weights together may compute different heads."""
+    """As :func:`sharing_of`, for the ranks that run a model: ranks that share its weights may differ in heads."""
     return _sharing(_groups_of(model), options)
 
 

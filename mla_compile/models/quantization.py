@@ -238,7 +238,7 @@ def _awq(fields: _Fields, dtype: str) -> Quantization:
 def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
     """Scales of ``Linear8bitLt`` (float32, one per output) and ``Linear4bit`` (one per 64 weights).
 
-    Those of 4-bit weights are float32, or are quantized to 8 bits with one float32 per 256 scales.
+    Scales of 4-bit weights are float32, or are quantized to 8 bits with one float32 per 256 scales.
     """
     in_4, in_8 = (
         fields.flag(f"load_in_{n}bit", default=fields.flag(f"_load_in_{n}bit", default=False)) for n in (4, 8)

@@ -208,7 +208,7 @@ def _prefill(model: nn.Module, context: int) -> Any:
 
 
 def _fake_prefill(model: nn.Module, context: int) -> Any:
-    """The same on fake tensors, for code that reads values unless it detects that it is traced."""
+    """As :func:`_prefill`, on fake tensors, for code that reads values unless it detects that it is traced."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model)

@@ -36,7 +36,7 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs],
 
 
 def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
-    """The same decision for the sizes with which the program was traced."""
+    """Whether the absorbed form pays for the sizes with which the program was traced."""
     gain = _gain(program, variants).subs({size(n): hint(size(n), n) for _, _, n in _symbolic_inputs(program)})
     return bool(gain.subs(dict.fromkeys(gain.free_symbols, UNSEEN)) > 0)
 

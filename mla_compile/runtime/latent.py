@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes that tensors of a cache hold: for K and V kept as rows those of the rows, counted once if shared."""
+    """The bytes that tensors of a cache hold. K and V kept as rows count as these rows, which count once if shared."""
     held = (row for t in tensors for row in (t._cell.rows if isinstance(t, LatentTensor) and t.recipe else (t,)))
     return sum({(t.data_ptr(), t.shape): t.nbytes for t in held}.values())
 

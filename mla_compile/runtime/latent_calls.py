@@ -81,7 +81,7 @@ def _writes(user: fx.Node) -> bool:
 
 
 def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """Rows that a program reads but neither grows nor writes to, with their axes from slowest to fastest in memory.
+    """The memory order of the axes, slowest first, of each tensor of rows that a program neither grows nor writes to.
 
     Another graph made these rows, perhaps with spare capacity: then they are stored token by token.
     """
