@@ -1,21 +1,21 @@
-"""Queries whose keys are all hidden by a large finite number, where the attention was told which keys each query sees.
+"""Corrects queries whose keys are all hidden by a large finite number, for attention that reads only listed keys.
 
-A model that hides keys with its dtype's lowest number, and not with minus infinity, weighs all T keys alike where none
-is left: all scores are one number. An attention that is told a list of keys does not read the others, so what it gives
-there is put right afterwards, with ``v`` [B,T,Lv] the rows that are summed:
+If a model hides keys with its dtype's lowest number instead of minus infinity, a query without a visible key weighs all
+T keys alike, since all scores are the same number. An attention that reads only the keys of a list gives another result
+there, which is corrected afterwards. With the summed rows ``v`` [B,T,Lv]:
 
-    out[b,s,h,:] = 1/T sum_t v[b,t,:]     where lse[b,s,h] <= lowest, which no score of a visible key is
+    out[b,s,h,:] = 1/T sum_t v[b,t,:]     where lse[b,s,h] <= lowest, a bound below any score of a visible key
 
-Beside the list there may be a ``mask`` [B,H,S,T] that came in. Its numbers may be any, and the greatest decides:
+In addition there may be a ``mask`` [B,H,S,T] from the caller. Its values are arbitrary, and the greatest one decides:
 
     n[b,h,s,t] = mask[b,h,s,t] where indices[b,s] name t, else fill;     m[b,h,s] = max_t n[b,h,s,t]
     out[b,s,h,:] = the mean of v[b,t,:] over t with n[b,h,s,t] = m[b,h,s]
 
-because two different numbers that low are so far apart that the smaller one weighs nothing.
+because two different numbers of that magnitude are so far apart that the smaller one gets weight 0.
 
-Such rows are padding in most calls, and most calls have none. So the rows ``v`` are read only where one is found: on a
-CPU that is looked up first, on a GPU the kernel does it, and nothing waits for the device. (With a mask a GPU does read
-them all, for now.)
+Such queries are mostly padding, and most calls have none, so ``v`` is read only if there is one. On a CPU a check comes
+first. On a GPU the kernel itself checks, so that nothing waits for the device. (With a mask, a GPU always reads ``v``
+for now.)
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def weigh_alike(
 ) -> Tensor:
     """A copy of ``out`` [B,S,H,Lv], with the mean of ``values`` [B,T,Lv] where ``lse`` [B,S,H] is at most ``lowest``.
 
-    ``out`` and ``values`` may have different floating dtypes; the mean is taken in float32 (float64 of float64).
-    ``mask`` [B,H,S,T] of floats (B, H, S may be 1) comes with ``indices`` int32 [B,S,k], -1 for none, and ``fill``.
+    ``out`` and ``values`` may have different floating dtypes; the mean is computed in float32 (float64 for float64).
+    ``mask`` [B,H,S,T] of floats (B, H, S may be 1) requires ``indices`` int32 [B,S,k], with -1 for no key, and
+    ``fill``.
 
     Raises :class:`InputError`: shapes that do not fit together, or a row width of ``values`` that is not ``out``'s.
     """
@@ -64,16 +65,16 @@ def weigh_alike(
 
 
 def mean_of(values: Tensor) -> Tensor:
-    """[B,Lv], of [B,T,Lv]; zeros where there are no keys."""
+    """[B,Lv], the mean of [B,T,Lv] over T; zeros if there are no keys."""
     return values.to(compute_dtype(values)).sum(1) / max(values.shape[1], 1)
 
 
 def _greatest(values: Tensor, mask: Tensor, indices: Tensor, fill: float) -> Tensor:
-    """[B,S,H|1,Lv]: the mean of the rows whose number is the greatest."""
+    """[B,S,H|1,Lv]: the mean of the rows with the greatest number."""
     (B, S, k), T = indices.shape, values.shape[1]
     given = mask.expand(B, mask.shape[1], S, T)
     others = torch.full_like(given, fill)
-    # A column before the first, of no key, stands for entries that name none.
+    # A column before the first stands for the entries that name no key.
     at = torch.where(indices < T, indices.long() + 1, 0).clamp(min=0)[:, None].expand(B, mask.shape[1], S, k)
     before = others[..., :1]
     listed = torch.cat([before, given], 3).gather(3, at)
@@ -84,7 +85,7 @@ def _greatest(values: Tensor, mask: Tensor, indices: Tensor, fill: float) -> Ten
 
 
 def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, indices: Tensor | None = None) -> None:
-    """Raises :class:`InputError` where the arguments do not fit together."""
+    """Raise :class:`InputError` if the arguments do not fit together."""
     fit = out.dim() == 4 and values.dim() == 3 and lse.shape == out.shape[:3]
     if not fit or (values.shape[0], values.shape[2]) != (out.shape[0], out.shape[3]):
         given = ", ".join(f"{n} {list(x.shape)}" for n, x in (("out", out), ("lse", lse), ("values", values)))
@@ -96,13 +97,15 @@ def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, 
     wanted = (*(out.shape[k] for k in (0, 2, 1)), values.shape[1])
     of = mask.dim() == 4 and all(n in (1, size) for n, size in zip(mask.shape[:3], wanted[:3], strict=True))
     if not (of and mask.shape[3] == wanted[3] and mask.dtype.is_floating_point and indices.dim() == 3):
-        raise InputError(f"{ALIKE}: mask is {mask.dtype} {list(mask.shape)}, expected floats {list(wanted)} or 1 for 1")
+        raise InputError(
+            f"{ALIKE}: mask is {mask.dtype} {list(mask.shape)}, expected floats {list(wanted)}, B, H or S may be 1"
+        )
     if tuple(indices.shape[:2]) != tuple(out.shape[:2]):
         raise InputError(f"{ALIKE}: indices is {list(indices.shape)}, expected [B,S,k] of out {list(out.shape)}")
 
 
 def _means(values: Tensor, wanted: Tensor) -> Tensor:
-    """:func:`mean_of` the batch entries that are ``wanted``; the others are not read and are 0."""
+    """:func:`mean_of` of the ``wanted`` batch entries; the others are not read and are 0."""
     from mla_compile.kernels.triton.mean_triton import BLOCK_T, BLOCK_V, means
 
     B, T, width = values.shape

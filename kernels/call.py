@@ -1,4 +1,4 @@
-"""The arguments of one call of an op: the records that ops, checks, reference, CPU and GPU kernels share."""
+"""The arguments of one call of an operator: the records that ops, checks, reference, CPU and GPU kernels share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INDEX = "mla_compile::index_scores"
 
 
 class Sizes(NamedTuple):
-    """The letters of a call. ``V`` is the width of what is summed, ``page`` is 0 for a contiguous cache."""
+    """The letters of a call. ``V`` is the width of the summed rows; ``page`` is 0 for a contiguous cache."""
 
     B: int
     S: int
@@ -31,31 +31,31 @@ class DecodeCall(NamedTuple):
     """Attention of H query heads over one shared row ``[latent, rope]`` per token, which is summed as ``latent``.
 
     =============  ==================================================================================================
-    query          [B,S,H,L+R] absorbed queries: columns 0..L meet the latent, L..L+R the rotary key. The cache's dtype,
-                   or float32 beside half precision or fp8 (an absorbed query can exceed float16)
+    query          [B,S,H,L+R] absorbed queries: columns 0..L meet the latent, L..L+R the rotary key. In the cache's
+                   dtype, or float32 if that is half precision or fp8 (an absorbed query can exceed float16)
     latent         [B,T,L], any strides (never copied): float16, bfloat16, float32, float64, float8_e4m3fn
-    rope           [B,T,R] or None (R = 0); latent's dtype, beside fp8 also half precision (on a CPU float32, too)
+    rope           [B,T,R] or None (R = 0); latent's dtype, with fp8 also half precision (on a CPU float32, too)
     values         [B,T,Lv] or None: the latent rows are the values
     mask           bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
-    seq_lens       int32 [B]: keys from there on are hidden; more than T counts as T. None: T
+    seq_lens       int32 [B]: keys from this position on are hidden; more than T counts as T. None: T
     sinks          float [H]: a score without a value, in the softmax's denominator only
-    kv_scale       float32 [], [B,T] or [B,T,G], any strides: what fp8 rows are multiplied by (rope only where it is
-                   fp8 too). G: the latent's columns in groups of L/G, a power of two, each by a scale of its own;
-                   rope is not fp8 then
-    indices        int32 [B,S,k]: query s sees the keys that its k entries name and no others (sparse attention). An
-                   entry below 0 or from the length on names none; the others of a query are distinct. None: all keys
-    schedule       int64 [n]: what the op decode_schedule returned for a call with this mask and these lengths, of the
-                   same sizes, dtypes and numbers; None: the call prepares itself. Only a GPU reads it, and it cannot
-                   see what it was made for: a schedule of another mask or other lengths makes the result wrong
+    kv_scale       float32 [], [B,T] or [B,T,G], any strides: the factor of fp8 rows (of rope only if it is fp8, too).
+                   With G, each group of L/G latent columns, a power of two, has a scale of its own, and rope is not
+                   fp8
+    indices        int32 [B,S,k]: query s sees only the keys that its k entries name (sparse attention). An entry that
+                   is negative or not below the length names none; the others of a query are distinct. None: all keys
+    schedule       int64 [n]: the result of the operator decode_schedule for a call with this mask, these lengths, and
+                   the same sizes, dtypes and numbers; None: the call prepares itself. Only a GPU reads it, without a
+                   check: a schedule for another mask or other lengths makes the result wrong
     scale          the factor of the scores: 1/sqrt(N+R) of the model before absorption, not 1/sqrt(L+R)
-    causal         query s sees keys t <= len - S + s, where len is seq_lens[b] or T; together with the mask
+    causal         query s sees keys t <= len - S + s, where len is seq_lens[b] or T; in addition to the mask
     softcap        > 0: score = softcap * tanh(score / softcap), before the mask
     window         > 0: query s sees only keys t > len - S + s - window
-    num_splits     parts into which each request's keys are divided; 0: the plan chooses
-    deterministic  a request's result does not depend on the rest of its batch: parts are cut at fixed places
+    num_splits     number of parts into which each request's keys are divided; 0: the plan chooses
+    deterministic  whether a request's result is independent of the rest of its batch: parts are cut at fixed places
     =============  ==================================================================================================
 
-    Over pages, token t of request b is row ``t % page`` of page ``block_table[b, t // page]``, and
+    Over pages, token t of request b is row ``t % page`` of page ``block_table[b, t // page]``. These fields differ:
 
     =============  ==================================================================================================
     latent         [P,page,L]: pages of a power of two up to 256 rows
@@ -70,8 +70,8 @@ class DecodeCall(NamedTuple):
     natural logarithm of the sum of the exponentials of the scores, sinks left out, in float32 (float64 for float64). A
     query that sees no key gets 0 and minus infinity.
 
-    Fields stand in the order of the dense op's arguments, so ``DecodeCall(*args, **kwargs)`` is a call of that op. A
-    named tuple, because one is made for every call: a frozen dataclass of so many fields takes 1.2 us longer to make.
+    Fields have the order of the dense operator's arguments, so ``DecodeCall(*args, **kwargs)`` is a call of it. This is
+    a named tuple, because one is made for every call, and a frozen dataclass with so many fields takes 1.2 us longer.
     """
 
     query: Tensor
@@ -85,7 +85,7 @@ class DecodeCall(NamedTuple):
     indices: Tensor | None = None
     schedule: Tensor | None = None
     block_table: Tensor | None = None
-    scale: float = math.nan  # every function and op asks for it; NaN shows where one was forgotten
+    scale: float = math.nan  # every function and operator requires it; NaN reveals where it was forgotten
     causal: bool = False
     softcap: float = 0.0
     window: int = 0
@@ -106,7 +106,7 @@ class DecodeCall(NamedTuple):
         schedule: Tensor | None = None,
         **numbers: Any,
     ) -> DecodeCall:
-        """A call over pages, from the paged op's arguments in their order."""
+        """A call over pages, from the paged operator's arguments in their order."""
         return cls(
             query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, indices, schedule, block_table,
             **numbers,
@@ -114,22 +114,22 @@ class DecodeCall(NamedTuple):
 
     @property
     def op(self) -> str:
-        """The name of the op that this is a call of."""
+        """The name of the called operator."""
         return DENSE if self.block_table is None else PAGED
 
     @property
     def summed(self) -> Tensor:
-        """The rows that are summed."""
+        """The rows of the weighted sum."""
         return self.latent if self.values is None else self.values
 
     @property
     def groups(self) -> int:
-        """Groups of latent columns with a scale of their own; 0 where ``kv_scale`` has none."""
+        """The number of groups of latent columns with separate scales; 0 if ``kv_scale`` has none."""
         return self.kv_scale.shape[2] if self.kv_scale is not None and self.kv_scale.dim() == 3 else 0
 
     @property
     def sizes(self) -> Sizes:
-        """The letters, of a call whose shapes fit together. Over pages, T is the room of a row of the block table."""
+        """The letters of a checked call. Over pages, T is the capacity of a row of the block table."""
         B, S, H, _ = self.query.shape
         _, T, L = self.latent.shape
         page = 0
@@ -146,9 +146,9 @@ class IndexCall(NamedTuple):
 
     =============  ==================================================================================================
     query          [B,S,J,D], any strides: float16, bfloat16, float32 or float64
-    keys           [B,T,D], any strides (never copied where rows are dense): query's dtype, or half precision beside a
+    keys           [B,T,D], any strides (never copied if rows are dense): query's dtype, or half precision with a
                    float32 query
-    weights        [B,S,J]: float16, bfloat16 or float32, beside float64 keys float64 too; of either sign
+    weights        [B,S,J]: float16, bfloat16 or float32, with float64 keys float64 too; of either sign
     scale          a factor of either sign
     =============  ==================================================================================================
 
@@ -163,8 +163,8 @@ class IndexCall(NamedTuple):
 
     @property
     def op(self) -> str:
-        """The name of the op that this is a call of."""
+        """The name of the called operator."""
         return INDEX
 
 
-TENSORS = DecodeCall._fields.index("scale")  # how many fields, the first ones, are tensors; the others are numbers
+TENSORS = DecodeCall._fields.index("scale")  # the number of leading fields that are tensors; the others are numbers

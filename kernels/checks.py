@@ -1,8 +1,8 @@
-"""What the arguments of a decode attention call have to satisfy, and those of a call of the indexer.
+"""The requirements on the arguments of a decode attention call, and of a call of the indexer.
 
 :func:`check` and :func:`check_index` read shapes, dtypes and devices, never a value, so they never wait for a device.
-Every failure is an :class:`InputError` that names the letter, what was got, what was expected and what to do. Sizes may
-be symbolic: a comparison that cannot be decided becomes a runtime assertion, not a specialisation.
+Every failure is an :class:`InputError` that names the letter, the given and the expected value, and the remedy. Sizes
+may be symbolic: an undecidable comparison becomes a runtime assertion, not a specialisation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def check(call: DecodeCall) -> None:
-    """Raises :class:`InputError` where the arguments do not fit together.
+    """Raise :class:`InputError` if the arguments do not fit together.
 
-    Runs on every call on a CPU: messages are only built where a comparison is not plainly True. Lengths beyond the
-    block table and page numbers beyond the cache are values: see :func:`check_values`.
+    Runs on every CPU call, so messages are built only if a comparison is not plainly True. Lengths beyond the block
+    table and page numbers beyond the cache are values: see :func:`check_values`.
     """
     if call.query.dim() != 4:
         raise _refusal(call, f"query is {_shape(call.query)}, expected [B,S,H,L+R]; add or merge axes")
@@ -52,7 +52,7 @@ def check(call: DecodeCall) -> None:
 
 
 def check_index(call: IndexCall) -> None:
-    """Raises :class:`InputError` where the arguments of a call of the indexer do not fit together."""
+    """Raise :class:`InputError` if the arguments of a call of the indexer do not fit together."""
     query, keys, weights, _ = call
     forms = {"query": (query, "BSJD"), "keys": (keys, "BTD"), "weights": (weights, "BSJ")}
     for name, (x, letters) in forms.items():
@@ -74,7 +74,7 @@ def check_index(call: IndexCall) -> None:
 
 
 def _need(call: DecodeCall | IndexCall, ok: Any, message: str) -> None:
-    """Raises InputError where ``ok`` is False. A symbolic ``ok`` becomes a runtime assertion, not a specialisation."""
+    """Raise InputError if ``ok`` is False. A symbolic ``ok`` becomes a runtime assertion, not a specialisation."""
     if isinstance(ok, bool):
         if not ok:
             raise _refusal(call, message)
@@ -136,14 +136,14 @@ def _check_block_table(call: DecodeCall, table: Tensor) -> None:
 
 
 def _check_widths_and_dtypes(call: DecodeCall) -> None:
-    """Widths, dtypes and devices of query and cached rows."""
+    """Check widths, dtypes and devices of the query and the cached rows."""
     query, latent, rope = call.query, call.latent, call.rope
     device, dtype = query.device, latent.dtype
     fp8 = dtype == FP8
     for name, rows in (("latent", latent), ("rope", rope), ("values", call.values)):
         if rows is None:
             continue
-        # Float32 beside fp8 is for a CPU, where models of that dtype run.
+        # Float32 with fp8 is for CPUs, where models of that dtype run.
         beside = (*HALF, torch.float32) if rows.is_cpu else HALF
         if rows.dtype != dtype and not (fp8 and name == "rope" and rows.dtype in beside):
             expected = f"{dtype} as latent" + (" (or half precision)" if fp8 and name == "rope" else "")
@@ -177,7 +177,7 @@ def _no_scale(call: DecodeCall) -> None:
 
 
 def _check_extras(call: DecodeCall) -> None:
-    """Lengths, sinks and scales: shapes, dtypes, devices."""
+    """Check shapes, dtypes and devices of lengths, sinks and scales."""
     query, latent = call.query, call.latent
     seq_lens, sinks, kv_scale = call.seq_lens, call.sinks, call.kv_scale
     B, _, H, _ = query.shape
@@ -209,13 +209,14 @@ def _check_extras(call: DecodeCall) -> None:
 
 
 def _check_scales(call: DecodeCall, kv_scale: Tensor) -> None:
-    tokens = call.latent.shape[:2]  # a cached row each
+    tokens = call.latent.shape[:2]  # one scale, or group of scales, per cached row
     if kv_scale.dim() != 0 and (kv_scale.dim() not in (2, 3) or tuple(kv_scale.shape[:2]) != tuple(tokens)):
         row = "B,T" if call.block_table is None else "P,page"
         expected = f"[], [{row}] or [{row},G] with [{row}] = {list(tokens)}"
         raise _refusal(call, f"kv_scale is {_shape(kv_scale)}, expected {expected}; reshape it")
     if kv_scale.dim() == 3:
-        L, G = int(call.latent.shape[2]), int(kv_scale.shape[2])  # widths are never open, and this asks for bits
+        # widths are never symbolic, and bit_count needs an int
+        L, G = int(call.latent.shape[2]), int(kv_scale.shape[2])
         if not 0 < G <= L or L % G or (L // G).bit_count() != 1:
             fits = "a part of L that leaves groups of a power of two columns"
             raise _refusal(call, f"G of kv_scale is {G} beside L = {L}, expected {fits}; repeat or merge scales")
@@ -281,12 +282,12 @@ def _check_schedule(call: DecodeCall, schedule: Tensor) -> None:
 
 
 def values_on_cpu(call: DecodeCall) -> bool:
-    """Whether the values that :func:`check_values` compares can be read without waiting."""
+    """Whether :func:`check_values` can read the values without waiting for a device."""
     return all(x is None or x.is_cpu for x in (call.seq_lens, call.block_table))
 
 
 def check_values(call: DecodeCall) -> None:
-    """Lengths against the table, page numbers against the cache. Waits for the device where they are on one."""
+    """Check lengths against the table and page numbers against the cache. Waits for the device if they are on one."""
     assert call.seq_lens is not None
     assert call.block_table is not None
     pages, page = call.latent.shape[:2]
@@ -309,7 +310,7 @@ def check_values(call: DecodeCall) -> None:
 
 
 def check_gradient(call: DecodeCall) -> None:
-    """Refuses to compute where a gradient is asked for."""
+    """Raise if a gradient is requested."""
     if torch.is_grad_enabled():
         for x in (call.query, call.latent, call.rope, call.values, call.mask, call.sinks):
             if x is not None and x.requires_grad:
@@ -317,7 +318,7 @@ def check_gradient(call: DecodeCall) -> None:
 
 
 def refuse_gradient(op: str) -> NoReturn:
-    """The one message about gradients."""
+    """Raise the error about gradients."""
     raise InputError(
         f"{op} has no gradient: an input requires grad while gradients are enabled. "
         "Call it under torch.no_grad(), or train with the model's original attention."

@@ -1,7 +1,7 @@
-"""Attention over the keys that ``indices`` name, where no kernel reads them in place: their rows are gathered first.
+"""Attention over the keys that ``indices`` name, for kernels that cannot read them in place: rows are gathered first.
 
-Each query becomes a request of its own, of one query over its k rows. What length, causality and the window hide, and
-the mask at those keys, become the mask of that request. k rows are copied for each query, T rows are not touched.
+Each query becomes a separate request with one query and its k rows. The mask of that request combines length,
+causality, the window, and the mask at those keys. k rows are copied per query; the other rows are not touched.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from mla_compile.kernels.call import DecodeCall
 
 
 def decode_attention(call: DecodeCall, run: Callable[[DecodeCall], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of a call with indices; ``run`` computes calls without."""
+    """``(out, lse)`` of a call with indices; ``run`` computes a call without."""
     B, S, H, _ = call.query.shape
     out, lse = run(gathered(call))
     return out.view(B, S, H, -1), lse.view(B, S, H)
 
 
 def gathered(call: DecodeCall) -> DecodeCall:
-    """The same call as one of B*S requests with one query and k keys each."""
+    """The same call as B*S requests with one query and k keys each."""
     assert call.indices is not None
     (B, S, H, K), T = call.query.shape, call.sizes.T
     k = call.indices.shape[2]
     query = call.query.reshape(B * S, 1, H, K)
-    if T == 0:  # nothing can be named
+    if T == 0:  # there is no key to name
         k = 0
     at = call.indices[..., :k].long()
     seen = _within(call, at)
@@ -63,7 +63,7 @@ def _within(call: DecodeCall, at: Tensor) -> Tensor:
 
 
 def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of tokens ``at`` [B,S,k] as two indices into the cache's first two axes, [B*S,k] each."""
+    """The rows of tokens ``at`` [B,S,k] as two indices [B*S,k] into the first two axes of the cache."""
     B, S, k = at.shape
     batch = torch.arange(B, device=at.device)[:, None, None].expand(B, S, k)
     if call.block_table is None:
@@ -73,14 +73,14 @@ def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _taken(rows: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
-    """[B*S,k,width]; float8 is moved as bytes, which every device can index."""
+    """[B*S,k,width]; float8 is gathered as bytes, which every device can index."""
     if rows.dtype.itemsize == 1:
         return rows.view(torch.uint8)[places].view(rows.dtype)
     return rows[places]
 
 
 def _mask(call: DecodeCall, at: Tensor, seen: Tensor) -> Tensor:
-    """[B*S,H|1,1,k]: the call's mask at the keys ``at``, which hides all that is not ``seen``."""
+    """[B*S,H|1,1,k]: the call's mask at the keys ``at``, with all keys hidden that are not ``seen``."""
     B, S, k = at.shape
     if call.mask is None:
         return seen.reshape(B * S, 1, 1, k)

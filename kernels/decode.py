@@ -1,17 +1,17 @@
-"""Absorbed decode attention for people who build their own server: plain functions over tensors.
+"""Absorbed decode attention for custom servers: plain functions over tensors.
 
 :func:`decode_attention` reads a contiguous (or strided) cache, :func:`paged_decode_attention` one of pages. On a GPU
-from sm_80 on they run the Triton kernels (on Hopper the Gluon one where it fits), elsewhere a CPU kernel or the
+from sm_80 on they run the Triton kernels (on Hopper the Gluon kernel where it fits), elsewhere a CPU kernel or the
 reference. Both return ``(out, lse)``: ``lse`` is the natural logarithm of the sum of the exponentials of the scores, so
-that results over disjoint keys can be put together, which :func:`merge` does.
+that :func:`merge` can merge results over disjoint keys.
 
-They never wait for the device, allocate by shapes only and launch on the current stream: a call can be captured in a
-CUDA graph after one call of the same shapes outside of it. Wrong arguments raise :class:`InputError` before any launch.
-Inside ``torch.compile`` they become the ops ``mla_compile::decode_attention`` and
+They never wait for the device, allocate by shapes only and launch on the current stream: after one call outside of it
+with the same shapes, a call can be captured in a CUDA graph. Wrong arguments raise :class:`InputError` before any
+launch. Inside ``torch.compile`` they become the operators ``mla_compile::decode_attention`` and
 ``mla_compile::paged_decode_attention``.
 
-The arguments, with their shapes and dtypes, are the fields of :class:`mla_compile.kernels.call.DecodeCall`; what each
-does to a score is in the equations of :mod:`mla_compile.kernels.reference`.
+The fields of :class:`mla_compile.kernels.call.DecodeCall` describe the arguments, with shapes and dtypes. The equations
+of :mod:`mla_compile.kernels.reference` define the effect of each argument on a score.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of H query heads over one shared row ``[latent, rope]`` per token, which is summed as ``latent``.
 
-    The arguments are described in :class:`mla_compile.kernels.call.DecodeCall`; besides, ``latent``, ``rope`` and
-    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only, and not beside
-    a ``schedule``, which is made for the planner's). ``topk_length`` is int32 [B] or [B,S]: only so many entries of
-    ``indices``, the first ones, are looked at (fewer than 1: none, more than k: all).
+    :class:`mla_compile.kernels.call.DecodeCall` describes the arguments. In addition, ``latent``, ``rope`` and
+    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only; not with a
+    ``schedule``, which is made for the planner's plan). ``topk_length`` is int32 [B] or [B,S]: only the first so many
+    entries of ``indices`` are used (fewer than 1: none, more than k: all).
 
     Returns ``out`` [B,S,H,Lv] (Lv = L without ``values``) contiguous in query's dtype, and ``lse`` [B,S,H] float32
-    (float64 for float64). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees stays out.
+    (float64 for float64). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees does not
+    reach the result.
 
     Raises :class:`InputError`: shapes, dtypes or devices that do not fit, an input that requires a gradient, a plan
     that does not fit the device.
@@ -103,18 +104,18 @@ def paged_decode_attention(
     check: bool = False,
     schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
+    """Attention over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
 
-    ``kv_pages`` is [P,page,L+R] or [P,page,1,L+R] with ``latent_width`` = L (as FlashMLA and vLLM have it), or a tuple
-    ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Or its rows are bytes (uint8 or float8_e4m3fn) as
-    FlashMLA packs them for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``: L values in e4m3, then G
-    float32 scales of L/G of them each, then R values in bfloat16. G follows from the width of a row, L + 4 G + 2 R
-    bytes: 656 of them for 512, 4 and 64. The other arguments are described in
-    :class:`mla_compile.kernels.call.DecodeCall`, the results and the errors are those of :func:`decode_attention`.
+    ``kv_pages`` is [P,page,L+R] or [P,page,1,L+R] with ``latent_width`` = L (as in FlashMLA and vLLM), or a tuple
+    ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Alternatively its rows are bytes (uint8 or
+    float8_e4m3fn) in FlashMLA's packing for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``: L values
+    in e4m3, then G float32 scales for L/G of them each, then R values in bfloat16. G follows from the width of a row, L
+    + 4 G + 2 R bytes: 656 bytes for 512, 4 and 64. :class:`mla_compile.kernels.call.DecodeCall` describes the other
+    arguments; results and errors are those of :func:`decode_attention`.
 
-    ``check``: also compare the *values* of seq_lens and block_table with the sizes, waiting for the device. Without it
-    only those on the CPU are looked at; on a GPU a length beyond the table counts as its end, and a page number outside
-    the cache reads memory that is not the cache's.
+    ``check``: also compare the *values* of seq_lens and block_table with the sizes, which waits for the device. Without
+    it, only values on the CPU are checked. On a GPU, a length beyond the table then counts as the table's end, and a
+    page number outside the cache reads foreign memory.
     """
     if kv_scale is None and isinstance(kv_pages, Tensor) and kv_pages.dtype.itemsize == 1 and query.dim() == 4:
         latent_pages, rope_pages, kv_scale = _unpacked(kv_pages, latent_width, query.shape[-1])
@@ -132,9 +133,9 @@ def paged_decode_attention(
 
 
 def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = False) -> tuple[Tensor, Tensor]:
-    """A call on the kernel of its device, checked first. What the ops call; gradients are theirs to refuse."""
+    """Check a call and run it on the kernel of its device. The operators call this and refuse gradients themselves."""
     launched = launch.suits(call)
-    if check_values or not launched:  # the launch checks by itself, once per kind of call
+    if check_values or not launched:  # the launch itself checks, once per kind of call
         checks.check(call)
     if call.block_table is not None and (check_values or checks.values_on_cpu(call)):
         checks.check_values(call)
@@ -151,9 +152,9 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """What a call on a GPU prepares before its attention, int64 [:func:`shared.elements`], for calls that share it.
+    """The data that a call on a GPU prepares before attention, int64 [:func:`shared.elements`]; calls can share it.
 
-    Zeros where no kernel of a GPU takes the call. Raises :class:`InputError` as the call itself would.
+    Zeros if no GPU kernel takes the call. Raises :class:`InputError` as the call itself would.
     """
     if launch.suits(call):
         return launch.schedule(call)
@@ -162,7 +163,7 @@ def schedule(call: DecodeCall) -> Tensor:
 
 
 def _in_graph(op: Any, call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Tensor]:
-    """Inside ``torch.compile``: the op."""
+    """Call the operator, inside ``torch.compile``."""
     if plan is not None:
         raise InputError("plan: a compiled graph cannot hold a plan; pass num_splits, or call outside torch.compile")
     tensors: tuple[Tensor | None, ...] = (call.values, call.mask, call.seq_lens)
@@ -177,7 +178,7 @@ def _in_graph(op: Any, call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Ten
 
 
 def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:
-    """The lists with -1, which names no key, from ``topk_length`` on: no kernel spends a row on such an entry."""
+    """The lists with -1, which names no key, from ``topk_length`` on: no kernel reads a row for such an entry."""
     if topk_length is None:
         return indices
     if indices is None:
@@ -193,12 +194,12 @@ def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:
 
 
 def _without_head(rows: Tensor) -> Tensor:
-    """[B,T,width] of [B,1,T,width]; other forms are left to the checks."""
+    """[B,T,width] from [B,1,T,width]; the checks handle other shapes."""
     return rows.squeeze(1) if rows.dim() == 4 and rows.shape[1] == 1 else rows
 
 
 def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tuple[Tensor, Tensor | None]:
-    """``(latent_pages, rope_pages)``, three-dimensional views."""
+    """``(latent_pages, rope_pages)`` as three-dimensional views."""
     if not isinstance(kv_pages, Tensor):
         if L is not None and kv_pages[0].shape[-1] != L:
             width = kv_pages[0].shape[-1]
@@ -218,14 +219,14 @@ def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tu
 def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``(latent_pages, rope_pages, kv_scale)``, views of rows of bytes for a query of K = L + R columns.
 
-    Rows that are K wide are values alone, and their scale is missing: the checks say so.
+    Rows of width K hold values alone and lack a scale, which the checks report.
     """
     pages = _three(kv_pages)
     width = pages.shape[-1]
     if width == K or L is None or not 0 < L <= K:
         return *_pages(pages, L), None
     scales, rope = L, width - 2 * (K - L)
-    offset = 0 if torch.compiler.is_compiling() else pages.storage_offset()  # no graph can ask for it
+    offset = 0 if torch.compiler.is_compiling() else pages.storage_offset()  # a graph cannot read the storage offset
     aligned = all(n % 4 == 0 for n in (L, offset, *pages.stride()[:-1]))
     if pages.stride(-1) != 1 or rope <= scales or (rope - scales) % 4 or not aligned:
         raise InputError(
@@ -239,5 +240,5 @@ def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor |
 
 
 def _three(pages: Tensor) -> Tensor:
-    """[P,page,width] of [P,page,1,width]; other forms are left to the checks."""
+    """[P,page,width] from [P,page,1,width]; the checks handle other shapes."""
     return pages.squeeze(2) if pages.dim() == 4 and pages.shape[2] == 1 else pages

@@ -1,6 +1,6 @@
-"""What a launch plan has to know about a GPU, read once per device, and presets for planning without one.
+"""The properties of a GPU that a launch plan needs, read once per device, and presets for planning without one.
 
-Every number of the plan's formula that belongs to a card stands here, with its source.
+This file has every number of the plan's formula that depends on the card, with its source.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ _KB = 1024
 
 
 class Pace(NamedTuple):
-    """What one block waits for, whatever runs beside it, in microseconds.
+    """The latencies of one block, which do not depend on other blocks, in microseconds.
 
-    latency  from the request for a tile to its last byte, while the memory is busy. With the bandwidth it says how many
-             bytes have to be under way for the memory to be busy at all (Little's law): 4.3 MB for an H200, 33 KB for
-             each SM
-    link     a matrix product of 16 columns whose sum the next one continues
+    latency  from the request for a tile to its last byte, while the memory is busy. Times the bandwidth, it gives the
+             bytes that must be in flight to keep the memory busy (Little's law): 4.3 MB for an H200, 33 KB per SM
+    link     a matrix product of 16 columns on whose sum the next product depends
     step     the rest of a tile: softmax, exchanges between warps, barriers
     """
 
@@ -33,7 +32,7 @@ class Pace(NamedTuple):
 class Device:
     """``smem`` is the most dynamic shared memory of one block, in bytes; ``bandwidth`` the memory's, in bytes/s.
 
-    ``bandwidth`` and ``pace`` are None where they are not known: those of the preset count.
+    ``bandwidth`` and ``pace`` are None if unknown; the plan then uses those of the preset.
     """
 
     name: str
@@ -45,16 +44,16 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """The description of a CUDA device, read once. For any other (Triton's interpreter): an A100's."""
+        """The description of a CUDA device, read once. For any other device (Triton's interpreter): that of an A100."""
         if device.type != "cuda":
             return PRESETS["sm_80"]
         return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
-# Shared memory: CUDA programming guide, technical specifications per compute capability. Multiprocessors and bandwidth:
-# the vendors' datasheets, except for the H200's bandwidth, which a copy reached on one. Paces: estimates, to be fitted
-# by benchmarks/gpu/tune.py. A microsecond until a tile is there; 33 cycles for an mma.sync m16n8k16 that waits for
-# the one before, and 940 for the rest of a tile, counted from the instructions, at the cards' boost clocks.
+# Shared memory: CUDA programming guide, technical specifications per compute capability. SMs and bandwidth: the
+# vendors' datasheets, except that a copy on an H200 reached its bandwidth here. Paces: estimates, to be fitted by
+# benchmarks/gpu/tune.py. They assume a microsecond until a tile arrives; at the cards' boost clocks, 33 cycles for an
+# mma.sync m16n8k16 that depends on the previous one, and 940 for the rest of a tile, counted from the instructions.
 # mla_compile/onnx/csrc/plan.c has the same bandwidths and paces.
 PRESETS = {
     "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12, Pace(1.0, 0.0234, 0.67)),
@@ -67,7 +66,7 @@ PRESETS = {
 
 
 def preset(capability: tuple[int, int]) -> Device:
-    """The preset of the newest generation that is not newer than ``capability``; the oldest for older ones."""
+    """The preset of the newest generation that is not newer than ``capability``; the oldest preset for older GPUs."""
     older = [d for d in PRESETS.values() if d.capability <= capability]
     return max(older or [PRESETS["sm_80"]], key=lambda d: d.capability)
 
@@ -78,7 +77,7 @@ def _cuda_device(index: int) -> Device:
     capability = (int(found.major), int(found.minor))
     like = preset(capability)
     smem = int(getattr(found, "shared_memory_per_block_optin", like.smem))
-    # Only recent versions of torch report these two. The clock is in kHz, and memory transfers twice per cycle.
+    # Only recent versions of torch report clock and bus. The clock is in kHz, and memory transfers twice per cycle.
     clock, bus = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
     bandwidth = 2e3 * clock * bus / 8 if clock and bus else like.bandwidth
     return Device(str(found.name), capability, int(found.multi_processor_count), smem, bandwidth)

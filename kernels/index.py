@@ -1,8 +1,8 @@
-"""Scores of keys by the indexer of a sparse attention: one call on the kernel of its device.
+"""Scores of keys by the indexer of a sparse attention: calls the kernel of the device.
 
-The equation and the arguments are those of :class:`mla_compile.kernels.call.IndexCall`. On a GPU from sm_80 on a Triton
-kernel makes them, elsewhere a CPU kernel or the reference. Nothing reads a tensor or waits for the device, and a
-launch goes to the current stream: after one call of the same kind, a call can be captured in a CUDA graph.
+:class:`mla_compile.kernels.call.IndexCall` has the equation and the arguments. A GPU from sm_80 on uses a Triton
+kernel, other devices a CPU kernel or the reference. Nothing reads a tensor or waits for the device, and a launch goes
+to the current stream: after one call of the same kind, a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mla_compile.kernels.triton import runner
 from mla_compile.kernels.triton.index_steps import BUFFERS, index_step
 from mla_compile.kernels.triton.runner import Launch
 
-_PLACES = {name: i for i, name in enumerate((*BUFFERS, "T", "keys_b"))}  # of what a launch is told
+_PLACES = {name: i for i, name in enumerate((*BUFFERS, "T", "keys_b"))}  # positions in the argument list of a launch
 _bound: dict[Any, Launch] = {}
 
 
 def run(call: IndexCall) -> Tensor:
     """[B,S,T] float32 (float64 for float64 keys).
 
-    Raises :class:`InputError` where the arguments do not fit together.
+    Raises :class:`InputError` if the arguments do not fit together.
     """
     checks.check_index(call)
     if call.query.is_cpu:
@@ -50,7 +50,7 @@ def suits(call: IndexCall) -> bool:
 
 
 def launched(call: IndexCall) -> Tensor:
-    """The scores, by the Triton kernel."""
+    """The scores, computed by the Triton kernel."""
     query, keys, *_ = call
     index = query.get_device()
     if torch.cuda.current_device() != index:
@@ -69,13 +69,14 @@ def launched(call: IndexCall) -> Tensor:
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:
-    """What a launch depends on."""
+    """The properties of a tensor on which a launch depends."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() & 15
 
 
 def _grown(keys: Tensor) -> tuple[Any, ...]:
-    """The same of keys, of which a cache that grows holds more in every call (kernels/kinds.py)."""
+    """The same for keys, of which a growing cache holds more in every call (kernels/kinds.py)."""
     (B, T, D), (outer, *inner) = keys.shape, keys.stride()
-    # Distances of 0 and 1 are constants to the compiler, which is told of multiples of 16 and of 64 bits.
+    # Strides of 0 and 1 are constants to the compiler; of others it knows divisibility by 16 and whether they need 64
+    # bits.
     told = outer if outer in (0, 1) else (outer % 16 == 0, outer >= 1 << 31)
     return keys.dtype, B, D, rounded(T), told, *inner, keys.data_ptr() & 15

@@ -1,15 +1,14 @@
-"""Which calls of different numbers of tokens are launched alike, so that a growing cache is a kind of call, not many.
+"""Decides which calls with different numbers of tokens share a launch, so that a growing cache is one kind of call.
 
-The number of tokens T is a scalar of the attention kernels, and so is the distance between the rows of two requests,
-which grows with T where the requests lie behind each other. All else that follows from T is decided by the plan, and a
-plan for more tokens serves fewer: splits past the last tile are empty, as they are for a request that is shorter than
-the cache. So calls are planned, compiled and bound for T rounded up, and told T itself when they are launched.
+The number of tokens T is a scalar of the attention kernels. So is the stride between the rows of two requests, which
+grows with T if requests are stored one after the other. Everything else that follows from T is decided by the plan, and
+a plan for more tokens serves fewer: splits past the last tile are empty, as they are for a request that is shorter than
+the cache. So calls are planned, compiled and bound for T rounded up, and each launch gets T itself.
 
-While a cache holds fewer tokens than a query may choose, the lists of chosen keys grow with it: their length is told
-too, and the plan is for a longer one.
+While a cache holds fewer tokens than a query may choose, the lists of chosen keys grow with it. Each launch then gets
+their length, too, and the plan is for a longer list.
 
-Scales by token are rows of their own. Not so with a mask, whose own sizes follow from T, and where offsets could need
-64 bits.
+Scales by token are handled like rows. A mask is not: its own strides follow from T, and its offsets could need 64 bits.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from typing import Any, NamedTuple
 
 from mla_compile.kernels.call import DecodeCall
 
-# The scalars that a launch is told.
+# The scalars that are set at each launch.
 SIZED = ("T", "latent_b", "rope_b", "values_b", "scale_b", "entries", "indices_b", "indices_s")
-STEP = 64  # tokens to which T is rounded up, up to 1024; from there on to an eighth of a power of two
-LARGEST = 1 << 20  # tokens up to which it is rounded
+STEP = 64  # T is rounded up to a multiple of this up to 1024 tokens; above, to an eighth of a power of two
+LARGEST = 1 << 20  # larger T are not rounded
 _I32 = 1 << 31
 
 
 class Grown(NamedTuple):
-    """Of the rows of a call: what a launch depends on, and what it is told.
+    """The part of a call's rows on which a launch depends, and the part that is set at each launch.
 
     ``most`` is the number of keys that a query may see, rounded up: T, or the length of its list. ``forms`` are shapes
-    and strides as far as they do not follow from T, ``scalars`` the values of :data:`SIZED`.
+    and strides, except for what follows from T. ``scalars`` are the values of :data:`SIZED`.
     """
 
     most: int
@@ -38,13 +37,13 @@ class Grown(NamedTuple):
 
 
 def rounded(T: int) -> int:
-    """T rounded up to what a call of T tokens is planned for."""
+    """The number of tokens for which a call of T tokens is planned."""
     step = max(STEP, 1 << max(0, (T - 1).bit_length() - 4))
     return -(-T // step) * step
 
 
 def grown(call: DecodeCall) -> Grown | None:
-    """How the rows of a call may grow; None where every T is a kind of its own, or the rows are none."""
+    """How the rows of a call may grow; None if every T is a separate kind of call, or the rows have a wrong shape."""
     if call.mask is not None or call.block_table is not None:
         return None
     latent = call.latent
@@ -67,7 +66,8 @@ def grown(call: DecodeCall) -> Grown | None:
         outer, row, column = rows.stride()
         if most * row + width * column >= _I32:
             return None
-        # The compiler is told of multiples of 16 (not of scales). Rows of unequal tokens are a kind that checks refuse.
+        # The compiler knows which strides are multiples of 16 (not those of scales). Rows of unequal token counts are a
+        # separate kind, which the checks refuse.
         distance = -1 if outer == T * row else outer
         forms.append((B, tokens == T, width, distance, scales or outer % 16 == 0, row, column))
         scalars.append(outer)

@@ -1,15 +1,15 @@
-"""Launches a call on a GPU: checked, planned, compiled and bound once per kind of call, then found by a look-up.
+"""Launches a call on a GPU: each kind of call is checked, planned, compiled and bound once, then looked up.
 
-A call is known by what its launch depends on: dtypes, shapes, strides and alignment of its tensors, and its numbers.
-So is what :func:`schedule` prepares for several calls. How many tokens a contiguous cache has is told in every launch
-(kernels/kinds.py), so a cache that grows with every step does not make a new kind of call each time.
+The kind of a call is everything on which its launch depends: dtypes, shapes, strides and alignment of its tensors, and
+its numbers. The preparation of several calls by :func:`schedule` has kinds in the same way. The number of tokens of a
+contiguous cache is set at each launch (kernels/kinds.py), so a growing cache does not make a new kind in each step.
 
 The first call of a kind is prepared; later ones allocate their results and scratch and launch. Nothing here reads a
-tensor or waits for the device, sizes come from shapes, and launches go to the current stream: after one warm-up call of
+tensor or waits for the device, sizes come from shapes, and launches go to the current stream. After one warm-up call of
 the same kind, a call can be captured in a CUDA graph.
 
-The plan chooses between the portable kernel (kernels/triton) and Hopper's (kernels/hopper). The portable one takes over
-where Hopper's lacks a feature that the call uses, or does not compile with the installed Triton.
+The plan chooses between the portable kernel (kernels/triton) and Hopper's (kernels/hopper). The portable one is the
+fallback if Hopper's lacks a feature that the call uses, or does not compile with the installed Triton.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from mla_compile.kernels.triton.runner import Launch
 from mla_compile.kernels.triton.step import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
-REMEMBERED = 1024  # calls of different sizes
-_KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}  # what a plan's kernel launches
+REMEMBERED = 1024  # entries of each look-up table
+# plan.kernel -> the module that describes its launches
+_KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}
 _SCHEDULE = DecodeCall._fields.index("schedule")
 _ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values", "kv_scale", "indices"))
 
 
 class _Bound(NamedTuple):
-    """What a kind of call needs: buffers to allocate, and launches over the addresses of all, its tensors' first.
+    """Everything that a kind of call needs: buffers to allocate, and launches over addresses of tensors and buffers.
 
-    ``scalars`` are what kernels/kinds.py lets change; they stand before the buffers. ``inside`` are the places, in
-    bytes, of the buffers that lie in the call's schedule; they come last.
+    The addresses are those of the call's tensors, then ``scalars``, which kernels/kinds.py sets at each launch, then
+    those of ``buffers``. Last come the buffers inside the call's schedule; ``inside`` has their offsets in it, in
+    bytes.
     """
 
     scalars: tuple[int, ...]
@@ -60,14 +62,14 @@ class _Bound(NamedTuple):
 
 _Binder = Callable[
     [DecodeCall, int, Plan | None, int], _Bound
-]  # call, device index, the caller's own plan, tokens at most
-_bound: dict[Any, _Bound] = {}  # by all sizes: the only look-up of most calls
-_kinds: dict[Any, _Bound] = {}  # by what is compiled and bound, which a growing cache leaves as it is
+]  # call, device index, the caller's own plan, largest number of tokens
+_bound: dict[Any, _Bound] = {}  # by all sizes: most calls need only this look-up
+_kinds: dict[Any, _Bound] = {}  # by kind, which does not change as a cache grows
 
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether Triton is installed; says so once where it is not."""
+    """Whether Triton is installed; logs a warning once if it is not."""
     if importlib.util.find_spec("triton") is not None:
         return True
     LOG.warning("triton is not installed, decode attention runs the reference: pip install 'mla-compile[triton]'")
@@ -80,13 +82,13 @@ def _say_once(message: str) -> None:
 
 
 def clear() -> None:
-    """Forget every kind of call (after writing a new tuned.json: ``tuned.table.cache_clear()`` too)."""
+    """Forget every kind of call (after writing a new tuned.json, also call ``tuned.table.cache_clear()``)."""
     _bound.clear()
     _kinds.clear()
 
 
 def reads(rows: Tensor) -> bool:
-    """Whether there is a kernel for rows of this dtype where they lie: a GPU from sm_80 on, Triton, not float64."""
+    """Whether a kernel can read rows of this dtype on their device: a GPU from sm_80 on, with Triton; not float64."""
     return (
         rows.is_cuda
         and rows.dtype != torch.float64
@@ -98,7 +100,7 @@ def reads(rows: Tensor) -> bool:
 def suits(call: DecodeCall) -> bool:
     """Whether a kernel takes this call: rows that it :func:`reads`, and something to compute.
 
-    Lists of keys beside a mask that tells heads apart: the rows are gathered first (:mod:`mla_compile.kernels.chosen`).
+    For index lists with a mask that differs between heads, rows are gathered first (:mod:`mla_compile.kernels.chosen`).
     """
     return (
         call.query.is_cuda
@@ -113,15 +115,15 @@ def suits(call: DecodeCall) -> bool:
 def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] | None:
     """``(out, lse)`` of a call on CUDA, under the caller's own plan if there is one.
 
-    None (said once) where rows are too wide for this device's shared memory. Raises :class:`InputError`, before
-    anything is launched, where the arguments do not fit together or the caller's plan does not fit the device.
+    Returns None (logged once) if rows are too wide for this device's shared memory. Raises :class:`InputError`, before
+    any launch, if the arguments do not fit together or the caller's plan does not fit the device.
     """
     made = _launch(call, own, _attention)
     return None if made is None else (made[0], made[1])
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """What the call prepares before its attention, int64 [:func:`shared.elements`]; unwritten where its plan has none.
+    """The data that a call prepares before attention, int64 [:func:`shared.elements`]; unwritten if its plan has none.
 
     Raises :class:`InputError` as :func:`launch` does.
     """
@@ -131,7 +133,7 @@ def schedule(call: DecodeCall) -> Tensor:
 
 
 def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] | None:
-    """The buffers that were allocated; None where there is no plan."""
+    """The allocated buffers; None if there is no plan."""
     query = call.query
     if query.stride(-1) != 1:
         call = call._replace(query=query.contiguous())
@@ -180,7 +182,7 @@ def _run(key: tuple[Any, ...], call: DecodeCall, addresses: list[int], index: in
 
 
 def _found(key: tuple[Any, ...], call: DecodeCall, index: int) -> _Bound:
-    """What is bound for a call of these very sizes: now, or for a call of about as many tokens before."""
+    """The binding for a call of these sizes: new, or that of an earlier call with a similar number of tokens."""
     _, own, bind = key[:3]
     rows = grown(call)
     if rows is None:
@@ -201,10 +203,10 @@ def _remember(known: dict[Any, _Bound], key: Any, bound: _Bound) -> None:
 
 
 def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
-    """A new kind of call: checked, planned, compiled and bound."""
+    """Check, plan, compile and bind a new kind of call."""
     _check(call)
     if own is not None and call.schedule is not None:
-        raise InputError(f"{call.op}: plan beside schedule, which is made for the planner's; leave one of them out")
+        raise InputError(f"{call.op}: plan and schedule, which is made for the planner's plan; leave one of them out")
     device = Device.of(call.query.device)
     chosen = chosen_plan(call, device, own, most=most)
     asked = bool(call.num_splits) or own is not None
@@ -214,16 +216,17 @@ def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bo
             return bound
         chosen = chosen_plan(call, device, most=most, gluon=False)
         if hopper_steps.takes(call, device):
-            call = call._replace(schedule=None)  # which was made for the tiles of the Hopper kernel
+            call = call._replace(schedule=None)  # the schedule was made for the tiles of the Hopper kernel
     bound = _bind(call, chosen, device, index, most, asked=asked)
-    assert bound is not None  # the portable kernel has no way out
+    assert bound is not None  # the portable kernel always compiles
     return bound
 
 
 def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
-    """What a schedule holds: a function of what layers have in common, not of the strides and addresses of their rows.
+    """Bind the launches that write a schedule. It depends on what layers share, not on strides and addresses of rows.
 
-    Where all suits the Hopper kernel but the rows of one layer, that layer prepares itself, for the portable one.
+    If a call suits the Hopper kernel except for the rows of one layer, that layer prepares itself, for the portable
+    one.
     """
     _check(call)
     device = Device.of(call.query.device)
@@ -232,22 +235,22 @@ def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _
         chosen = chosen_plan(call, device, own, most=most, gluon=False)
     kernel = _KERNELS[chosen.kernel]
     bound = _bound_to({}, kernel.prepared(call, chosen, device), kernel.preparing(call, chosen, device), index, most)
-    assert bound is not None  # the steps before attention are Triton's
+    assert bound is not None  # the preparing steps are plain Triton kernels
     return bound
 
 
 def _check(call: DecodeCall) -> None:
     checks.check(call)
     if call.schedule is not None and call.schedule.data_ptr() % ALIGNMENT:
-        raise InputError(f"{call.op}: schedule begins off a multiple of {ALIGNMENT} bytes; pass it whole, or clone it")
+        raise InputError(f"{call.op}: schedule is not aligned to {ALIGNMENT} bytes; pass the whole tensor, or clone it")
 
 
 def chosen_plan(
     call: DecodeCall, device: Device, own: Plan | None = None, *, most: int = 0, gluon: bool = True
 ) -> Plan:
-    """The plan of a call: the caller's own, verified, or the planner's, for ``most`` tokens where it is not 0.
+    """The plan of a call: the caller's own, checked, or the planner's, for ``most`` tokens if that is not 0.
 
-    With lists of keys, every query token is a request of the keys of its list.
+    With index lists, every query token is a request over the keys of its list.
     """
     z = call.sizes
     width = None if call.values is None else z.V
@@ -292,7 +295,7 @@ def chosen_plan(
 
 
 def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int, *, asked: bool) -> _Bound | None:
-    """The call under a plan; None where the kernel does not compile, which only Hopper's may."""
+    """Bind the call under a plan; None if the kernel does not compile, which can happen only to Hopper's."""
     kernel = _KERNELS[chosen.kernel]
     inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
     described = kernel.steps(call, chosen, device, least=_least(chosen, asked=asked))
@@ -300,9 +303,9 @@ def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int,
 
 
 def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], index: int, most: int) -> _Bound | None:
-    """The launches of steps over a call's tensors, over ``buffers``, and over those ``inside`` its schedule.
+    """Bind steps to a call's tensors, to ``buffers``, and to the buffers ``inside`` its schedule.
 
-    With ``most`` tokens, how many there are is told when they are launched.
+    With ``most``, the actual number of tokens is set at each launch.
     """
     sized = SIZED if most else ()
     places = {name: i for i, name in enumerate((*steps.BUFFERS, *sized, *buffers, *inside))}
@@ -319,5 +322,5 @@ def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], in
 
 
 def _least(chosen: Plan, *, asked: bool) -> int | None:
-    """Tokens that a split has at least: any number where the caller asked for so many splits."""
+    """The least number of tokens of a split: 0 if the caller asked for a number of splits, else None (the default)."""
     return 0 if asked and chosen.chunk is None else None

@@ -1,8 +1,8 @@
 """Products of a few rows with a weight: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``, as torch's own ``linear``.
 
-A decode step multiplies one row for each request with weights that have to come from memory, and torch's products of
-bfloat16 then take two to three times as long as that. On a CPU the native kernel takes up to :data:`MOST` rows;
-more of them, other devices and other dtypes are left to torch.
+A decode step multiplies one row per request by weights that have to come from memory, and torch's bfloat16 products
+then take two to three times as long as reading the weights. On a CPU the native kernel takes up to :data:`MOST` rows.
+More rows, other devices and other dtypes are left to torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mla_compile.kernels.cpu import native
 ROWS = "mla_compile::few_rows_linear"
 MOST = native.MAX_FEW
 LEAST_BYTES = 1 << 18
-"""A smaller weight stays in a cache, and what a call costs besides counts for more."""
+"""A smaller weight stays in a cache, and the fixed costs of a call dominate."""
 _DTYPES = (torch.float32, torch.bfloat16)
-_GAIN = 1.1  # by which the kernel has to be faster to be used
-_SIDE, _WEIGHTS, _ROUNDS = 2048, 4, 7  # what is measured: products with so many square weights, so often
+_GAIN = 1.1  # the kernel is used if it is faster than torch by this factor
+_SIDE, _WEIGHTS, _ROUNDS = 2048, 4, 7  # the measurement: the side and number of square weights, and the rounds
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
-    """[...,O] of ``x`` [...,K], ``weight`` [O,K] and ``bias`` [O], in their dtype, which is the same for all.
+    """[...,O] from ``x`` [...,K], ``weight`` [O,K] and ``bias`` [O], all of one dtype.
 
-    ``most``: how many rows the kernel takes, up to :data:`MOST`. Raises :class:`InputError` where the arguments do not
-    fit together.
+    ``most``: the number of rows up to which the kernel is used, at most :data:`MOST`. Raises :class:`InputError` if the
+    arguments do not fit together.
     """
     check(x, weight, bias)
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
@@ -44,13 +44,13 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST)
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
-    """A tensor like the result."""
+    """An empty tensor like the result."""
     check(x, weight, bias)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises :class:`InputError` where the arguments do not fit together."""
+    """Raise :class:`InputError` if the arguments do not fit together."""
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise InputError(
             f"{ROWS}: x is {list(x.shape)} and weight {list(weight.shape)}, expected [...,K] and [O,K]; transpose one"
@@ -64,20 +64,20 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def takes(device: torch.device, dtype: torch.dtype, rows: int) -> bool:
-    """Whether the native kernel is for such a product."""
+    """Whether the native kernel supports such a product."""
     return device.type == "cpu" and dtype in _DTYPES and 1 <= rows <= MOST
 
 
 def pays(device: torch.device, dtype: torch.dtype, rows: int) -> bool:
-    """Whether the native kernel was measured to be faster than torch here, with the threads that torch uses now."""
+    """Whether the native kernel was measured to be faster than torch here, with torch's current number of threads."""
     return takes(device, dtype, rows) and _measured(dtype, rows, torch.get_num_threads()) >= _GAIN
 
 
 @functools.cache
 def _measured(dtype: torch.dtype, rows: int, threads: int) -> float:
-    """How many times as fast as torch the kernel is on weights that come from memory; 0 where there is none.
+    """The speed of the kernel relative to torch on weights that come from memory; 0 if there is no kernel.
 
-    By the best rounds of both, which takes a tenth of a second.
+    Compares the best rounds of both, which takes a tenth of a second.
     """
     library = native.load()
     if library is None:

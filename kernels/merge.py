@@ -1,18 +1,19 @@
-"""Puts attention over disjoint keys together: of several caches, a shared prefix, ranks that hold a part of one each.
+"""Merges attention over disjoint keys: of several caches, a shared prefix, or ranks that each hold a part of a cache.
 
 Part p has seen some of the keys and gives ``out_p`` (its own softmax average) and ``lse_p`` (natural logarithm of the
-sum of the exponentials of its scores, minus infinity where it saw no key). With the weights
+sum of the exponentials of its scores, minus infinity if it saw no key). With the weights
 
     w_p = exp(lse_p) / sum_q exp(lse_q)        0 where lse_p is minus infinity
 
     out = sum_p w_p out_p        lse = log sum_p exp(lse_p)
 
 (Flash-Decoding; the running form is Milakov and Gimelshein's, arXiv 1805.02867.) A part that saw nothing is not read:
-its ``out`` may be anything, NaN included. Where no part saw a key, ``out`` is 0 and ``lse`` minus infinity. A sink
-multiplies ``out`` by :func:`mla_compile.kernels.reference.sink_share` of the whole, so the parts are computed without.
+its ``out`` may be anything, NaN included. If no part saw a key, ``out`` is 0 and ``lse`` minus infinity. A sink
+multiplies the merged ``out`` by :func:`mla_compile.kernels.reference.sink_share`, so the parts are computed without it.
 
-Plain operators of torch: they run on every device, ``torch.compile`` fuses them, and no kernel has to be launched for
-what a graph can do with its neighbours. kernels/triton/combine_triton.py is the same for the splits of one launch.
+The merge uses plain torch operators: they run on every device, and ``torch.compile`` can fuse them with their
+neighbours in a graph, so that no kernel has to be launched. kernels/triton/combine_triton.py does the same for the
+splits of one launch.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def merge(
     """The result over all keys from results over disjoint parts of them (see the module's equations).
 
     ``out`` is [P,B,S,H,V] or P tensors [B,S,H,V], ``lse`` [P,B,S,H] or P tensors [B,S,H], both as
-    :func:`mla_compile.kernels.decode.decode_attention` returns them, in any order. ``lse`` is natural (multiply one in
-    base 2 by ``math.log(2)``) and float32, or float64. ``sinks`` [H] belong here and not to the parts: a sink counts
+    :func:`mla_compile.kernels.decode.decode_attention` returns them, in any order. ``lse`` is natural (multiply a
+    base-2 one by ``math.log(2)``), in float32 or float64. Pass ``sinks`` [H] here and not to the parts: a sink counts
     once.
 
-    Returns ``out`` [B,S,H,V] in the dtype of the parts, summed in float32 (float64 beside float64), and ``lse`` [B,S,H]
-    without the sinks. Merged results can be merged again. No gradient.
+    Returns ``out`` [B,S,H,V] in the dtype of the parts, summed in float32 (in float64 if a part or ``lse`` is float64),
+    and ``lse`` [B,S,H] without the sinks. Merged results can be merged again. No gradient.
 
     Raises :class:`InputError`: no part, shapes, dtypes or devices that do not fit, an input that requires a gradient.
     """
@@ -48,7 +49,7 @@ def merge(
         raise InputError(f"merge: {wrong}")
     dtype = torch.promote_types(parts.dtype, sums.dtype)
     empty = sums == -torch.inf
-    # softmax, not exp(lse_p - lse): where scores are large, the rounding of lse itself would scale the result.
+    # softmax, not exp(lse_p - lse): if scores are large, the rounding of lse itself would scale the result.
     weight = torch.softmax(sums, dim=0).masked_fill(empty, 0.0)
     whole = torch.logsumexp(sums, dim=0)
     total = (weight[..., None] * parts.to(dtype).masked_fill(empty[..., None], 0.0)).sum(dim=0)
@@ -58,7 +59,7 @@ def merge(
 
 
 def _stacked(name: str, given: Tensor | Sequence[Tensor]) -> Tensor:
-    """[P,...] of P tensors."""
+    """[P,...] from P tensors."""
     if isinstance(given, Tensor):
         return given
     if not given:
@@ -71,7 +72,7 @@ def _stacked(name: str, given: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _wrong(parts: Tensor, sums: Tensor, sinks: Tensor | None) -> str | None:
-    """What does not fit; None: nothing."""
+    """A message about what does not fit, or None."""
     if parts.dim() != 5:
         return f"out is {_kind(parts)}, expected [P,B,S,H,V], or P tensors [B,S,H,V]"
     P, _, _, H, _ = parts.shape
@@ -82,14 +83,14 @@ def _wrong(parts: Tensor, sums: Tensor, sinks: Tensor | None) -> str | None:
     if parts.dtype not in FLOATS:
         return f"out is {parts.dtype}, expected one of {FLOATS}; cast it"
     if sums.dtype not in (torch.float32, torch.float64):
-        return f"lse is {sums.dtype}, expected float32 or float64; compute it so, a cast brings nothing back"
+        return f"lse is {sums.dtype}, expected float32 or float64; compute it in one, a cast restores nothing"
     if sinks is not None and (sinks.shape != (H,) or sinks.dtype not in FLOATS):
         return f"sinks is {_kind(sinks)}, expected float32 [H] = [{H}]; cast or reshape it"
     for name, x in (("lse", sums), ("sinks", sinks)):
         if x is not None and x.device != parts.device:
             return f"{name} is on {x.device}, expected {parts.device} as out; move one of them"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (parts, sums, sinks)):
-        return "an input requires grad while gradients are enabled, and there is none; call it under torch.no_grad()"
+        return "an input requires grad while gradients are enabled, and merge has none; call it under torch.no_grad()"
     return None
 
 

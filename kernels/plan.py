@@ -1,26 +1,26 @@
 """The launch plan of a decode attention call: tile, warps, pipeline depth and number of splits, from sizes alone.
 
-A pure function of shapes, dtypes and a description of the device. It reads no tensor, so it never waits for the device
-and may run while a CUDA graph is captured; equal arguments are answered from a cache.
+Planning is a pure function of shapes, dtypes and a description of the device. It reads no tensor, so it never waits for
+the device and may run while a CUDA graph is captured. Results are cached.
 
-The tile comes from kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. With
-``C = B * row_blocks * splits`` blocks over ``slots = SMs * blocks per SM``, of which ``active = min(C, slots)`` run at
-the same time, ``beside = ceil(active / SMs)`` on one SM, each walking ``tiles = ceil(ceil(T / block_n) / splits)``, the
-splits chosen are those with the least
+The tile comes from kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. With ``C
+= B * row_blocks * splits`` blocks over ``slots = SMs * blocks per SM``, of which ``active = min(C, slots)`` run at the
+same time, ``beside = ceil(active / SMs)`` on one SM, each walking ``tiles = ceil(ceil(T / block_n) / splits)``, the
+plan takes the number of splits with the least
 
     microseconds = ceil(C / slots) * (t0 + tiles * tile) + combine
     tile         = max(memory, units, chain, latency / depth)
     memory       = bytes of a tile * active / row_blocks / bandwidth    row blocks share the tile through the L2 cache
-    units        = beside * t_tile                                      blocks beside each other share an SM's units
-    chain        = (columns of a row + block_n) / 16 * link + step      products that wait for each other
+    units        = beside * t_tile                                      blocks on one SM share its units
+    chain        = (columns of a row + block_n) / 16 * link + step      dependent products
     combine      = 0 for one split, else launch + 8 * B * M * splits * Lv / L2 rate     float32 partials, out and in
 
-and a split has at least 256 tokens, because below that writing its partial result costs as much as reading its tile.
+A split has at least 256 tokens, because below that, writing its partial result costs as much as reading its tile.
 ``t0`` and ``t_tile`` are in ``tuned.json``; bandwidth, ``latency``, ``link`` and ``step`` in kernels/devices.py.
 
-The last two terms do not depend on how many blocks there are, so a memory that one block on each SM leaves idle is
-filled by splits: each tile of 16 rows is a chain of 36 products for the scores, one after the other, and 2 for the sum.
-``depth`` tiles are under way at a time, and a block cannot have them sooner than ``latency`` after it has asked.
+``chain`` and ``latency / depth`` do not depend on the number of blocks, so splits can use memory bandwidth that one
+block per SM leaves idle. Each tile of 16 rows is a chain of 36 dependent products for the scores and 2 for the sum.
+``depth`` tiles are in flight at a time, and none arrives sooner than ``latency`` after its request.
 
 With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device: its result does
 not depend on what else is in the batch.
@@ -49,40 +49,41 @@ from mla_compile.kernels.tiles import (
 )
 from mla_compile.kernels.tuned import WIDTH, Kernel, Row, table
 
-# The numbers of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has the same.
-CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n; 128 Ki tokens are 128 splits
+# The constants of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has the
+# same.
+CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n, so 128 Ki tokens make 128 splits
 MIN_SPLIT = 256  # tokens below which a split is not worth its partial result
-MAX_SPLITS = 128  # the plan's own, about one per multiprocessor for a single request; a caller may ask for more
+MAX_SPLITS = 128  # the planner's limit, about one per SM for a single request; a caller may ask for more
 GRID_LIMIT = 65535  # blocks along a grid's second and third axis (CUDA programming guide, compute capabilities)
 COMBINE_US = 2.0  # a dependent launch inside a CUDA graph
 L2_RATE = 8e12  # bytes/s at which partials are written and read again
-WORTHWHILE = 0.995  # more splits have to take less than this share of the time: the times are estimates
+WORTHWHILE = 0.995  # more splits are taken only if they cut the time to this share: the times are estimates
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 matrix products
 _HALF = (torch.float16, torch.bfloat16)
-# Rows of a tile where keys are multiplied by scales of groups. With 32, Triton 3.6 and 3.7 load the query before the
-# barrier behind which the keys are: 400 to 520 bytes of spills a thread (none with 3.9). Warpgroups load no operands.
+# Query rows of a tile if keys are multiplied by scales of groups. With 32, Triton 3.6 and 3.7 load the query before the
+# barrier that the keys wait for: 400 to 520 bytes of spills a thread (none with 3.9). Warpgroups load no operands.
 GROUPED_ROWS = 16
 
-# What the Hopper kernel (kernels/hopper/decode_gluon.py) is written for.
+# The sizes for which the Hopper kernel (kernels/hopper/decode_gluon.py) is written.
 HOPPER_WIDTHS = (512, 64)  # latent and rope
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
-BARRIERS = (3, 9)  # of a stage: two halves of the latent columns, or eight parts, and rope
+BARRIERS = (3, 9)  # barriers per stage: for two halves of the latent columns, or for eight parts, and for rope
 CLUSTERS = (1, 2)  # CTAs that share the copies of a block, each for query rows of its own
-HOPPER_PAGE = 16  # a box of its copy engine is 16, 32 or 64 rows and lies in one page
-HOPPER_SMEM = 220 * KB  # query 72, two stages of 72, statistics and barriers 2, and room to align
+HOPPER_PAGE = 16  # a TMA box is 16, 32 or 64 rows within one page
+HOPPER_SMEM = 220 * KB  # query 72, two stages of 72, statistics and barriers 2, and alignment
 
 __all__ = ["Device", "NoPlanError", "Plan", "check", "plan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch. ``chunk`` is the tokens of a split where the splits are cut at fixed places, else None.
+    """One launch. ``chunk`` is the tokens of a split if splits are cut at fixed places, else None.
 
-    ``tma``: tiles come by Hopper's copy engine; ``pdl``: the combine launch overlaps the end of the attention one;
-    ``scheduled``: the Hopper kernel shares its work out on the device (kernels/triton/schedule.py) in place of
-    ``splits``. ``barriers``: on how many its copies of a block are counted, 3, or 9 so that scores begin with the first
-    64 columns; ``held``: its consumers keep the rotary columns of the query in registers; ``cluster``: CTAs that share
-    a block's copies where TMA brings it, 1 or 2. Two need as many blocks of query rows, and Triton 3.9: else 1.
+    ``tma``: tiles arrive by TMA. ``pdl``: the combine launch overlaps the end of the attention launch. ``scheduled``:
+    the Hopper kernel partitions its work on the device (kernels/triton/schedule.py) instead of using ``splits``.
+    ``barriers``: the number of barriers for the copies of a block, 3, or 9 so that scores begin with the first 64
+    columns. ``held``: its consumers keep the rotary columns of the query in registers. ``cluster``: the CTAs that share
+    a block's TMA copies, 1 or 2; 2 requires an even number of blocks of query rows, and Triton 3.9, else 1 is used.
     """
 
     kernel: Kernel
@@ -140,19 +141,19 @@ def _hopper_suits(
     mask_bytes: int,
     device: Device,
 ) -> bool:
-    """Whether the Hopper kernel is for calls of these sizes: enough rows of its widths, no mask to read.
+    """Whether the Hopper kernel suits calls of these sizes: enough query rows, its widths, and no mask to read.
 
-    What else it needs (strides, beside lists a mask of bits, for float8 a query of the products' dtype) the launch
-    checks; it then asks again with ``gluon=False``.
+    The launch checks its other requirements (strides; a boolean mask with index lists; for float8 a query in the dtype
+    of the products). If one fails, it plans again with ``gluon=False``.
     """
-    converted = dtypes[1] == torch.float8_e4m3fn  # row by row, from pages of any size
+    converted = dtypes[1] == torch.float8_e4m3fn  # converted row by row, from pages of any size
     known = (r for r in table() if (r.kernel, r.cache) == ("gluon", _cache_kind(dtypes[1])))
     return (
         device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
         and widths == (*HOPPER_WIDTHS, None)
         and (converted or (dtypes[1] in _HALF and dtypes[0] == dtypes[1]) or dtypes == (torch.float32, torch.bfloat16))
-        and any(r.min_rows <= rows for r in known)  # enough to pad them to a block
+        and any(r.min_rows <= rows for r in known)  # enough rows that padding them to a block pays
         and mask_bytes == 0
         and ((page or HOPPER_PAGE) % HOPPER_PAGE == 0 or converted)
     )
@@ -161,10 +162,10 @@ def _hopper_suits(
 def _microseconds(
     row: Row, smem: int, layout: Layout, device: Device, work: tuple[int, int, int], splits: int
 ) -> float:
-    """The module's formula. ``work`` is batch, query rows and tiles of a request."""
+    """The formula of the module. ``work`` is batch, query rows, and tiles of a request."""
     batch, rows, tiles = work
     row_blocks = -(-rows // row.block_m)
-    per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # a block also takes 1 KB of the SM's
+    per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # each block also reserves 1 KB of the SM
     slots = device.sms * per_sm
     blocks = batch * row_blocks * splits
     active = min(blocks, slots)
@@ -187,24 +188,24 @@ def _microseconds(
 
 
 def chain_us(layout: Layout, block_n: int, pace: Pace) -> float:
-    """Microseconds of a tile's dependent products and of what lies between them, in a block that is alone."""
+    """Microseconds of a tile's dependent products and of the work between them, for a block that runs alone."""
     return links(layout, block_n) * pace.link + pace.step
 
 
 def links(layout: Layout, block_n: int) -> int:
-    """Products of 16 columns that wait for each other: along a row for the scores, along the tokens for the sum."""
+    """The number of dependent products of 16: along the columns of a row for the scores, along tokens for the sum."""
     return (layout.latent + layout.rope + block_n) // LEAST
 
 
 @lru_cache(maxsize=4096)
 def _splits(row: Row, smem: int, layout: Layout, device: Device, batch: int, rows: int, tiles: int) -> int:
-    """The number of splits that the formula finds fastest; of almost equal ones, the smallest."""
+    """The number of splits that the formula finds fastest; the smallest of almost equal ones."""
     most = max(1, min(MAX_SPLITS, tiles * row.block_n // MIN_SPLIT))
     best, least = 1, math.inf
     for splits in range(1, most + 1):
         per = -(-tiles // splits)
         if -(-tiles // per) != splits:
-            continue  # some would be empty: fewer do the same work
+            continue  # some splits would be empty: fewer do the same work
         time = _microseconds(row, smem, layout, device, (batch, rows, tiles), splits)
         if time < WORTHWHILE * least:
             best, least = splits, time
@@ -237,17 +238,17 @@ def plan(
     """The launch for B requests of S query tokens and H heads over at most T tokens of L+R columns.
 
     ``T`` is the capacity (of the cache, or of the block table), not a request's length: a CUDA graph captured with it
-    serves every length. ``Lv`` is the width of separate values (None: the latent rows are the values), ``page_size``
-    None for a contiguous cache, ``masked`` whether a mask's list of tiles is walked, ``mask_bytes`` how much of it the
-    loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None or 0: chosen here.
-    ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not compile). ``listed``:
-    a list says which T tokens; B counts query tokens then, of which a grid takes any number. A row's place is
-    looked up before it is needed: the loop is that of a cache in one piece without a mask. ``window``: the tiles of a
-    request are those that some of its query tokens see (not of a list, whose entries all have to be looked at).
-    ``grouped``: float8 rows are multiplied by scales of groups of columns, see GROUPED_ROWS.
+    serves every length. ``Lv`` is the width of separate values (None: the latent rows are the values), ``page_size`` is
+    None for a contiguous cache. ``masked``: whether the kernel walks a mask's list of tiles. ``mask_bytes``: the bytes
+    of the mask that the loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None
+    or 0: chosen here. ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not
+    compile). ``listed``: an index list names the T tokens. B then counts query tokens, without the limit of a grid
+    axis. The loop is that of a contiguous cache without a mask, because the place of a row is looked up beforehand.
+    ``window``: only the tiles count that some query token of a request sees (not with a list, all of whose entries have
+    to be looked at). ``grouped``: float8 rows are multiplied by scales of groups of columns, see GROUPED_ROWS.
 
     Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
-    or together with ``deterministic``; :class:`NoPlanError`, one of them, for rows too wide for shared memory.
+    or together with ``deterministic``; its subclass :class:`NoPlanError` for rows too wide for shared memory.
     """
     for letter, size in (("B", B), ("S", S), ("H", H), ("L", L)):
         _require(size >= 1, f"{letter} is {size}, expected at least 1")
@@ -279,7 +280,7 @@ def plan(
             row = starting_row(kind, GROUPED_ROWS, layout, device, "triton", listed=listed)
         row, smem = fitted(row, layout, device)
     if window and not listed:
-        T = min(T, window + S - 1 + row.block_n - 1)  # the first and the last tile are seen in part
+        T = min(T, window + S - 1 + row.block_n - 1)  # the first and the last tile are partly visible
     if deterministic:
         wanted = max(1, -(-T // CHUNK))
         _require(wanted <= GRID_LIMIT, f"T is {T}, more than {GRID_LIMIT} chunks of {CHUNK} tokens")
@@ -316,7 +317,7 @@ def check(
     mask_bytes: int | None = None,
     listed: bool = False,
 ) -> Plan:
-    """A caller's own plan with its shared memory filled in; raises :class:`InputError` where it cannot be launched."""
+    """A caller's own plan, with its shared memory filled in. Raises :class:`InputError` if it cannot be launched."""
     for name, size, least in (
         ("block_m", chosen.block_m, LEAST), ("block_n", chosen.block_n, LEAST), ("num_warps", chosen.num_warps, 1)
     ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The truth: absorbed decode attention in plain torch, in float32 or float64. Never clever, never fast.
+"""The reference: absorbed decode attention in plain torch, in float32 or float64. Never clever, never fast.
 
 With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of the shared rotary row ``r``:
 
@@ -9,14 +9,14 @@ With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of th
     out[b,s,h,:]   = sum_t softmax_t(score[b,h,s,t]) v[b,t,:]           v = values, or c where values is None
     out[b,s,h,:]  *= exp(lse[b,s,h]) / (exp(lse[b,s,h]) + exp(sinks[h]))                    where sinks are given
 
-``c`` (and ``r`` where it is fp8) is the stored row times ``kv_scale``, each group of columns times its own where it is
-[B,T,G]. The sink is not in ``lse``.
+``c`` (and ``r`` if it is fp8) is the stored row times ``kv_scale``; a [B,T,G] ``kv_scale`` has one scale for each group
+of columns. The sink is not in ``lse``.
 
 With ``len = seq_lens[b]``, or T: a key is hidden from a query by a boolean mask that is False, by an additive mask of
-minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), by ``window > 0`` (``t <= len - S + s -
-window``), or by ``indices`` that do not name it (no ``indices[b,s,i]`` is ``t``). A query that sees no key gets ``out =
-0`` and ``lse = -inf``. A key that is hidden from every query of its batch entry is not read: whatever its row holds (an
-unused part of a cache, the tail of a page), NaN included, does not reach the result.
+minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), by ``window > 0`` (``t <= len - S + s - window``),
+or by ``indices`` that do not name it (no ``indices[b,s,i]`` is ``t``). A query that sees no key gets ``out = 0`` and
+``lse = -inf``. A key that is hidden from every query of its batch entry is not read: the contents of its row (an unused
+part of a cache, the tail of a page), NaN included, do not reach the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compute_dtype(latent: Tensor) -> torch.dtype:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating mask in ``dtype``. Finite entries stay finite, float64's lowest value in float32 included."""
+    """A floating mask in ``dtype``. Finite entries stay finite, even float64's lowest value in float32."""
     if mask.dtype == dtype or torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
         return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
@@ -71,7 +71,7 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if call.softcap > 0:
         score = call.softcap * torch.tanh(score / call.softcap)
     score = (score + bias).masked_fill(~visible, -torch.inf)
-    lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity where nothing is visible
+    lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity if no key is visible
     nothing = lse == -torch.inf
     weight = torch.softmax(score, dim=-1).masked_fill(nothing[..., None], 0.0)
     out, lse = torch.einsum("bhst,btv->bshv", weight, v), lse.transpose(1, 2)
@@ -81,14 +81,14 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def index_scores(call: IndexCall) -> Tensor:
-    """[B,S,T], the equation of :class:`mla_compile.kernels.call.IndexCall`; shapes are not checked here."""
+    """[B,S,T], by the equation of :class:`mla_compile.kernels.call.IndexCall`; shapes are not checked here."""
     dtype = compute_dtype(call.keys)
     products = torch.einsum("bsjd,btd->bsjt", call.query.to(dtype), call.keys.to(dtype))
     return torch.einsum("bsj,bsjt->bst", call.weights.to(dtype), torch.relu(products * call.scale)).contiguous()
 
 
 def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """``exp(lse) / (exp(lse) + exp(sinks))`` [...,H], the share that a sink leaves to the keys; 0 where there are none.
+    """``exp(lse) / (exp(lse) + exp(sinks))`` [...,H], the share of the keys beside a sink; 0 if there are no keys.
 
     ``lse`` is [...,H], ``sinks`` [H].
     """
@@ -98,20 +98,20 @@ def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
 def _named(indices: Tensor, T: int) -> Tensor:
     """[B,1,S,T] bool: the keys that some entry of ``indices`` [B,S,k] names."""
     at = indices.long()
-    # One place more, for the entries that name no key.
+    # One extra column takes the entries that name no key.
     named = torch.zeros(*at.shape[:2], T + 1, dtype=torch.bool, device=at.device)
     return named.scatter(-1, at.masked_fill((at < 0) | (at > T), T), value=True)[:, None, :, :T]
 
 
 def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
-    """The same call over a contiguous cache [B,T,width], T = maxpages * page; unused entries may be anything."""
+    """The same call over a contiguous cache [B,T,width], T = maxpages * page; unused entries are arbitrary."""
     assert call.seq_lens is not None
     latent, rope, kv_scale = call.latent, call.rope, call.kv_scale
     pages, page = latent.shape[:2]
     B, T = table.shape[0], table.shape[1] * page
     token = torch.arange(T, device=call.query.device)
     at = table.long()[:, token // page].masked_fill(token >= call.seq_lens[:, None], 0)  # [B,T]
-    if pages == 0:  # nothing to look up, and nothing is visible
+    if pages == 0:  # no key is visible: an empty cache needs one page to index
         latent = latent.new_zeros(1, page, latent.shape[2])
         rope = None if rope is None else rope.new_zeros(1, page, rope.shape[2])
         kv_scale = None if kv_scale is None else kv_scale.new_ones(())
@@ -125,7 +125,7 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
 
 
 def _rows(pages: Tensor, at: Tensor, slot: Tensor) -> Tensor:
-    """[B,T,width]; float8 is moved as bytes, which every device can index."""
+    """[B,T,width]; float8 is gathered as bytes, which every device can index."""
     if pages.dtype.itemsize == 1:
         return pages.view(torch.uint8)[at, slot].view(pages.dtype)
     return pages[at, slot]
@@ -134,10 +134,10 @@ def _rows(pages: Tensor, at: Tensor, slot: Tensor) -> Tensor:
 def _visible(
     B: int, S: int, T: int, seq_lens: Tensor | None, window: int, device: torch.device, *, causal: bool
 ) -> Tensor:
-    """[B,1,S,T] bool: what lengths, causality and the window leave."""
+    """[B,1,S,T] bool: the keys allowed by lengths, causality and the window."""
     length = torch.full((B,), T, device=device) if seq_lens is None else seq_lens.long().clamp(0, T)
     t = torch.arange(T, device=device)
-    own = length[:, None, None, None] - S + torch.arange(S, device=device)[:, None]  # [B,1,S,1]: the query's own place
+    own = length[:, None, None, None] - S + torch.arange(S, device=device)[:, None]  # the query's own position
     visible = (t < length[:, None, None, None]).expand(B, 1, S, T)
     if causal:
         visible = visible & (t <= own)

@@ -1,11 +1,12 @@
-"""What calls of one step can share: the buffers that their preparing launches write, laid out in one tensor.
+"""The data that calls of one step can share: the buffers written by their preparing launches, laid out in one tensor.
 
-A mask's lists of tiles (kernels/triton/tiles_triton.py) and the cut of a ragged batch (kernels/triton/schedule.py)
-depend on the mask, the lengths, sizes, dtypes and numbers, and the layers of a model have those in common. The op
-``mla_compile::decode_schedule`` writes them once, and calls that are given its result launch without preparing.
+A mask's lists of tiles (kernels/triton/tiles_triton.py) and the partitioning of a ragged batch
+(kernels/triton/schedule.py) depend on the mask, lengths, sizes, dtypes and numbers, which the layers of a model have in
+common. The operator ``mla_compile::decode_schedule`` writes them once, and calls that receive its result launch without
+preparing.
 
-Which buffers there are, and of which tiles, depends on the device; the size of the tensor must not, because a fake
-function has none to ask. So :func:`elements` is a bound that holds for every plan on every device.
+The buffers and their tiles depend on the device. The size of the tensor must not, because a fake function has no device
+to query. So :func:`elements` is a bound that holds for every plan on every device.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import torch
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.tiles import LEAST
 
-ALIGNMENT = 16  # bytes: what the kernels are told of their buffers' addresses
-PLANES = 6  # of a mask's lists
-MAX_SMS = 144  # of a whole GH100 die; a batch is cut for no more of them
+ALIGNMENT = 16  # bytes: the alignment that the kernels assume of their buffers
+PLANES = 6  # planes of a mask's lists
+MAX_SMS = 144  # SMs of a full GH100 die; a batch is partitioned for no more than these
 
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
 
 
 def elements(call: DecodeCall) -> int:
-    """How many int64 the schedule of a call has; 0 where no device has anything to prepare.
+    """The number of int64 in the schedule of a call; 0 if no device has anything to prepare.
 
-    Sizes may be symbolic, and nothing is asked of them that would become a guard.
+    Sizes may be symbolic, and none of the operations adds a guard.
     """
     B = call.query.shape[0]
     if call.indices is not None:
@@ -40,7 +41,7 @@ def elements(call: DecodeCall) -> int:
 
 
 def offsets(buffers: Buffers) -> dict[str, int]:
-    """Where each buffer begins inside a schedule, in bytes."""
+    """The offset of each buffer in a schedule, in bytes."""
     found, at = {}, 0
     for name, (shape, dtype) in buffers.items():
         found[name] = at

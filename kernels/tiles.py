@@ -1,7 +1,7 @@
-"""The tile of a launch: from ``tuned.json``, made smaller until it fits the device's shared memory.
+"""The tile of a launch: from ``tuned.json``, reduced until it fits the device's shared memory.
 
-A *tile* is ``block_n`` cached tokens met by ``block_m`` query rows (row m is token m // H, head m % H). ``tuned.json``
-has a row for each GPU generation, cache dtype and number of query rows. Nothing here reads a tensor or a device.
+A *tile* is ``block_n`` cached tokens by ``block_m`` query rows (row m is token m // H, head m % H). ``tuned.json`` has
+a row for each GPU generation, cache dtype and number of query rows. Nothing here reads a tensor or a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mla_compile.kernels.devices import Device
 from mla_compile.kernels.tuned import Kernel, Row, table
 
 KB = 1024
-SLACK = 2 * KB  # reductions across warps, page ids, statistics: what the bound below does not count one by one
+SLACK = 2 * KB  # reductions across warps, page ids, statistics: not counted individually in the bound below
 LEAST = 16  # query rows and tokens of a tile: the smallest side of a matrix product
 
 
@@ -21,8 +21,9 @@ LEAST = 16  # query rows and tokens of a tile: the smallest side of a matrix pro
 class Layout:
     """The padded widths of a cached row, in columns, and the bytes of an element of the cache and of the products.
 
-    ``values`` is 0 where the latent rows are the values. ``paged``: a tile's place is looked up in a block table.
-    ``mask_bytes`` are read in the loop for each query row and token: 0 for no mask, and for one that only lists tiles.
+    ``values`` is 0 if the latent rows are the values. ``paged``: the place of a tile is looked up in a block table.
+    ``mask_bytes``: bytes that the loop reads for each query row and token; 0 without a mask, and for a mask that its
+    list of tiles describes completely.
     """
 
     latent: int
@@ -40,30 +41,31 @@ class Layout:
 
 
 class NoPlanError(InputError):
-    """Rows so wide that no tile fits this device's shared memory: the reference has to do."""
+    """Rows are so wide that no tile fits this device's shared memory: the reference has to run."""
 
 
 def padded(width: int) -> int:
-    """The columns a kernel works on: the next power of two, at least the 16 a matrix product needs; 0 stays 0."""
+    """The columns that a kernel processes: the next power of two, at least 16 for matrix products; 0 stays 0."""
     return 0 if width == 0 else max(LEAST, 1 << (width - 1).bit_length())
 
 
 def depth(num_stages: int, *, paged: bool) -> int:
-    """Tiles that are on their way while one is worked on; a paged tile's address is loaded a stage earlier."""
+    """The number of tiles in flight while one is processed; the address of a paged tile is loaded a stage earlier."""
     return max(1, (num_stages - 1) // 2) if paged else max(1, num_stages - 1)
 
 
 def shared_memory(
     layout: Layout, block_m: int, block_n: int, num_warps: int, num_stages: int, capability: tuple[int, int]
 ) -> int:
-    """An upper bound of the bytes that Triton's compiler takes for one block of the attention kernel.
+    """An upper bound on the shared memory, in bytes, that Triton's compiler uses for one block of the attention kernel.
 
-    The queries and a ring of tiles; the softmax weights where the product reads them from shared memory. Products of
-    Hopper's warpgroups read the tile where it lies while the next one arrives, so they hold one more; Blackwell's (64
-    rows or more) need the tile twice, once as values. An fp8 tile is held as it came and converted on the way into a
-    product, through shared memory. A float32 query is held as two parts, whose products add up to a float32 one.
+    It counts the queries, a ring of tiles, and the softmax weights if the product reads them from shared memory.
+    Products of Hopper's warpgroups read a tile in place while the next one arrives, so they need one more tile.
+    Blackwell's products (64 rows or more) need the tile twice, once as values. An fp8 tile is stored as it is and
+    converted on its way into a product, through shared memory. A float32 query is stored as two parts, whose products
+    add up to a float32 product.
     """
-    # From 64 rows on, products take the instructions of the generation: wgmma (one warpgroup is 4 warps), tcgen05.
+    # From 64 rows on, products use the instructions of the generation: wgmma (one warpgroup is 4 warps), tcgen05.
     warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
     tensor_memory = capability[0] == 10 and block_m >= 64 and layout.dot_bytes == 2
     under_way = depth(num_stages, paged=layout.paged)
@@ -79,15 +81,15 @@ def shared_memory(
         again = layout.latent if tensor_memory and not layout.values else 0
         ring = buffers * (columns + again) * layout.cache_bytes
     weights = 0 if warpgroup else block_m * block_n * layout.dot_bytes
-    # A mask goes from the layout it is loaded in to that of the scores, as two bytes at least. Beside a latent of up to
-    # 256 columns the compiler was seen to hold one more copy (tests/kernels/test_tiles.py has what it took).
+    # A mask is converted from its load layout to that of the scores, as two bytes at least. With a latent of up to 256
+    # columns the compiler was seen to use one more copy (tests/kernels/test_tiles.py has the measured sizes).
     copies = under_way + (1 if warpgroup and layout.latent <= 256 else 0)
     mask = block_m * block_n * max(layout.mask_bytes, 2) * copies if layout.mask_bytes else 0
     return queries + block_n * (ring + converted) + weights + mask + SLACK
 
 
 def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: Kernel, *, listed: bool = False) -> Row:
-    """The table's row for this device; for wider output than any of its rows has, the widest, with fewer query rows."""
+    """The table's row for this device; for output wider than in any row, the widest row with fewer query rows."""
     known = [r for r in table() if (r.kernel, r.cache) == (kernel, kind) and r.capability <= device.capability]
     known = [r for r in known if listed or not r.listed]
     if not known:
@@ -104,7 +106,7 @@ def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: K
 
 
 def fitted(row: Row, layout: Layout, device: Device) -> tuple[Row, int]:
-    """The row, or the first smaller one whose shared memory the device has, and that many bytes."""
+    """The row, or the first smaller one whose shared memory fits the device, and its shared memory in bytes."""
     least = 0
     for smaller in _smaller(row):
         shape = (smaller.block_m, smaller.block_n, smaller.num_warps, smaller.num_stages)
@@ -120,9 +122,9 @@ def fitted(row: Row, layout: Layout, device: Device) -> tuple[Row, int]:
 
 
 def _smaller(row: Row) -> list[Row]:
-    """The row itself, then ever smaller ones: less depth first, then fewer tokens, then fewer query rows.
+    """The row itself, then ever smaller ones: first less depth, then fewer tokens, then fewer query rows.
 
-    Query rows are kept longest, because all rows of a tile share one read of the cache; only the last halving of the
+    Query rows are reduced late, because all rows of a tile share one read of the cache; only the last halving of the
     tokens comes after them. More than 16 rows are spread over 8 warps, whose registers hold the sums.
     """
     steps = [row, replace(row, num_stages=2)]

@@ -1,4 +1,4 @@
-"""The table of tiles, tuned.json: read here, chosen from by kernels/tiles.py, written by benchmarks/gpu/tune.py."""
+"""The table of tiles, tuned.json: read here, used by kernels/tiles.py, written by benchmarks/gpu/tune.py."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any, Literal
 
 Kernel = Literal["triton", "gluon"]
 TABLE = Path(__file__).with_name("tuned.json")
-WIDTH = 576  # columns of the rows that the table's times are of: 512 of the latent and 64 of the rotary key
+WIDTH = 576  # columns of the rows for which the table has times: 512 of the latent and 64 of the rotary key
 
 
 @dataclass(frozen=True)
 class Row:
     """One row of ``tuned.json``: a tile and what is known about its speed.
 
-    It is for devices from this ``capability`` up to the next one in the table, for ``min_rows`` to ``max_rows`` query
-    rows, at most ``max_width`` columns of output, and for a cache that is ``paged`` or not; None is any.
-    Rows that are ``listed`` are for calls with lists of keys alone, and come before those for a cache in one piece.
+    It applies to devices from this ``capability`` up to the next one in the table, to ``min_rows`` to ``max_rows``
+    query rows, to at most ``max_width`` columns of output, and to a cache that is ``paged`` or not; None means any.
+    Rows with ``listed`` apply only to calls with index lists, and take precedence there over those for a contiguous
+    cache.
 
-    ``barriers``, ``held`` and ``cluster`` are forms of the Hopper kernel, see :class:`mla_compile.kernels.plan.Plan`.
+    ``barriers``, ``held`` and ``cluster`` are variants of the Hopper kernel, see
+    :class:`mla_compile.kernels.plan.Plan`.
 
-    Times are microseconds, for rows of ``WIDTH`` columns: ``t0_us`` of a block without tiles, ``tile_us`` that an SM's
-    units need for a tile.
+    Times are microseconds, for rows of ``WIDTH`` columns: ``t0_us`` for a block without tiles, ``tile_us`` for the time
+    that a tile occupies an SM's units.
     """
 
     kernel: Kernel
@@ -55,13 +57,13 @@ class Row:
         return cls(**{"provenance": provenance, **entry, "capability": tuple(entry["capability"])})
 
     def suits(self, rows: int, *, paged: bool) -> bool:
-        """Whether the row is meant for this many query rows and this loop."""
+        """Whether the row applies to this many query rows, and to a cache of this kind."""
         few_enough = self.max_rows is None or rows <= self.max_rows
         return self.min_rows <= rows and few_enough and self.paged in (None, paged)
 
 
 @lru_cache(maxsize=8)
 def table(path: Path = TABLE) -> tuple[Row, ...]:
-    """The rows of ``tuned.json``. After writing a new one: ``table.cache_clear()`` and ``plan.cache_clear()``."""
+    """The rows of ``tuned.json``. After writing a new one, call ``table.cache_clear()`` and ``plan.cache_clear()``."""
     content = json.loads(path.read_text())
     return tuple(Row.of(entry, content["provenance"]) for entry in content["rows"])

@@ -1,14 +1,14 @@
 """Absorbed decode for models with Multi-head Latent Attention that nobody prepared for it.
 
-Three doors lead to the same passes::
+All entry points run the same passes::
 
     fast = mla_compile.optimize(model)            # a module that shares the model's weights
     step = torch.compile(model, backend="mla")    # through the entry point, without importing this package
-    report = mla_compile.explain(model, *inputs)  # what would be done, and why not where it would not
+    report = mla_compile.explain(model, *inputs)  # what would be rewritten, and what would not and why
     mla_compile.export_onnx(model, "model_dir")   # absorbed decode graphs for any ONNX Runtime
 
-The names below are the whole public interface. They are imported on first use: what a program does not call costs it
-nothing at import. Importing the package registers its ops, so that a saved graph which uses them loads.
+``__all__`` is the whole public interface. Most names are imported on first use, so a program pays at import only for
+what it calls. Importing the package registers its operators, so that a saved graph that uses them loads.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ __all__ = [
 ]
 
 try:
-    if not (sys.argv[1:] == ["--version"] and Path(sys.argv[0]).name in ("mla-compile", "-m")):  # which needs no torch
-        import_module("mla_compile.ops")  # registers them
+    if not (sys.argv[1:] == ["--version"] and Path(sys.argv[0]).name in ("mla-compile", "-m")):  # needs no torch
+        import_module("mla_compile.ops")  # registers the operators
 except ModuleNotFoundError as error:
     if error.name != "mla_compile.kernels":
         raise
     raise ImportError(
-        "mla_compile/passes and mla_compile/kernels are symbolic links in the repository and are none here: clone it "
-        "with `git clone -c core.symlinks=true`, or unpack it where links can be made"
+        "mla_compile/passes and mla_compile/kernels are symbolic links in the repository, but not here: clone it with "
+        "`git clone -c core.symlinks=true`, or unpack it on a file system that has symbolic links"
     ) from None
 
 __getattr__, __dir__ = lazy(

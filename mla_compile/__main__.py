@@ -1,4 +1,4 @@
-"""The program ``mla-compile``; ``python -m mla_compile`` is the same, for a checkout that is not installed."""
+"""The program ``mla-compile``; ``python -m mla_compile`` runs it from a checkout that is not installed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mla_compile.version import __version__
 
 
 def main() -> None:
-    """Run a command; where a package is missing that every command needs, say so."""
-    if sys.argv[1:] == ["--version"]:  # without importing torch, and whatever is missing
+    """Run a command. If a package that every command needs is missing, name it."""
+    if sys.argv[1:] == ["--version"]:  # works without torch and other packages
         sys.stdout.write(f"{__version__}\n")
         return
     try:

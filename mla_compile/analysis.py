@@ -1,6 +1,6 @@
-"""What the passes read off one program before anything is rewritten: one spelling, the attentions, their linear maps.
+"""The analysis that precedes every rewrite: canonicalise, find the attentions, compute their linear maps.
 
-The caches kept as rows, an attention split by heads and the pipeline itself all begin like this, each on a copy.
+The pipeline, the rewrite of caches and the splitting of heads all start with it, each on its own copy of the program.
 """
 
 from __future__ import annotations
@@ -40,49 +40,52 @@ CANONICAL: dict[str, Callable[[Program], int]] = {
     "split_products": lambda program: split_products(program.gm.graph, weights_of(program), program.fake_mode),
     "write_softmax": lambda program: write_softmax(program.gm.graph, weights_of(program), program.fake_mode),
 }
-"""The passes that leave one spelling of everything, in order: each returns the number of its changes."""
+"""The canonicalisation passes in order. Each returns the number of changes it made."""
 
 
 def weights_of(program: Program) -> set[fx.Node]:
-    """The nodes computed from weights and constants only."""
+    """The nodes that are computed from weights and constants only."""
     return weight_nodes(program.gm.graph, program.weights)
 
 
 def copy_with_origins(program: Program) -> Program:
-    """A copy, each of whose nodes knows what it is in ``program``."""
+    """A copy in which every node records the name of its original in ``meta[ORIGIN]``."""
     copied = program.copy()
     for node in copied.gm.graph.nodes:
-        # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
+        # A copied graph has new nodes with the same names: verification looks up its inputs by name.
         node.meta[ORIGIN] = node.name
     return copied
 
 
 def canonicalize(program: Program) -> dict[str, int]:
-    """Rewrites ``program`` itself to one spelling; the number of changes of each pass."""
+    """Canonicalise ``program`` in place; return the number of changes of each pass."""
     return {name: change(program) for name, change in CANONICAL.items()}
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One canonical program, read only. ``maps`` knows the virtual sources of its attentions."""
+    """The analysis of one canonical program, which is read only.
+
+    ``maps`` includes the virtual sources of its attentions.
+    """
 
     program: Program
     sites: list[AttentionSite]
     maps: Maps
 
     def with_slices(self) -> Analysis:
-        """The same, where a slice along the tokens of K or V may be what the same slice of its rows makes."""
+        """The same analysis, which may also express a token slice of K or V as the same slice of the source rows."""
         return replace(self, maps=with_row_slices(self.sites, with_groups(self.sites, self.maps)))
 
     @property
     def weights(self) -> Collection[fx.Node]:
-        """The nodes computed from weights and constants only."""
+        """The nodes that are computed from weights and constants only."""
         return self.maps.weights
 
     def judged(self, forms: Forms, fold: Fold, device: Device | None = None, *, sparse: bool = True) -> list[Verdict]:
-        """The verdict on each attention, in order; ``device``: by default that of the program.
+        """The verdict on each attention, in order. ``device`` is that of the program by default.
 
-        ``sparse``: whether attention may read the keys of a list only.
+        ``sparse``: whether an attention may read only the keys of an index list.
         """
         gm = self.program.gm
         on = device or default_device(device_type(gm))
@@ -90,7 +93,7 @@ class Analysis:
         return verdicts if forms == "expanded" else with_fusions(gm.graph, verdicts, self.maps, sparse=sparse)
 
     def without_softmax(self) -> list[tuple[fx.Node, Stop]]:
-        """Attentions over a latent that have none, each with what is there in its place."""
+        """The attentions over a latent that have no softmax, each with a stop that names the function in its place."""
         gm = self.program.gm
         found = find_other_weights(gm.graph, self.weights)
         if not found:
@@ -102,16 +105,16 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Read:
-    """A canonical copy of a program as it was read, unchanged since: ``changes`` of each canonical pass, no slices."""
+    """The analysis of a canonical copy, without row slices, and the ``changes`` of each canonicalisation pass."""
 
     changes: dict[str, int]
     analysis: Analysis
 
 
 def analyse(program: Program, *, slices: bool = True) -> Analysis:
-    """The attentions of a canonical program, and the analysis of its linear maps.
+    """Find the attentions of a canonical program and analyse its linear maps.
 
-    ``slices``: as :meth:`Analysis.with_slices`.
+    ``slices``: apply :meth:`Analysis.with_slices`.
     """
     weights = weights_of(program)
     sites = find_attention(program.gm.graph, weights)
@@ -123,6 +126,6 @@ def analyse(program: Program, *, slices: bool = True) -> Analysis:
 
 
 def device_type(gm: fx.GraphModule) -> str:
-    """Where the first tensor of a graph lies."""
+    """The device type of the first tensor of a graph."""
     tensors = (n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     return next((tensor.device.type for tensor in tensors), "cpu")

@@ -1,4 +1,4 @@
-"""``optimize`` and ``explain``: an nn.Module, ExportedProgram or GraphModule in, the same kind (or a report) out."""
+"""``optimize`` and ``explain``: an nn.Module, ExportedProgram or GraphModule in; the same kind or a report out."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from mla_compile.runtime.folds import folded_values
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _ONE_FORM = (
-    "the number of queries is symbolic, and for the traced one expanding is cheaper; an artifact holds one form: use "
-    'forms="absorbed", or trace with few queries'
+    "the number of queries is symbolic, and expanding is cheaper for the traced number; a saved program has only one "
+    'form: use forms="absorbed", or trace with few queries'
 )
-_CASTS = "the casts of autocast are written out in the program: run it outside of autocast"
+_CASTS = "the program contains the casts of autocast: run it outside of autocast"
 _DYNAMO_SETTINGS = ("dynamic", "fullgraph")
 
 
@@ -49,44 +49,46 @@ def optimize(obj: Model, example_inputs: Any = None, *, progress: bool | None = 
 
 
 def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Any:
-    """The same model with absorbed decode, sharing the original's weights; the original stays as it was.
+    """The same model with absorbed decode, sharing the original's weights; the original is not changed.
 
     * ``nn.Module``: a new object of the same class with the same parameters, buffers and layers, whose forward is
-      compiled when it is first called. Empty buffers of K and V become rows then, and the modules that hold them are
-      copied for it. Methods that call the model, such as ``generate()``, run the compiled forward; so do those that
-      call a model within it, of which there is a copy that shares all else. With gradients enabled the original runs.
-      ``mla_report`` says what has been done so far. A deep copy of it is optimized too.
+      compiled on its first call. In that call, empty buffers of K and V become buffers of rows, and the modules that
+      hold them are copied. Methods that call the model, such as ``generate()``, run the compiled forward. Methods that
+      call a model within it do so too: such inner models are copied, and the copies share everything else. With
+      gradients enabled the original forward runs. ``mla_report`` says what has been done so far. A deep copy is
+      optimized as well.
     * ``ExportedProgram``: a new one with the same signature. ``lowering`` is "aten" by default, so that a package made
       from it loads where mla_compile is not installed; folded weights (``fold="always"``) become its constants.
     * ``GraphModule``: a new one, captured at the shapes of ``meta["val"]`` or of ``example_inputs``.
 
     Args:
         obj: the model.
-        example_inputs: a tuple of positional or a dict of keyword arguments. A module is then explained for them, on
-            fake tensors and without running it, before this returns: inputs that do not fit and models that cannot be
-            captured are reported at once, and ``mla_report`` is filled.
-        progress: whether stderr shows what is being compiled, and after each graph how long its stages took (s). By
-            default it does on a terminal.
-        **options: options of Inductor; ``mode``, ``dynamic`` and ``fullgraph`` as in ``torch.compile``; and these, of
-            which ``help(mla_compile.Options)`` has more:
+        example_inputs: a tuple of positional or a dict of keyword arguments. A module is then explained for them on
+            fake tensors, without running it, before this function returns: inputs that do not fit and models that
+            cannot be captured raise at once, and ``mla_report`` is filled.
+        progress: whether stderr shows what is being compiled and, after each graph, the time of each stage (s). The
+            default is to show it on a terminal only.
+        **options: options of Inductor; ``mode``, ``dynamic`` and ``fullgraph`` as in ``torch.compile``; and the
+            following, which ``help(mla_compile.Options)`` explains:
 
-            - ``forms`` ("auto", "absorbed", "expanded"): the form of each call, by its cost or fixed
+            - ``forms`` ("auto", "absorbed", "expanded"): choose the form of each call by cost, or fix it
             - ``fold`` ("auto", "never", "always"): whether weights are multiplied ahead of time
             - ``lowering`` ("op", "aten"): call our operators, or leave plain ATen
-            - ``codegen`` ("inductor", "eager"): compile the graph, or run the rewritten one as it is
-            - ``cache`` ("auto", "latent", "expanded"), ``cache_dtype`` ("model", "fp8"): what becomes of cached K and V
-            - ``appends`` ("auto", "in_place", "copy"): how rows get behind those of a growing cache
+            - ``codegen`` ("inductor", "eager"): compile the rewritten graph, or run it as it is
+            - ``cache`` ("auto", "latent", "expanded"), ``cache_dtype`` ("model", "fp8"): how cached K and V are kept
+            - ``appends`` ("auto", "in_place", "copy"): how new rows are appended to a growing cache
             - ``quantized`` ("absorb", "exact"), ``dequantize`` ("auto", "once", "step"): quantized up-projections
-            - ``sparse`` ("auto", "never"): read the keys of a list alone, or all of them
+            - ``sparse`` ("auto", "never"): read only the keys of an index list, or all of them
             - ``products`` ("auto", "native", "torch"): the kernel for products of few rows on a CPU
-            - ``layers`` ("once", "whole"): compile equal layers one time, or each
-            - ``expanded_bytes`` (2**30): what an expanded attention may hold before it goes by groups of heads
-            - ``ranks`` ("agree", "alone"), ``context_parallel`` (a mesh): several processes
+            - ``layers`` ("once", "whole"): compile equal layers once, or the graph as a whole
+            - ``expanded_bytes`` (2**30): the memory beyond which an expanded attention is computed by groups of heads
+            - ``ranks`` ("agree", "alone"): whether ranks decide together which attentions to absorb
+            - ``context_parallel`` (None): a mesh of ranks that share the rows of a cache
             - ``verify`` (True): check each rewritten attention against float64
-            - ``strict`` (False): raise where otherwise there is a warning
+            - ``strict`` (False): raise an error instead of warning
 
     Raises:
-        InputError: ``obj`` is not a model, or a module without a ``forward``, or the example inputs do not fit it.
+        InputError: ``obj`` is not a model, is a module without a ``forward``, or the example inputs do not fit it.
         OptionError: an option does not exist, or cannot have that value.
         CaptureError: the model does not become one functional graph.
         WeightError: a weight has no values that could be used.
@@ -100,35 +102,36 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
         with one_at_a_time(), Compilations("the program", show=progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
-        if not models_within(obj):  # methods may call these
+        if not models_within(obj):  # methods may call the inner models
             _needs_forward(obj, "optimize()")
         return _optimize_module(obj, example_inputs, dict(options), progress=progress)
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
-        'for a function use torch.compile(function, backend="mla"), for TorchScript the module it was made from'
+        'for a function use torch.compile(function, backend="mla"), for TorchScript pass the module it was made from'
     )
 
 
 @one_at_a_time()
 def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
-    """What would be done to a model, and why not where it would not be, without changing or running it.
+    """Report what would be rewritten in a model, and why the rest would not, without changing or running the model.
 
-    A module is traced on fake tensors: nothing is computed, no cache is written to, and a model on the meta device (one
-    that fits in no memory) is explained like any other.
+    A module is traced on fake tensors: nothing is computed, no cache is written to, and a model on the meta device (too
+    large for memory) is explained like any other.
 
     Args:
         model: an ``nn.Module``, an ``ExportedProgram`` or a ``GraphModule``.
         *example_inputs: the arguments of its forward; those of a decode step show what happens in decode. An
-            ExportedProgram needs none, a GraphModule only where its placeholders have no ``meta["val"]``.
-        **arguments: keyword arguments of its forward. A name that is one of ``Options`` is taken for the option, unless
-            the forward has an argument of that name and the option cannot have that value (a ``cache`` that is not a
-            string).
+            ExportedProgram needs none, and a GraphModule only if its placeholders have no ``meta["val"]``.
+        **arguments: keyword arguments of its forward. A name of a field of ``Options`` sets that option, unless the
+            forward has an argument of that name and the value is not a legal one of the option (a ``cache`` that is not
+            a string).
 
     Returns:
-        One entry for each attention site. A module that breaks into several graphs has one report for all of them.
+        A report with one entry per attention site. A module that breaks into several graphs has one report for all of
+        them.
 
     Raises:
-        InputError: ``model`` is not a model, or a module without a ``forward``, or does not run on these inputs.
+        InputError: ``model`` is not a model, is a module without a ``forward``, or does not run on these inputs.
         OptionError: an option cannot have that value.
         CaptureError: the model does not become a functional graph.
     """
@@ -177,20 +180,20 @@ def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: flo
 
 
 def _is_plain_module(model: object) -> TypeGuard[torch.nn.Module]:
-    """A module as its author wrote it: neither a traced graph nor TorchScript."""
+    """Whether ``model`` is a module as its author wrote it: neither a traced graph nor TorchScript."""
     return isinstance(model, torch.nn.Module) and not isinstance(model, (fx.GraphModule, torch.jit.ScriptModule))
 
 
 def _needs_forward(model: torch.nn.Module, door: str) -> None:
     if "forward" not in vars(model) and type(model).forward is torch.nn.Module.forward:
         raise InputError(
-            f"{door} is for what runs when a module is called, and {type(model).__name__} has no forward; pass the "
-            "module whose forward its methods call, or give it a forward that calls one of them"
+            f"{door} needs the forward of a module, and {type(model).__name__} has none; pass the module whose forward "
+            "its methods call, or define a forward that calls one of them"
         )
 
 
 def _is_argument(model: object, name: str, value: object) -> bool:
-    """Whether ``value`` is meant for the forward of ``model``, which has an argument with the name of an option."""
+    """Whether an argument with the name of an option is meant for the forward of ``model``."""
     if not _is_plain_module(model) or name not in inspect.signature(model.forward).parameters:
         return False
     try:
@@ -223,9 +226,9 @@ def _optimize_module(
 
 
 def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """A module object that shares parameters, buffers and submodules (also those replaced later) but not hooks.
+    """A module object that shares parameters, buffers and submodules, including later replacements, with ``module``.
 
-    It has the hooks of ``module``, as long as that has them.
+    A hook of the copy runs as long as ``module`` has that hook.
     """
     fast = shallow(module)
     remember_original(fast, module)
@@ -236,7 +239,7 @@ def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
         elif name.endswith("_hooks") or "_hooks_" in name:
             vars(fast)[name] = copy.copy(value)
     forward = vars(fast).get("forward")
-    if isinstance(forward, CompiledForward):  # already one of ours: start again from what it was made from
+    if isinstance(forward, CompiledForward):  # already optimized: start again from its original
         forward.uninstall(fast)
         copy_models(fast, plain_copy)
     return fast
@@ -257,7 +260,7 @@ def _arguments(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Artifact:
-    """A program in the one form that can be saved, with what belongs to it."""
+    """A program in the one form that is saved, with its report, its folded weights and the change of its cache."""
 
     program: Program
     report: Report
@@ -265,7 +268,7 @@ class _Artifact:
     change: CacheChange | None
 
     def attach(self, gm: fx.GraphModule) -> None:
-        """Put the report, and what became of the cache, where users and ``migrate_cache`` find them."""
+        """Put the report and the change of the cache where users and ``migrate_cache`` find them."""
         gm.meta["mla_report"] = self.report
         if self.change is not None:
             gm.meta["mla_cache"] = self.change
@@ -292,7 +295,7 @@ def _optimize_graph_module(gm: fx.GraphModule, example_inputs: object, options: 
 
 
 def _flat_inputs(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
-    """One value per placeholder, through the graph's own flattening of nested inputs where it has one."""
+    """One value per placeholder; nested inputs are flattened by the graph's own codegen."""
     try:
         return list(gm.graph.process_inputs(*args))
     except (TypeError, ValueError) as error:
@@ -300,7 +303,7 @@ def _flat_inputs(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
 
 
 def _artifact(program: Program, options: Options) -> _Artifact:
-    """The program rewritten into one form: where each call would choose, the traced sizes do."""
+    """Rewrite the program into one form; if calls would choose between forms, the traced sizes decide."""
     with without_autocast():
         outcome = pipeline.run(program, options, own_cache=True)
         report = outcome.report
@@ -316,16 +319,16 @@ def _artifact(program: Program, options: Options) -> _Artifact:
 
 
 def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
-    """Options for a program that is saved: nobody watches its weights, so what is made of them is not kept."""
+    """Options for a saved program: nothing tracks its weights, so values derived from them are not kept by default."""
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:
-        raise OptionError(f"{', '.join(options.inductor)}: give options of Inductor to what compiles the program")
+        raise OptionError(f"{', '.join(options.inductor)}: pass options of Inductor to the compiler of the program")
     if options.context_parallel is not None:
         raise OptionError("context_parallel: programs return all rows; only the caches of modules are shared by ranks")
     if options.appends == "in_place":
         raise OptionError(
-            "appends is 'in_place', expected 'auto' or 'copy' for a program: it returns all rows, and cannot tell its "
-            "caller to keep room behind them; a module that is optimized can"
+            "appends is 'in_place', expected 'auto' or 'copy' for a program: it returns all rows, and its caller does "
+            "not reserve room behind them; an optimized module does"
         )
     fold = "never" if options.fold == "auto" else options.fold
     return replace(options, fold=fold, dequantize="step" if options.dequantize == "auto" else options.dequantize)

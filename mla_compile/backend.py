@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="mla")``: the function that the entry point names, and what it has compiled so far.
+"""``torch.compile(model, backend="mla")``: the function of the entry point, and the reports of what it has compiled.
 
 torch imports this module as soon as the backend is named, so the passes are imported only when a graph arrives.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _KEPT = 64
 _told = WeakTensorKeyDictionary()
-"""By the first weight of a graph, what was said of the graphs of its model."""
+"""First weight of a graph -> what users have been told about the graphs of its model."""
 _recent: deque[Report] = deque(maxlen=_KEPT)
 
 
@@ -32,8 +32,8 @@ def mla(
     options: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Callable[..., Any]:
-    """The backend. ``options`` and other keyword arguments are those of :class:`mla_compile.Options` or of Inductor."""
-    from mla_compile.dynamo.compiler import Compiler  # on use: it brings all passes with it
+    """The backend. Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor."""
+    from mla_compile.dynamo.compiler import Compiler  # on use: imports all passes
     from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode)

@@ -1,4 +1,4 @@
-"""Attentions that stay expanded and are large: which of them are computed for a few heads at a time."""
+"""Decides which large expanded attentions are computed for a few heads at a time, and rewrites them."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from mla_compile.passes.verify.by_heads import by_heads_comparison
 from mla_compile.passes.verify.comparison import Check, Checks, Comparison
 
 MOST_GROUPS = 16
-"""The most groups of an attention: of what has heads, a sixteenth is in memory at a time.
+"""The largest number of groups of an attention, so that a sixteenth of its per-head tensors is in memory at a time.
 
-What is left then, the merged output and the hidden states, has no heads, and more groups would only be more code."""
+The merged output and the hidden states remain. They have no heads, so more groups would only add code.
+"""
 
-_IN_GROUPS = "{size} of {heads} heads at a time, as all would hold {gib:.3g} GiB for this attention"
-_AT_ONCE = "all heads at once, which hold {gib:.3g} GiB for this attention: {why}"
+_IN_GROUPS = "{size} of {heads} heads at a time, since all at once would take {gib:.3g} GiB for this attention"
+_AT_ONCE = "all heads at once, which take {gib:.3g} GiB for this attention: {why}"
 
 
 @dataclass
 class ByHeads:
-    """What became of the attentions of one program, by the names of their nodes."""
+    """The result for one program: how many attentions were rewritten, and a note on each by the name of its node."""
 
     done: int = 0
     notes: dict[str, str] = field(default_factory=dict)
 
 
 def is_large(site: AttentionSite, limit: int, *, guard: bool) -> bool:
-    """Whether what the attention makes for each head holds more than ``limit`` bytes, in a call of more than one query.
+    """Whether the per-head tensors of an attention take more than ``limit`` bytes, in a call of more than one query.
 
-    Where sizes are symbols: ``guard`` makes the answer a condition of the graph, which is compiled anew for sizes of
-    which it is not true; else it is the answer for the sizes at hand.
+    For symbolic sizes: with ``guard`` the answer becomes a guard of the graph, which is recompiled for sizes that
+    violate it; without it the answer holds for the hinted sizes.
     """
     if same(axis_size(site.queries), 1):
         return False
@@ -65,16 +66,17 @@ def group_heads(
     *,
     guard: bool,
 ) -> ByHeads:
-    """Rewrites the attentions of a canonical program that are asked for and large.
+    """Rewrite the large attentions of a canonical program for which ``is_asked`` returns true.
 
-    ``untouched``: what they are compared with. Raises :class:`VerificationError` with ``options.strict``.
+    ``untouched`` is the graph that they are verified against. Raises :class:`VerificationError` with
+    ``options.strict``.
     """
     found, checks = ByHeads(), Checks(program.weights)
     before = {} if untouched is None else {n.name: n for n in untouched.nodes}
     assert options.expanded_bytes is not None
     weights = weights_of(program)
     in_order = options.codegen == "inductor" and options.lowering == "op"
-    pad = device_type(program.gm) == "cpu"  # torch's fused attention for CPUs takes one width only
+    pad = device_type(program.gm) == "cpu"  # torch's fused CPU attention needs K and V of one width
     for site in find_attention(program.gm.graph, weights):
         if not is_asked(site) or not is_large(site, options.expanded_bytes, guard=guard):
             continue
@@ -105,9 +107,9 @@ def group_heads(
 
 
 def _region(site: AttentionSite, weights: set[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
-    """The region of an attention along its heads, and where its groups end; or what is in the way."""
+    """The region of an attention along its heads and the ends of its groups, or the stop that prevents grouping."""
     stop = Stop(site.node, "unsupported_op", "it has no axis of heads of a known length")
-    # The innermost axis that queries, keys and output share: before it there are batch entries.
+    # The innermost axis that queries, keys and output share: the axes before it are batch axes.
     for dim, axis in reversed(list(enumerate(site.out.axes))):
         heads = shape(site.node)[dim]
         if not axis or not set(axis) <= set(site.lead) or not isinstance(heads, int) or heads == 1:
@@ -118,16 +120,16 @@ def _region(site: AttentionSite, weights: set[fx.Node]) -> tuple[Region, tuple[i
         made = _made(site)
         left = [n for n in made if n not in region.inside]
         if 2 * sum(map(_node_bytes, left)) > sum(map(_node_bytes, made)):
-            return Stop(left[0], "unsupported_op", "what it makes is needed for all heads, or made of all")
+            return Stop(left[0], "unsupported_op", "its results are needed for all heads, or computed from all")
         bounds = region.bounds(MOST_GROUPS)
         if bounds is None:
-            return Stop(site.node, "unsupported_op", "its heads do not form groups that nothing cuts through")
+            return Stop(site.node, "unsupported_op", "its heads cannot be divided into groups that all tensors share")
         return region, bounds
     return stop
 
 
 def _made(site: AttentionSite) -> dict[fx.Node, None]:
-    """What an attention makes for each head: queries, keys, values, output, and what is written out between them."""
+    """The tensors an attention computes for each head: queries, keys, values, output, written-out intermediates."""
     products = [n for p in site.products for n in (p.q.node, p.k.node, p.node) if n is not None]
     probabilities = [] if site.probs is None else [site.probs.node]
     return dict.fromkeys([*products, *probabilities, site.v.node, site.node])
@@ -139,12 +141,12 @@ def _bytes(site: AttentionSite) -> int | torch.SymInt:
         return tensors
     (product,) = site.products
     q, k = val(product.q.node), val(product.k.node)
-    # Scores and probabilities, which torch computes in float32 at least.
+    # Scores and probabilities: torch computes them in float32 or wider.
     return tensors + 2 * math.prod((*q.shape[:-1], k.shape[-2])) * max(4, q.element_size())
 
 
 def _writes_scores_out(site: AttentionSite) -> bool:
-    """Whether torch's fused attention is none: that for CPUs takes keys and values of one width."""
+    """Whether scores reach memory: torch's fused CPU attention, which avoids that, needs K and V of one width."""
     k, v = (val(n) for n in (site.products[0].k.node, site.v.node))
     return k.device.type == "cpu" and not same(size(k.shape[-1]), size(v.shape[-1]))
 

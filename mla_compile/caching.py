@@ -1,4 +1,4 @@
-"""The step before the other passes: a cache of K and V kept as latent rows."""
+"""The rewrite before the pass table: caches of K and V become caches of latent rows."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from mla_compile.passes.rewrite.narrow import narrow
 
 
 def with_latent_cache(captured: Program, *, assume: bool = False, packs: bool = False) -> tuple[Program, Read | None]:
-    """The program with the K and V that its caller keeps replaced by their rows.
+    """Replace the K and V that the caller keeps by their rows, and return the rewritten program.
 
-    Where there are none, the program itself, and what was read off a copy to find that out.
-
-    Only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in every
-    call. ``assume``: inputs that hold a cache may be taken to come from this program. ``packs``: in float8.
+    If there are none, return the program itself, and the analysis of the copy on which that was found. Caches are
+    rewritten only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in
+    every call. ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``: rows are kept
+    in float8.
     """
     refused: set[str] = set()
     while True:
         program = copy_with_origins(captured)
         changes = canonicalize(program)
-        found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
+        found = analyse(program, slices=False)  # the rewrite handles buffers, which are read from row 0
         kept, torn = _keep_rows(found, refused, assume=assume, packs=packs)
         if not kept:
             return captured, Read(changes, found)
         if torn:
             refused |= torn
             continue
-        # Only what is legal is asked for, not what is cheaper.
+        # The question is whether absorbing is legal, not whether it is cheaper.
         verdicts = analyse(program, slices=False).judged("absorbed", "never", default_device("cpu"))
         wrong = kept.keys() - {v.site.node.name for v in verdicts if _reads_rows(v, kept.get(v.site.node.name))}
         if not wrong:
@@ -52,22 +52,22 @@ def with_latent_cache(captured: Program, *, assume: bool = False, packs: bool = 
 
 
 def _reads_rows(verdict: Verdict, sides: frozenset[Side] | None) -> bool:
-    """Whether an attention reads the rows of ``sides`` as they are: one that stays would be expanded in every call."""
+    """Whether an attention reads the rows of ``sides`` directly, and so does not expand them in every call."""
     plan = verdict.plan if verdict.absorb else None
     if sides is None or plan is None:
         return False
     absorbed = {side for side, terms in plan.sides if terms}
-    # Rows may be wider than K and V; where one side stays, they were compared with the other.
+    # Rows may be wider than K and V. If one side stays expanded, its rows were already compared with the other side.
     return sides <= absorbed and (len(absorbed) < 2 or saves_cache(plan.dims))
 
 
 def _keep_rows(
     found: Analysis, refused: set[str], *, assume: bool, packs: bool
 ) -> tuple[dict[str, frozenset[Side]], set[str]]:
-    """Rewrites the caches of all attentions but ``refused``.
+    """Rewrite the caches of all attentions but ``refused``.
 
-    Returns the sides of each attention whose cache was rewritten, and those for which that is wrong: the program is of
-    no use then.
+    Returns the sides of each attention whose cache was rewritten, and the attentions whose rewrite is invalid. If there
+    are any of the latter, the program must be discarded.
     """
     program, graph = found.program, found.program.gm.graph
     returned: dict[fx.Node, tuple[int, ...]] = {}
@@ -86,11 +86,11 @@ def _keep_rows(
     new = dict(zip(program.mutations, program.outputs, strict=False))
     overwritten = {new[name]: named[name] for name in written}
     caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, overwritten, packs=packs)
-    # What is read as it came in and written to elsewhere stays K.
+    # An input that the attention reads as it came in, but that the program also writes to, stays K.
     caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
     torn: set[str] = set()
     if caches:
-        # In the order of the signature, whatever order attentions were found in.
+        # ``cache.inputs`` follows the order of the signature, not the order in which attentions were found.
         names = [node.name for node in program.placeholders]
         made = _projections(caches, found.maps)
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
@@ -107,7 +107,7 @@ def _keep_rows(
 
 
 def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.Node]:
-    """The products by which what is cached was made of new rows, and those rows."""
+    """The products that make cached values from new rows, each with the node of these rows."""
     found: dict[fx.Node, fx.Node] = {}
     for cache in caches:
         rows = [one.node for part in cache.parts if not isinstance(part, fx.Node) for one in part]
@@ -120,7 +120,7 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
 
 
 def _narrow(program: Program, made: Mapping[fx.Node, fx.Node]) -> None:
-    """Where one product made K and V, of which one is made of rows from now on, it makes the other alone."""
+    """If one product made both K and V and one of them is now computed from rows, narrow the product to the other."""
     graph, maps = program.gm.graph, LinearMaps(weights_of(program), program.fake_mode)
     alive = frozenset(graph.nodes)
     alone: list[tuple[fx.Node, fx.Node]] = []
@@ -134,9 +134,10 @@ def _narrow(program: Program, made: Mapping[fx.Node, fx.Node]) -> None:
 
 
 def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -> set[str]:
-    """The attentions whose buffers cannot be written to as rows.
+    """The attentions whose written buffers cannot become rows.
 
-    They are given what another recipe makes, or share rows, as K and V do, and are not written to alike.
+    Either a buffer's new value is computed by another recipe than its old one, or K and V share rows but receive
+    different values for them.
     """
     written: dict[str, fx.Node] = {}
     torn: set[str] = set()
@@ -155,13 +156,13 @@ def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -
 
 
 def _pasts(program: Program) -> dict[fx.Node, Past]:
-    """What the inputs that carry rows say of themselves, in terms of this graph's weights."""
-    # By identity: two weights with equal values may change apart.
+    """The recipe and weights of each input that carries rows, in terms of this graph's weights."""
+    # Weights are matched by identity: two weights with equal values may change independently.
     names: dict[int, str] = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
     found: dict[fx.Node, Past] = {}
     for name, tensor in program.latents.items():
         if name in program.mutations and name not in program.own:
-            continue  # the caller's, who may have other tensors of these rows
+            continue  # The caller's own tensor: the caller may hold other tensors of these rows.
         if tensor.recipe is None:
             continue
         leaves = [names.get(id(leaf)) or _carried(program, leaf, names) for leaf in tensor.leaves]
@@ -178,10 +179,10 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
 
 
 def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str | None:
-    """The name of a weight that the graph does not read by itself, now that its rows came with it.
+    """Add a weight that came along with rows, and that the graph does not read otherwise; return the name of its node.
 
-    What is made once and read in every call, such as K and V of an encoder's memory, is made in another graph. None
-    where the weight is not one plain tensor of this process.
+    K and V that are made once and read in every call (such as those of an encoder's memory) are made in another graph.
+    Returns None if the weight is not one plain tensor of this process.
     """
     group = torch.distributed
     alone = not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1
@@ -203,7 +204,7 @@ def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str
 
 
 def _own_inputs(program: Program) -> list[fx.Node]:
-    """The inputs that may hold a cache: tensors of numbers that are no weights and are not written to."""
+    """The inputs that may hold a cache: floating-point tensors that are neither weights nor written to."""
     return [
         node
         for node in program.placeholders
@@ -215,9 +216,9 @@ def _own_inputs(program: Program) -> list[fx.Node]:
 
 
 def _own_buffers(program: Program, *, assume: bool) -> list[str]:
-    """The buffers that the program writes to, and of which it returns no view: inputs, or those of its module.
+    """The written buffers of which the program returns no view: inputs, or buffers that its module owns.
 
-    A buffer of an exported module is none of them: its place in the state of the program would have to change.
+    Buffers of an exported module do not count: rewriting one would change the state of the program.
     """
     signature = getattr(program.original, "graph_signature", None)
     known = None if signature is None else set(signature.user_inputs)
@@ -235,7 +236,7 @@ def _own_buffers(program: Program, *, assume: bool) -> list[str]:
 
 
 def _handed_back(program: Program) -> dict[int, str]:
-    """Where the program returns a module's own buffer itself, which code then assigns to the attribute it was in."""
+    """The outputs that return a module's own buffer itself, which the model's code then assigns to its attribute."""
     count = len(program.mutations)
     new = dict(zip(program.mutations, program.outputs, strict=False))
     return {
@@ -246,7 +247,7 @@ def _handed_back(program: Program) -> dict[int, str]:
 
 
 def _write_rows(program: Program, cache: LatentCache, handed_back: dict[int, str]) -> None:
-    """Rows that stand for buffers which were written to are written to: they are no longer returned."""
+    """Turn returned rows that stand for written buffers into writes: the program no longer returns them."""
     count, values = len(program.mutations), list(program.outputs)
     mutations: list[str] = []
     new: list[fx.node.Argument] = []
@@ -288,10 +289,10 @@ def _write_rows(program: Program, cache: LatentCache, handed_back: dict[int, str
 
 
 def packed_notes(program: Program) -> tuple[str, ...]:
-    """What ``cache_dtype="fp8"`` did to the rows of a program's cache, with the error of it."""
+    """Notes on what ``cache_dtype="fp8"`` did to the rows of a program's cache, with the measured error."""
     recipes = [recipe for recipe, _ in program.cache.recipes.values()] if program.cache else []
     widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
     if not widths:
-        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows, which could be float8',)
+        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows',)
     error = max(map(error_of, widths))
-    return (f"rows of the cache are kept in float8 with a scale each: a relative error of {error:.1%}, measured",)
+    return (f"rows of the cache are kept in float8 with one scale per row: measured relative error {error:.1%}",)

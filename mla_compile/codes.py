@@ -1,4 +1,4 @@
-"""Stable codes for what became of an attention site, each with a line of meaning and what a user can change.
+"""Stable codes for the outcome at an attention site, each with one line of meaning and what a user can change.
 
 Codes are part of the interface: scripts and tests match on them, so a code is never renamed or given another meaning.
 """
@@ -13,7 +13,7 @@ Verdict = Literal["absorbed", "kept", "refused", "not_mla"]
 
 
 class Code(str, Enum):
-    """Why a site was absorbed, kept or refused, or is not MLA; equal to its plain string."""
+    """Why a site was absorbed, kept or refused, or is not MLA. Each code equals its plain string."""
 
     ABSORBED = "absorbed"
 
@@ -57,7 +57,7 @@ class Code(str, Enum):
 
 @dataclass(frozen=True)
 class CodeInfo:
-    """What a code means: its usual verdict, a line of meaning, and generic advice (``None`` if there is none)."""
+    """The usual verdict of a code, one line of meaning, and generic advice (``None`` if there is none)."""
 
     verdict: Verdict
     meaning: str
@@ -73,7 +73,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.COST_LATENT_WIDE: CodeInfo(
         "kept",
-        "the rows are as wide as the K and V made of them, and the graph does not show that they are what is cached",
+        "the rows are as wide as the K and V computed from them, and the graph does not show that the rows are cached",
     ),
     Code.FORMS_EXPANDED: CodeInfo(
         "kept", 'the option forms="expanded" asks for the original form', 'use forms="auto" or forms="absorbed"'
@@ -95,12 +95,12 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.VERIFY_FAILED: CodeInfo(
         "kept",
-        "the rewritten attention failed its check against float64: its error is larger than the original's allows",
+        "the rewritten attention failed its check against float64: its error exceeds what the original's error allows",
         "please report it with the dims and dtype shown; run this site in float32 to see whether rounding is the cause",
     ),
     Code.CODE_FAILED: CodeInfo(
         "kept",
-        "Inductor could not compile the rewritten graph, so the graph that came is compiled",
+        "Inductor could not compile the rewritten graph, so the original graph is compiled",
         'please report it with the message shown; codegen="eager" runs the rewritten graph without Inductor',
     ),
     Code.TOO_MANY_SOURCES: CodeInfo(
@@ -116,15 +116,15 @@ CODES: dict[Code, CodeInfo] = {
     Code.RANKS_DIFFER: CodeInfo(
         "kept",
         "another rank of the group does not absorb this attention, and all ranks run the same form",
-        "look at the report of the rank that is named: its own reason is there",
+        "see the report of the named rank for its reason",
     ),
     Code.ALREADY_ABSORBED: CodeInfo(
         "kept",
-        "absorbed by hand: heads share one row per token, key and value at once, and nothing is expanded",
+        "absorbed by hand: heads share one row per token, which is both key and value, and nothing is expanded",
     ),
     Code.SHARED_ROWS: CodeInfo(
         "kept",
-        "heads share one row per token, key and value at once, and no weight makes K or V of it: nothing to absorb",
+        "heads share one row per token, which is both key and value, and no weight expands it: nothing to absorb",
     ),
     Code.POSITION_DEPENDENT: CodeInfo(
         "refused",
@@ -153,9 +153,9 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.NOT_SOFTMAX: CodeInfo(
         "refused",
-        "the values are weighed by another function of the scores than a softmax, such as a sigmoid or a ReLU",
-        "use a softmax; or absorb by hand, which needs none: W_k beside the queries, W_v behind the weighted sum, a "
-        "bias of the keys in the scores, one of the values times the sum of the weights",
+        "the values are weighted by a function of the scores that is not a softmax, such as a sigmoid or a ReLU",
+        "use a softmax; or absorb by hand, which works without one: multiply the queries by W_k and the weighted sum "
+        "by W_v, add a key bias to the scores, and add a value bias times the sum of the weights to the output",
     ),
     Code.DROPOUT: CodeInfo(
         "refused", "attention dropout is active", "call model.eval(), or set the attention dropout to 0"
@@ -173,13 +173,13 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.QUANTIZED_ROWS: CodeInfo(
         "refused",
-        'rows are rounded to few bits before the up-projection, and the option quantized="exact" keeps that',
+        'rows are rounded to few bits before the up-projection, and the option quantized="exact" keeps that rounding',
         'use quantized="absorb", which multiplies unrounded rows with the dequantized weight',
     ),
     Code.UNKNOWN_PRODUCT: CodeInfo(
         "refused",
-        "an operator of some library multiplies the latent by a weight in a format of its own",
-        "say how it is dequantized, with mla_compile.register_quantized_linear",
+        "an operator of a library multiplies the latent by a weight in a format of its own",
+        "register how the weight is dequantized, with mla_compile.register_quantized_linear",
     ),
     Code.UNSUPPORTED_OP: CodeInfo(
         "refused",
@@ -188,34 +188,34 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.COLLECTIVE: CodeInfo(
         "refused",
-        "numbers of other ranks come in between the up-projection and the attention, so no weight of this rank makes K",
-        "shard the up-projection by heads (columns), and gather or reduce behind the attention or before the latent",
+        "values of other ranks enter between the up-projection and the attention, so no weight of this rank makes K",
+        "shard the up-projection by heads (columns), and gather or reduce after the attention or before the latent",
     ),
     Code.GRAPH_BREAK: CodeInfo(
         "refused",
         "K and V come from before a graph break, so the latent and the up-projection are in another graph",
-        "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it); where "
-        "a library wrapped the forwards of layers (quantization, placement) call mla_compile.optimize(model), which "
-        "takes such wrappers off or calls the layer as one operator",
+        "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it); if a "
+        "library wrapped the forwards of layers (quantization, placement), call mla_compile.optimize(model), which "
+        "removes such wrappers or calls the layer as one operator",
     ),
     Code.WRAPPED_FORWARD: CodeInfo(
         "refused",
-        "a library wrapped the forwards of modules in what Dynamo does not follow, so the graph is cut around each and "
-        "K and V enter it as inputs",
+        "a library wrapped the forwards of modules in code that Dynamo does not trace, so the graph breaks around each "
+        "of them, and K and V enter it as inputs",
         "with accelerate: load the whole model onto one device (no device_map that spreads or offloads it), or remove "
-        "its hooks (accelerate.hooks.remove_hook_from_module(model, recurse=True)), then optimize() it; for more "
-        "devices there is tensor parallelism; with other wrappers: set the layer's own forward back, or tell "
-        "register_quantized_linear of its class",
+        "its hooks (accelerate.hooks.remove_hook_from_module(model, recurse=True)), then optimize() it; for several "
+        "devices, use tensor parallelism; with other wrappers: restore the layer's own forward, or register its class "
+        "with register_quantized_linear",
     ),
     Code.EXPANDED_INPUTS: CodeInfo(
         "refused",
-        "K and V are inputs of this graph: whoever calls it made them, so no latent and no up-projection is in sight",
-        "let one module make K and V of the latent and attend to them, and optimize that module; or keep the latent "
-        "and hand that over",
+        "K and V are inputs of this graph: its caller made them, so it contains neither latent nor up-projection",
+        "let one module compute K and V from the latent and attend to them, and optimize that module; or pass the "
+        "latent instead of K and V",
     ),
     Code.EXPANDED_CACHE: CodeInfo(
         "refused",
-        "the cache holds K and V per head, so the latent of the cached tokens is out of sight",
+        "the cache holds K and V per head, so the graph does not have the latent of the cached tokens",
         "cache the latent and the rotary key; or let K and V grow by cat from an empty cache (DynamicCache); or "
         "let a module own the buffers that they are written into, one for each K and V, with zeros in them before "
         "the first call, and use optimize() (the up-projection then has no bias); or export the model with its "
@@ -226,11 +226,11 @@ CODES: dict[Code, CodeInfo] = {
 
 
 OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
-"""Of attentions that read shared rows as they lie: nothing is left to absorb, but they may become one operator."""
+"""Codes of attentions that already read shared rows: nothing is left to absorb, but one operator may replace them."""
 
 
 def section(code: Code | str) -> str:
-    """Where ``code`` is explained, as a path in the repository: a small module that gets it, and the fix.
+    """The documentation path of ``code``: the page has a small module that gets the code, and the fix.
 
     Raises ``ValueError`` for a string that is not a code.
     """

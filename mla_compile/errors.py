@@ -15,19 +15,19 @@ from pathlib import Path
 
 
 class MlaCompileError(Exception):
-    """Base of everything mla_compile raises on purpose."""
+    """Base class of all errors that mla_compile raises on purpose."""
 
 
 class OptionError(MlaCompileError, ValueError):
-    """An option that does not exist, or a value it cannot take."""
+    """An option does not exist, or cannot have the given value."""
 
 
 class InputError(MlaCompileError, TypeError):
-    """An argument of the wrong kind: not a model, example inputs that do not fit, tensors whose shapes disagree."""
+    """An argument is of the wrong kind: not a model, example inputs that do not fit, tensors whose shapes disagree."""
 
 
 class CaptureError(MlaCompileError, RuntimeError):
-    """The model could not be turned into one functional ATen graph."""
+    """The model could not be captured as one functional ATen graph."""
 
 
 class WeightError(MlaCompileError, RuntimeError):
@@ -35,7 +35,7 @@ class WeightError(MlaCompileError, RuntimeError):
 
 
 class StaleWeightError(WeightError):
-    """A weight that was folded into a product has changed in a way that cannot be followed."""
+    """A folded weight has changed in a way that cannot be followed."""
 
 
 class VerificationError(MlaCompileError, RuntimeError):
@@ -43,31 +43,31 @@ class VerificationError(MlaCompileError, RuntimeError):
 
 
 class RankError(MlaCompileError, RuntimeError):
-    """Ranks that run one program compile different things, or one of them has failed; raised on all of them."""
+    """Ranks that run one program compile different graphs, or one of them has failed; raised on all of them."""
 
 
 class SharedCacheError(MlaCompileError, RuntimeError):
-    """A cache whose rows several ranks share was used in a way that needs all rows, or other ranks than these."""
+    """A cache whose rows several ranks share was used in a way that needs all rows, or with other ranks."""
 
 
 class ExportError(MlaCompileError, RuntimeError):
-    """A model could not be exported to ONNX; nothing was written to the path that was asked for."""
+    """A model could not be exported to ONNX; nothing was written to the requested path."""
 
 
 class TargetError(ExportError):
-    """The path of an export exists already, or cannot be written."""
+    """The path of an export already exists, or cannot be written."""
 
 
 class ModelFileError(MlaCompileError, RuntimeError):
-    """An exported model, one of its files, or a native library that cannot be used here."""
+    """An exported model, one of its files, or a native library cannot be used here."""
 
 
 class NothingToCompareError(MlaCompileError):
-    """The demo or the benchmark has no figures to give: nothing was absorbed, or results differ."""
+    """The demo or the benchmark has no figures: nothing was absorbed, or results differ."""
 
 
 class MlaCompileWarning(UserWarning):
-    """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: right results, but slow ones."""
+    """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: results are right, but slow."""
 
 
 _NOT_THE_USERS = tuple(
@@ -76,10 +76,10 @@ _NOT_THE_USERS = tuple(
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the user's code that led here: the innermost frame outside of this and other libraries.
+    """Warn at the line of the user's code that led here: the innermost frame outside of this and other libraries.
 
-    A warning and not a log line: Python shows it by default, once for each line, and users can filter it or make it an
-    error.
+    This is a warning and not a log record because Python shows a warning by default, once per line, and users can
+    filter it or turn it into an error.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
@@ -94,10 +94,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of an error that somebody else raised, for a message of one line."""
+    """The first line of an error's message, for use in a one-line message."""
     return next(iter(str(error).strip().splitlines()), "no message")
 
 
 def brief(error: BaseException) -> str:
-    """The same after the kind of error: ``ValueError: no such axis``."""
+    """The type of an error and the first line of its message: ``ValueError: no such axis``."""
     return f"{type(error).__name__}: {first_line(error)}"

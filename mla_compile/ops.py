@@ -1,25 +1,28 @@
-"""The ops of mla_compile: schemas, fake functions, FLOP formulas and the choice of a kernel by device.
+"""The operators of mla_compile: schemas, fake functions, FLOP formulas and the choice of a kernel by device.
 
 ``mla_compile::decode_attention(query, latent, rope, values, mask, *, scale, causal, ...) -> (out, lse)``: attention of
-H query heads over one shared row per token, ``[latent, rope]``; what is summed is the latent again, or ``values``.
+H query heads over one shared row per token, ``[latent, rope]``. The weighted sum is over the latent again, or over
+``values``.
 ``mla_compile::paged_decode_attention(query, latent_pages, rope_pages, block_table, seq_lens, *, ...)``: the same over
-pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which has their shapes and dtypes.
-``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: what both
-launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
-``mla_compile::weigh_alike(out, lse, values, lowest, mask=None, indices=None, fill=0) -> out``: queries of which a list
-names no visible key (:mod:`mla_compile.kernels.alike`).
+pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which documents their shapes and
+dtypes.
+``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: the
+launches that prepare both attention operators on a GPU, run once for all calls that share them
+(:mod:`mla_compile.kernels.shared`).
+``mla_compile::weigh_alike(out, lse, values, lowest, mask=None, indices=None, fill=0) -> out``: the result for queries
+whose index list names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 ``mla_compile::few_rows_linear(x, weight, bias=None, most=4) -> y``: a product of a few rows with a weight
 (:mod:`mla_compile.kernels.linear`).
-``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made when ``before`` is there, of which nothing
-is read: what orders calls that do not depend on each other.
+``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. It does not
+read ``before``, which only orders calls that do not depend on each other.
 ``mla_compile::call_layer(rows, weights, layer) -> y``: a layer of some library (:mod:`mla_compile.core.layers`).
 
-:func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
-kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
-registered once per process, however often and under whatever name this module is imported. Wrong arguments raise
-:class:`InputError`, and so does asking for a gradient.
+:func:`mla_compile.kernels.decode.run` chooses among the CPU kernel, the CUDA kernels and the reference. Any other
+device runs the reference until a kernel is registered under its dispatch key in ``_register``. Schemas are registered
+once per process, however often and under whatever name this module is imported. Wrong arguments and requests for a
+gradient raise :class:`InputError`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from mla_compile.kernels import alike, checks, decode, index, linear, reference,
 from mla_compile.kernels.call import ALIKE, DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
 _Call = TypeVar("_Call", DecodeCall, IndexCall)
-# Tensors stand before the star: torch.library.register_autograd takes no others.
+# Tensors come before the star: torch.library.register_autograd accepts no keyword-only tensors.
 _DENSE_TENSORS = (
     "Tensor query, Tensor latent, Tensor? rope=None, Tensor? values=None, Tensor? mask=None, Tensor? seq_lens=None, "
     "Tensor? sinks=None, Tensor? kv_scale=None, Tensor? indices=None, "
@@ -102,7 +105,7 @@ def _fake_index(call: IndexCall) -> Tensor:
 
 
 def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest: Any, **named: Any) -> int:
-    """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum, with k for T where indices choose k keys.
+    """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum; T is k where indices choose k keys.
 
     Hidden keys count, as in torch's own formulas.
     """
@@ -112,7 +115,7 @@ def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest:
 
 
 def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: Any, *rest: Any, **named: Any) -> int:
-    """The same with T = maxpages * page, the table's room: the lengths are values, which a formula does not see."""
+    """As :func:`_flops` with T = maxpages * page, the capacity of the table: a formula sees shapes, not the lengths."""
     B, S, H, K = query
     return int(2 * B * S * H * _looked_at(block_table[1] * latent_pages[1], rest[3:], named) * (K + latent_pages[2]))
 
@@ -129,7 +132,7 @@ def _rows_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 
 def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
-    """How many keys a query is compared with; ``rest``: the positional arguments from ``indices`` on."""
+    """The number of keys that a query is compared with. ``rest``: the positional arguments from ``indices`` on."""
     indices = rest[0] if rest else named.get("indices")
     return T if indices is None else int(indices[2])
 
@@ -145,7 +148,7 @@ def _register() -> torch.library.Library:
         _register_op(library, name, schema, run, fake)
         _refuse_gradient(library, name)
         register_flop_formula(getattr(torch.ops.mla_compile, name.split("::")[1]))(flops)
-    # It has no autograd formula and needs none: integers have no gradient.
+    # The schedule needs no autograd formula: integers have no gradient.
     _register_op(library, SCHEDULE, _SCHEDULE_SCHEMA, _of(DecodeCall, decode.schedule), _of(DecodeCall, _fake_schedule))
     _register_op(library, ALIKE, _ALIKE_SCHEMA, alike.weigh_alike, _fake_alike)
     _refuse_gradient(library, ALIKE)
@@ -162,7 +165,7 @@ def _register() -> torch.library.Library:
 
 
 def _of(call: Callable[..., _Call], run: Callable[[_Call], Any]) -> Callable[..., Any]:
-    """``run`` on the record that ``call`` makes from the arguments of a schema."""
+    """``run``, called with the record that ``call`` makes from the arguments of a schema."""
     return lambda *tensors, **numbers: run(call(*tensors, **numbers))
 
 

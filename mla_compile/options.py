@@ -1,4 +1,4 @@
-"""The options of every door as one frozen record: their names, their values, and the errors for wrong ones."""
+"""The options of all entry points as one frozen record: names, values, and errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -24,50 +24,51 @@ Ranks = Literal["agree", "alone"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask for.
+    """The options that a user may set.
 
     Attributes:
         forms: ``auto`` chooses the cheaper form for each call; ``absorbed`` and ``expanded`` use one form everywhere.
         fold: where weights are multiplied ahead of time: where the cost model gains, nowhere, or wherever possible.
         lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves plain ATen, which runs without us.
-        codegen: ``inductor`` compiles the graph, ``eager`` runs the rewritten graph as it is.
-        cache: what becomes of K and V per head that the caller keeps from call to call. ``latent`` keeps the rows
-            that they are computed from, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
-            cache then holds tensors that look like K and V to everybody else, and ``expanded`` for programs, whose
-            signature ``latent`` would change.
-        cache_dtype: the numbers of the rows that ``cache="latent"`` keeps: in the dtype of the ``model``, or in ``fp8``
-            (e4m3), each row with a scale of its own. Rotary keys stay as they are, and so do caches whose tensors the
-            model itself makes.
-        appends: how new rows get behind those of a cache that grows by ``cat``. ``in_place`` keeps the rows in memory
-            with room for more, which doubles when it is full, and writes the new ones there; what the caller keeps is a
-            tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model
-            does. ``auto`` is ``in_place`` for modules and ``copy`` for programs, which cannot make room.
-        quantized: what becomes of up-projections whose rows are rounded to few bits in every call (W8A8 and the like).
+        codegen: ``inductor`` compiles the rewritten graph, ``eager`` runs it as it is.
+        cache: how K and V per head are kept that the caller passes from call to call. ``latent`` keeps the rows from
+            which they are computed, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
+            cache then holds tensors that still look like K and V to all other code. It is ``expanded`` for programs,
+            because ``latent`` would change their signature.
+        cache_dtype: the dtype of the rows that ``cache="latent"`` keeps: that of the ``model``, or ``fp8`` (e4m3) with
+            one scale per row. Rotary keys keep their dtype, and so do caches whose tensors the model itself makes.
+        appends: how new rows are appended to a cache that grows by ``cat``. ``in_place`` keeps the rows in a buffer
+            with spare capacity, which doubles when it is full, and writes the new rows into it; the caller keeps a
+            tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model does.
+            ``auto`` is ``in_place`` for modules and ``copy`` for programs, which cannot reserve capacity.
+        quantized: how up-projections are treated whose rows are rounded to few bits in every call (W8A8 and the like).
             ``absorb`` absorbs them with the dequantized weight and without that rounding, as serving engines do;
-            ``exact`` leaves them. Weights that are stored quantized are absorbed either way.
-        dequantize: when the quantized weights of absorbed attentions are dequantized: ``once`` for each version of a
-            weight, kept in the precision of the model beside the stored one, or in every ``step``. ``auto`` takes for
-            each weight what moves fewer bytes in a step; for programs, whose weights may change unseen, ``step``.
-        sparse: attentions whose mask shows each query the keys of a list (the top k of an indexer). ``auto`` reads the
-            rows of these keys only, where that is cheaper; ``never`` reads all rows and the mask.
-        products: of a few rows with a weight, on a CPU, in graphs with an absorbed attention. ``native`` takes the
-            kernel of this library where it was measured to be faster on this machine, ``torch`` leaves them to the
-            compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules and ``torch`` for programs, which
-            may run elsewhere.
-        layers: ``once`` compiles layers that are equal but for their weights and caches one time and calls the code for
-            each of them; ``whole`` makes one piece of code of each graph, as CUDA graphs and freezing always do.
-        expanded_bytes: the most bytes that what one expanded attention makes for its heads (queries, keys, values,
-            outputs, scores that are written out) may hold in a call of several queries. Beyond that it is computed for
-            a few heads at a time. ``None``: all heads at once, whatever they hold.
+            ``exact`` leaves them unchanged. Weights that are only stored quantized are absorbed either way.
+        dequantize: when the quantized weights of absorbed attentions are dequantized. ``once`` does it for each version
+            of a weight, and keeps the result in the model's precision beside the stored weight; ``step`` does it in
+            every step. ``auto`` takes for each weight the choice that moves fewer bytes in a step; for programs, whose
+            weights may change unnoticed, it is ``step``.
+        sparse: how attentions are treated whose mask shows each query only the keys of an index list (the top k of an
+            indexer). ``auto`` reads only the rows of these keys where that is cheaper; ``never`` reads all rows and the
+            mask.
+        products: how a CPU multiplies a few rows by a weight, in graphs with an absorbed attention. ``native`` uses
+            this library's kernel where it was measured to be faster on this machine; ``torch`` leaves the product to
+            the compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules and ``torch`` for programs,
+            which may run on another machine.
+        layers: ``once`` compiles layers that differ only in their weights and caches once, and calls that code for each
+            of them; ``whole`` compiles each graph as a whole, as CUDA graphs and freezing always do.
+        expanded_bytes: the limit on the memory, in bytes, of the per-head tensors of one expanded attention (queries,
+            keys, values, outputs, and scores that are written out) in a call of several queries. Above it, a few heads
+            are computed at a time. ``None``: always all heads at once.
         ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
             attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
-            ``alone``: each by itself, for programs whose ranks compile at different points.
-        context_parallel: a ``DeviceMesh`` of one axis, over whose ranks the latent rows of a cache are shared: each
-            holds those of every n-th token, attends to them with the heads of all, and the results are put together.
-            The ranks have to run the model on the same tokens; they may have different heads of it. For modules, and
-            for the pages of ``continuous_batching``.
+            ``alone``: each rank decides for itself, for programs whose ranks compile at different points.
+        context_parallel: a ``DeviceMesh`` of one axis whose ranks share the latent rows of a cache: each rank holds
+            every n-th token and attends to its own tokens with the heads of all ranks, and the results are merged. The
+            ranks have to run the model on the same tokens; each may have different heads. For modules, and for the
+            pages of ``continuous_batching``.
         verify: check each distinct rewritten site against float64 before it is used.
-        strict: raise where otherwise there would be a warning and the original graph.
+        strict: raise an error instead of warning and falling back to the original graph.
         inductor: options passed on to Inductor.
     """
 
@@ -111,7 +112,7 @@ class Options:
                 raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}{hint}")
 
     def _check_mesh(self, mesh: Any) -> None:
-        # On use: what shares nothing need not have torch.distributed.
+        # On use: torch.distributed may be missing where no rows are shared.
         from torch import distributed as dist
 
         if not dist.is_available() or not isinstance(mesh, dist.device_mesh.DeviceMesh):
@@ -140,10 +141,10 @@ class Options:
     def parse(cls, given: Mapping[str, Any] | None = None, **defaults: Any) -> Options:
         """Options from a user's mapping on top of ``defaults``.
 
-        A name that is not ours but Inductor's (``max_autotune``, ``triton.cudagraphs``) is passed on to it.
+        An option of Inductor (``max_autotune``, ``triton.cudagraphs``) is passed on to it.
 
         Raises:
-            OptionError: for any other name; it suggests the nearest known one.
+            OptionError: for an unknown name; the message suggests the nearest known one.
         """
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options must be a mapping of names to values, got {type(given).__name__}")
@@ -163,7 +164,7 @@ class Options:
 
 
 def _check_inductor(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
-    # On use: all of Inductor, needed only where one of its options is named.
+    # On use: imports all of Inductor, which is needed only if one of its options is set.
     from torch._inductor import config, list_options
 
     known = {name.replace("-", "_") for name in list_options()}

@@ -1,4 +1,4 @@
-"""What passes hand to each other about one program, and what comes of it in the end."""
+"""The state that passes share about one program, and the final outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from mla_compile.report.report import Report
 class SiteCost:
     """The sizes that decide between the forms in one call; symbols are those of the graph's shapes.
 
-    ``parts``: what is absorbed, where that is not the whole attention. ``chosen``: how many keys a query has chosen.
+    ``parts``: the absorbed part, if it is not the whole attention. ``chosen``: the number of keys chosen for each
+    query.
     """
 
     dims: Dims
@@ -48,19 +49,19 @@ class SiteCost:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program.
+    """The result of running the passes over a program.
 
     Attributes:
         program: the rewritten copy.
-        report: what became of every attention.
-        absorbed: how many sites were rewritten.
-        variants: sites whose form is picked in every call; then ``base`` is kept beside the rewritten program.
-        base: what the sites were absorbed in: the captured program, or what its cache of rows made of it.
+        report: the verdict on every attention.
+        absorbed: the number of rewritten sites.
+        variants: the sites whose form is chosen in every call; ``base`` is then kept beside the rewritten program.
+        base: the program in which sites were absorbed: the captured one, or the one whose cache holds rows.
         sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
-        by_heads: how many attentions of ``program`` are computed for a few heads at a time.
-        expanded: ``base`` with such attentions, where it has any.
-        warnings: what is right and slower than was asked for, besides what the report says of attentions.
-        fused: how many attentions that the model absorbs by hand are one operator now.
+        by_heads: the number of attentions of ``program`` that are computed for a few heads at a time.
+        expanded: ``base`` with its large attentions computed for a few heads at a time, if it has any.
+        warnings: what is right but slower than was asked for, besides what the report says of attentions.
+        fused: the number of attentions absorbed by hand that one operator now replaces.
     """
 
     program: Program
@@ -76,18 +77,18 @@ class Outcome:
 
     @property
     def long(self) -> Program:
-        """What runs in calls in which absorbing does not pay: ``base``, perhaps with its heads in groups."""
+        """The program for calls in which absorbing does not pay: ``base``, perhaps with its heads in groups."""
         return self.base if self.expanded is None else self.expanded
 
 
 _SHARED = "each of {ranks} ranks keeps its share of the rows of {count} cached tensors"
-_SENT = "; {count:,} of the bytes that a call receives are {what} of the others"
-_RECEIVED = "a call like the one that was traced receives {count:,} bytes from other ranks ({each})"
-_APPENDED = "new rows are written behind those of {count} cached tensor{s}, with no copy of these in every call"
+_SENT = "; {count:,} of the bytes that a call receives are {what} of other ranks"
+_RECEIVED = "a call of the traced sizes receives {count:,} bytes from other ranks ({each})"
+_APPENDED = "new rows are appended in place to {count} cached tensor{s}, whose rows are not copied in every call"
 
 
 class State:
-    """One program on its way through the passes: what they have found so far, and the graph as it is now."""
+    """One program on its way through the passes: the current graph, and the findings of the passes so far."""
 
     def __init__(
         self,
@@ -107,8 +108,8 @@ class State:
         self.draw = draw
         self.recompiles = recompiles
         self.fuses = fuses and options.lowering != "aten"
-        # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
-        # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
+        # If weights can change, every call has to compare the folded weights with copies, which reads more bytes than
+        # any fold saves. With that cost counted, "auto" comes out as "never" for all dims.
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
         self.program = copy_with_origins(base) if read is None else read.analysis.program
         self.untouched = copy_with_origins(base) if options.verify else None
@@ -132,32 +133,32 @@ class State:
         self._analysis: Analysis | None = None
 
     def canonicalize(self, name: str) -> int:
-        """Runs a canonical pass; the number of its changes, also where the program was read before."""
+        """Run a canonicalisation pass unless the program was read already; return its number of changes either way."""
         return CANONICAL[name](self.program) if self._read is None else self._read.changes[name]
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph as it is now."""
+        """The current graph."""
         return self.program.gm.graph
 
     @property
     def analysis(self) -> Analysis:
-        """The analysis of the program as it stands after the canonical passes, and after heads were split."""
+        """The analysis of the program after canonicalisation, and after heads were split."""
         if self._analysis is None:
             self._analysis = analyse(self.program) if self._read is None else self._read.analysis.with_slices()
         return self._analysis
 
     @property
     def chosen(self) -> list[Verdict]:
-        """What is to be absorbed."""
+        """The verdicts to absorb."""
         return [v for v in self.verdicts if v.absorb]
 
     def adopt(self, analysis: Analysis, verdicts: list[Verdict], splits: list[SplitSite]) -> None:
-        """Goes on with a copy that a pass has rewritten, because more of it is absorbed."""
+        """Continue with a copy that a pass has rewritten so that more of it is absorbed."""
         self.program, self._analysis, self.verdicts, self.splits = analysis.program, analysis, verdicts, splits
 
     def note_caches(self) -> None:
-        """Notes what the caches of attentions hold, as long as these read what the graph is given."""
+        """Record what the caches of attentions hold, while attentions still read the graph's inputs."""
         for name, group in attentions(self.verdicts, self.splits).items():
             plans = [v.plan for v in group if v.plan is not None and v.absorb and v.plan.keys and v.plan.vals]
             found = held(plans, self.base.cache) if len(plans) == len(group) else None
@@ -165,7 +166,7 @@ class State:
                 self.held[name] = found
 
     def outcome(self, name: str, before: tuple[PassRecord, ...]) -> Outcome:
-        """What came of the program; ``before``: what was done to it before the passes."""
+        """The outcome for the program; ``before``: the records of what preceded the passes."""
         self.program.gm.recompile()
         reports = reports_of(self.verdicts, self.splits, self.checks, self.folded)
         reports += [unfollowed_report(i, *found) for i, found in enumerate(self.lost, start=len(reports))]
@@ -197,7 +198,7 @@ class State:
         )  # fmt: skip
 
     def _noted(self, report: SiteReport, name: str) -> SiteReport:
-        """The report on an attention with what is known of it by name."""
+        """The report on an attention, with the notes and cache sizes recorded for ``name``."""
         note, kept = self.head_notes.get(name), self.held.get(name)
         notes = report.notes if note is None else (*report.notes, note)
         if kept is None:

@@ -1,4 +1,4 @@
-"""All passes in their order: what each reads, what it changes, and how it is run on a :class:`State`."""
+"""The table of passes in order: what each reads, what it changes, and how it runs on a :class:`State`."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ from mla_compile.passes.verify.index import index_comparison
 from mla_compile.passes.verify.sites import site_comparison
 from mla_compile.passes.verify.split import split_comparison
 
-_UNSHARED = "ranks no longer share the rows of this cache, each has all of them from now on: {problem}"
+_UNSHARED = "ranks no longer share the rows of this cache; each rank has all rows from now on: {problem}"
 _GATHERED = "the rows of a cache that ranks share are gathered in every call of this graph: {problem}"
 _NOT_SHARED = (
-    "context_parallel: each rank has all rows of this cache. Shared are those of caches that began in a call of this "
-    "model, grow by cat or are written in place, and hold the rows themselves"
+    "context_parallel: each rank has all rows of this cache. Ranks share the rows of a cache only if it began in a "
+    "call of this model, grows by cat or is written in place, and holds the rows themselves"
 )
 _NOT_ONE_FORM = "no attention is absorbed in every call"
-_INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
+_INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {problem}"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One step. ``work`` returns how many changes it made, or how many things it found.
+    """One pass. ``work`` returns the number of changes it made, or of things it found.
 
-    ``changes`` is empty for an analysis, which reads the graph and never edits it.
+    ``changes`` is empty for an analysis, which never edits the graph.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _judge(state: State) -> int:
 
 
 def _split_heads(state: State) -> int:
-    """Splits attentions whose heads are made of different things, on a copy, as long as that absorbs more of each."""
+    """Split attentions whose heads are computed differently, on a copy, as long as that absorbs more of each."""
     candidates = {
         v.site.node.name
         for v in state.verdicts
@@ -93,7 +93,7 @@ def _split_heads(state: State) -> int:
     }
     told: dict[str, Unsplit] = {}
     while candidates:
-        # A fresh copy each round: the splits of the last one are in its graph.
+        # Each round needs a fresh copy: the last trial's graph contains its splits.
         trial = analyse(state.program.copy())
         whole = {
             v.site.node.name: v
@@ -128,10 +128,11 @@ def _absorb(state: State) -> int:
         else v
         for v in state.verdicts
     ]
-    if state.program.sharing is not None:  # while attentions read the rows that are returned, and not what they are of
+    # before absorbing: attentions still read the returned rows, not the sources of these
+    if state.program.sharing is not None:
         state.shared = begun_rows(state.program, state.verdicts)
     state.note_caches()
-    # Before the first rewrite: what is drawn as "before" has to be there.
+    # Before the first rewrite: the "before" drawing needs the original nodes.
     if state.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
     lengths = Lengths()
@@ -144,7 +145,7 @@ def _absorb(state: State) -> int:
 
 
 def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
-    """What is absorbed by hand becomes the operator, too, where a kernel runs it."""
+    """Replace hand-absorbed attentions by the operator, if a kernel runs it."""
     done: list[Absorbed] = []
     if not state.fuses:
         return done
@@ -160,16 +161,16 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
 
 
 def _is_fast(rows: torch.Tensor) -> bool:
-    """Whether a kernel runs the operator over such rows: the reference is no faster than what the model does."""
-    if rows.device.type == "cuda":  # which a traced tensor may say where there is no GPU
+    """Whether a kernel runs the operator over such rows: the reference is no faster than the model's own code."""
+    if rows.device.type == "cuda":  # a traced tensor may be on "cuda" where there is no GPU
         return torch.cuda.is_available() and launch.reads(rows)
     return rows.device.type == "cpu" and native.load() is not None
 
 
 def _verify(state: State) -> int:
-    """One check per distinct site, its result given to all sites that are the same computation.
+    """Check each distinct site once, and give the result to all sites that are the same computation.
 
-    An attention that was split by heads is compared as a whole with what it was.
+    An attention that was split by heads is compared with its original as a whole.
     """
     if state.untouched is None:
         return 0
@@ -192,7 +193,7 @@ def _by_name(program: Program) -> dict[str, fx.Node]:
 
 
 def _index(state: State) -> int:
-    """One operator for the scores of each indexer whose list of keys an attention reads."""
+    """Compute the scores of each indexer with one operator, if an attention reads its index list."""
     if state.options.lowering == "aten":
         return 0
     plans = [v.plan for v in state.chosen if v.plan is not None]
@@ -207,7 +208,7 @@ def _index(state: State) -> int:
             compared = index_comparison(found, new, untouched, state.program.weights)
             if (problem := checks.check(compared).problem) is not None:
                 if state.options.strict:
-                    raise VerificationError(f"an indexer in one operator {problem}; it was not used")
+                    raise VerificationError(f"an indexer as one operator {problem}; it was not used")
                 state.messages += (_INDEX_STAYS.format(problem=problem),)
                 continue
         found.out.node.replace_all_uses_with(new)
@@ -223,7 +224,7 @@ def _folds(verdict: Verdict) -> bool:
 def _fold(state: State) -> int:
     if not any(map(_folds, state.chosen)):
         return 0
-    # New maps, because those of the analysis are of a graph that absorb has changed.
+    # Absorbing has changed the graph, so the analysis' maps are stale.
     maps = LinearMaps(weights_of(state.program), state.program.fake_mode)
     state.folded = fold(state.program, maps, state.rewritten, state.chosen)
     return sum(map(len, state.folded.values()))
@@ -245,11 +246,11 @@ def _settle(state: State) -> int:
 
 
 def _by_heads(state: State) -> int:
-    """What stays expanded, and is large, for a few heads at a time: in the program, and in what runs in its place."""
+    """Compute large expanded attentions for a few heads at a time, in the program and in its expanded variant."""
     limit = state.options.expanded_bytes
     if limit is None:
         return 0
-    # Of latent attention that is expanded only: other models keep their graphs, and get no guard more.
+    # Only expanded latent attentions are grouped: other models keep their graphs, and get no extra guard.
     kept = {
         v.site.node.name
         for v in state.verdicts
@@ -306,7 +307,8 @@ def _reads_float8(device: torch.device) -> bool:
 def _few_rows(state: State) -> int:
     if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
         return 0
-    # Each rank would measure by itself, and what they compute alike has to be the same to the last bit: the next token.
+    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
+    # bit.
     if _several_ranks():
         return 0
     weights = weights_of(state.program)
@@ -323,7 +325,7 @@ def _schedule(state: State) -> int:
 
 
 def _share(state: State) -> int:
-    """Attention over this rank's rows, where the rows of all caches that ranks share allow it."""
+    """Rewrite attention to read this rank's rows, if the rows of all caches that ranks share allow it."""
     program = state.program
     if not program.shared:
         return 0
@@ -333,7 +335,7 @@ def _share(state: State) -> int:
         return sum(one.shared for one in program.appends)
     buffers = program.shared.intersection(program.mutations)
     if several:
-        state.shared |= grown_rows(program)  # a prompt: its rows are shared when it has run
+        state.shared |= grown_rows(program)  # a prompt: ranks share its rows after the call
     elif program.shared - buffers:
         state.warnings += (_UNSHARED.format(problem=problem),)
     if buffers and not several and not _is_prompt(state):
@@ -359,7 +361,7 @@ def _append(state: State) -> int:
     attended = state.fused or any(v.plan is not None for v in state.verdicts)
     if state.options.appends != "in_place" or not attended:
         return 0
-    # Of two programs for the same inputs, both would have to append in place.
+    # If two programs run on the same inputs, either both append in place or neither does.
     count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)
     if state.program.sharing is not None and _one_form(state):
         shared = state.program.shared or any(one.shared for one in state.program.appends)
@@ -370,27 +372,27 @@ def _append(state: State) -> int:
 PASSES = (
     Pass("normalize", "the captured graph", "checks and empty operators", _canonical("normalize")),
     Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", _canonical("views")),
-    Pass("split_products", "products beside a softmax", "those that add something", _canonical("split_products")),
-    Pass("write_softmax", "exponentials between products", "a softmax written out", _canonical("write_softmax")),
+    Pass("split_products", "products beside a softmax", "products that also add", _canonical("split_products")),
+    Pass("write_softmax", "exponentials between products", "a decomposed softmax", _canonical("write_softmax")),
     Pass("analyse", "the canonical graph", "", _analyse),
     Pass("judge", "attentions and linear maps", "", _judge),
-    Pass("split_heads", "verdicts, heads of other making", "attentions, on a copy that is kept", _split_heads),
-    Pass("unfollowed", "softmaxes that are no attention, attentions without one", "", _unfollowed),
-    Pass("absorb", "verdicts", "attentions that were judged legal and worth it", _absorb),
+    Pass("split_heads", "verdicts, heads that differ", "attentions, on a copy that is kept", _split_heads),
+    Pass("unfollowed", "softmaxes outside attentions, attentions without softmax", "", _unfollowed),
+    Pass("absorb", "verdicts", "attentions that are legal and worth absorbing", _absorb),
     Pass("verify", "the rewritten and the untouched graph", "", _verify),
-    Pass("index", "lists of keys", "scores that they were chosen by, to one operator", _index),
+    Pass("index", "index lists", "scores of indexers, to one operator", _index),
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
-    Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
-    Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
-    Pass("settle", "stand-ins", "those that are still read, to the operators of libraries", _settle),
-    Pass("by_heads", "attentions that stay expanded", "large ones, to one for each group of heads", _by_heads),
-    Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
-    Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
-    Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
-    Pass("read_packed", "rows in float8", "copies of them, to operators that read them", _read_packed),
-    Pass("share", "rows that ranks share", "attention over them, to each rank's own and a merge", _share),
-    Pass("few_rows", "products with weights", "those of a few rows on a CPU, to an operator that is faster", _few_rows),
-    Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
-    Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
+    Pass("dequantize", "quantized weights of absorbed attentions", "weights dequantized once, to inputs", _dequantize),
+    Pass("narrow", "verdicts", "up-projections that are partly read", _narrow),
+    Pass("settle", "stand-ins", "stand-ins that are still read, to the operators of libraries", _settle),
+    Pass("by_heads", "attentions that stay expanded", "large attentions, to groups of heads", _by_heads),
+    Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', _lower),
+    Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", _lower_projections),
+    Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", _read_parts),
+    Pass("read_packed", "rows in float8", "reads of copies, to reads of the packed rows", _read_packed),
+    Pass("share", "rows that ranks share", "attention, to each rank's own rows and a merge", _share),
+    Pass("few_rows", "products with weights", "products of few rows on a CPU, to a faster operator", _few_rows),
+    Pass("schedule", "operators on a GPU, their masks", "launch preparation, hoisted and shared", _schedule),
+    Pass("append", "joins of rows that the caller keeps", "joins of old and new rows, to in-place writes", _append),
 )
-"""The passes after the cache: what each reads, and what it changes."""
+"""The passes that follow the rewrite of caches."""

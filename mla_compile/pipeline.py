@@ -1,15 +1,15 @@
-"""The passes, in order, over one captured program: :data:`PASSES`.
+"""Runs the passes, :data:`PASSES`, in order over one captured program.
 
-Every pass is one object of one shape; each is timed, and its graph linted and its metadata checked, in the same way.
-Three rules make the order:
+All passes have one shape. The pipeline times each of them, lints its graph and checks its metadata. Three rules
+determine the order:
 
-* spelling first: what reads operators reads one spelling of each;
-* then everything is decided before anything is changed. An analysis never edits: rows that no node holds are virtual
-  sources, and what can only be told by trying (heads in groups) is tried on a copy, of which the better is kept;
-* rewrites last, and only of what was decided. ``verify`` compares with the graph as it was captured, before rewrites
-  that replace the inputs of its checks (folding, up-projections made narrower).
+* Canonicalisation comes first, so that analyses see one spelling of each operator.
+* All decisions come before all rewrites. An analysis never edits the graph: rows that no node holds are virtual
+  sources, and what only a trial can decide (heads in groups) is tried on a copy, which is kept if it is better.
+* Rewrites come last, and apply decisions only. ``verify`` compares with the captured graph, and runs before rewrites
+  that replace the inputs of its checks (folding, narrowing of up-projections).
 
-The program that comes in is never changed.
+The input program is never changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mla_compile.stand_ins import settled, with_stand_ins
 
 
 class PassError(MlaCompileError, RuntimeError):
-    """A pass left a graph that is not valid: a mistake of this library, found before anything was run."""
+    """A pass left an invalid graph: a bug of this library, found before the graph ran."""
 
 
 def run(
@@ -49,13 +49,13 @@ def run(
     fuses: bool = True,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
-    """Rewrites a copy of ``program`` as far as it can be proved right and pays.
+    """Rewrite a copy of ``program`` as far as that is proved correct and pays.
 
-    ``frozen``: its weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
-    ``cache="latent"``, inputs that hold K and V are taken to come from the program itself. ``draw``: the report keeps
-    each attention as a drawing. ``recompiles``: whoever runs the result checks guards of its sizes, and compiles anew
-    where they do not hold. ``fuses``: attention that is absorbed by hand may become one operator. ``refused``:
-    attentions that other ranks do not absorb, and why.
+    ``frozen``: the weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
+    ``cache="latent"``, inputs that hold K and V are assumed to come from the program itself. ``draw``: the report keeps
+    a drawing of each attention. ``recompiles``: the caller of the result checks its size guards and recompiles where
+    they fail. ``fuses``: attention that is absorbed by hand may become one operator. ``refused``: attentions that other
+    ranks do not absorb, with the reason.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
@@ -69,12 +69,12 @@ def run(
         )
         kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
         before = (PassRecord("capture", 0, program.seconds), kept)
-        # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
-        # again without it. This ends, because every round adds a site.
+        # A failed site may have prevented another from being absorbed, or been absorbed together with it, so everything
+        # is decided again without it. The loop ends because every round adds a site.
         failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
         while True:
             state = State(base, options, failed, read, frozen=frozen, draw=draw, recompiles=recompiles, fuses=fuses)
-            read = None  # the passes go on with its copy
+            read = None  # the passes rewrite the copy that it analysed
             for one in PASSES:
                 _apply(one, state)
             new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
@@ -90,7 +90,7 @@ def run(
 
 
 def _apply(one: Pass, state: State) -> None:
-    """Runs a pass, records how long it took, and checks the graph it leaves where it changed one."""
+    """Run a pass, record its time, and check the graph if the pass changed it."""
     start = time.perf_counter()
     changes = one.work(state)
     if changes and one.changes:
@@ -99,7 +99,7 @@ def _apply(one: Pass, state: State) -> None:
 
 
 def _check(one: Pass, program: Program) -> None:
-    """Lints the graph and looks for new nodes without metadata; torch leaves some of its own without."""
+    """Lint the graph and look for new nodes without metadata; torch leaves some of its own without."""
     try:
         program.gm.graph.lint()
     except RuntimeError as error:
@@ -111,8 +111,8 @@ def _check(one: Pass, program: Program) -> None:
 
 
 def _check_collectives(program: Program, done: Outcome) -> None:
-    """Other ranks may run another form of the graph, and wait for what this one sends."""
+    """Check that the collectives are unchanged: another rank may run another form and would wait for a missing one."""
     before = collectives(program.gm.graph)
     for after in (done.program, done.base, done.long):
         if collectives(after.gm.graph) != before:
-            raise PassError(f"the graph has {len(before)} collectives, and others after the passes: ranks would hang")
+            raise PassError(f"the passes changed the {len(before)} collectives of the graph: ranks would hang")

@@ -1,4 +1,4 @@
-"""What users may tell the passes about operators that these do not know."""
+"""Registration of operators and layers that the passes do not know."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ def register_quantized_linear(
     rows: str = "rows",
     rounds_rows: bool = False,
 ) -> None:
-    """Tells the passes that an operator, or a layer, is a linear map of its rows, whose weight is stored quantized.
+    """Register an operator or a layer class as a linear map of its rows whose weight is stored quantized.
 
     ``op(rows, ...)`` has to return ``rows W^T + bias`` [..., out] for rows [..., in], up to the rounding of the format.
     From then on an up-projection by this operator is absorbed like any other, with the dequantized weight. Layers of a
-    class (with ``in_features`` and ``out_features``, called with rows alone) are one operator of models that are
-    optimized from then on: their own forward, which no compiler looks into.
+    registered class must have ``in_features`` and ``out_features`` and take only rows. In models that are optimized
+    from then on, each such layer is one operator that runs its own forward; no compiler traces into it.
 
     Args:
-        op: the operator, or its qualified name (``"bitsandbytes::gemm_4bit"``), which need not exist yet. A name may
-            hold ``*`` where a namespace has the hash of a build in it. Or a class of layers.
-        dequantize: called with the operator's other arguments by their names in its schema; returns the weight
-            [out, in] in float32 (or the widest dtype that the format's own library dequantizes to), or a tuple of the
-            weight and the bias [out] or ``None``. It is traced, so it may call any operator but not read values. That
-            of a class is called with the layer.
-            ``None``: the weight is what the operator makes of the unit vectors, which is exact for kernels that round
-            nothing but weights.
-        rows: the name of the argument that holds the rows; of an operator.
-        rounds_rows: the operator rounds its rows as well (W8A8). Such products are absorbed with
-            ``quantized="absorb"`` only, and without that rounding.
+        op: the operator, its qualified name (``"bitsandbytes::gemm_4bit"``), or a class of layers. The operator of a
+            name need not exist yet, and a name may contain ``*`` where a namespace includes the hash of a build.
+        dequantize: for an operator, called with its other arguments by their names in its schema; for a class, called
+            with the layer. It returns the weight [out, in] in float32 (or the widest dtype to which the format's own
+            library dequantizes), or a tuple of the weight and the bias [out] or ``None``. It is traced, so it may call
+            any operator but may not read values.
+            ``None``: the weight is the operator's result for the unit vectors, which is exact for kernels that round
+                nothing but weights.
+        rows: the name of the operator's argument that holds the rows.
+        rounds_rows: whether the operator rounds its rows as well (W8A8). Such products are absorbed only with
+            ``quantized="absorb"``, and without that rounding.
 
     Raises:
         InputError: the name has no namespace, or the operator has no such argument.

@@ -1,4 +1,4 @@
-"""The steps around all passes for operators of libraries: plain ones stand for them while the passes reason."""
+"""Stand-ins: plain operators that represent operators of libraries while the passes run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mla_compile.passes.quantized.read import add_stand_ins, is_quantized
 
 
 def with_stand_ins(program: Program, options: Options) -> Program:
-    """A copy in which plain operators stand for those of libraries; the program itself where there are none."""
+    """A copy in which plain operators stand in for operators of libraries, or the program itself if it has none."""
     fused, quantized = has_fused(program.gm.graph), is_quantized(program.gm.graph)
     if not fused and not quantized:
         return program
@@ -25,7 +25,7 @@ def with_stand_ins(program: Program, options: Options) -> Program:
 
 
 def settled(program: Program) -> Program:
-    """The program, with the operators of libraries back where they are still needed."""
+    """The program with the library operators restored where they are still needed."""
     settle(program.gm.graph)
     remove_dead_code(program.gm.graph)
     program.gm.recompile()

@@ -1,3 +1,3 @@
-"""The release, in one place that everything may import."""
+"""The version of this release, in a module that everything may import."""
 
 __version__ = "0.1.0"

@@ -1,14 +1,14 @@
-"""Decode attention on CPU: the native kernel (native.py), and the same with torch's operators where it cannot run.
+"""Decode attention on CPU: the native kernel (native.py), or torch's operators if it cannot run.
 
-The second is for machines without a C++ compiler, and for float64. It walks the visible part of the rows in blocks that
+The latter serve machines without a C++ compiler, and float64. They walk the visible part of the rows in blocks that
 stay in the processor's cache. A block serves as keys and as values, in float32 (float64 for float64), with an online
 softmax (m: running maximum, l: running sum):
 
     s = q [c, r]^T + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 
-Half precision is converted block by block: products in bfloat16 would round their scores, and the error of the result
-was then 2.0e-3, 9.7e-3, 2.0e-2 for scores with a standard deviation of 0.5, 2.4, 12, against 1.7e-3 here. Rows before
-the first and after the last visible key of a batch entry are not read.
+Half precision is converted block by block. bfloat16 products would round their scores: the error of the result was then
+2.0e-3, 9.7e-3, 2.0e-2 for scores with a standard deviation of 0.5, 2.4, 12, against 1.7e-3 here. Rows before the first
+and after the last visible key of a batch entry are not read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mla_compile.kernels.cpu import native
 from mla_compile.kernels.reference import additive_mask, compute_dtype
 
 BLOCK = 2048  # tokens in one block: 4 MiB of float32 latent at L = 512
-ROWS = 256  # query rows (s, h) carried through one walk over the cache: 2 MiB of float32 scores for a block
+ROWS = 256  # query rows (s, h) in one walk over the cache: 2 MiB of float32 scores for a block
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Keys ``[lo, hi)`` of a batch entry include every visible one; ``plain``: the mask changes nothing within."""
+    """Keys ``[lo, hi)`` of a batch entry include every visible one. ``plain``: the mask has no effect within it."""
 
     lo: int
     hi: int
@@ -38,13 +38,13 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Job:
-    """The part of a call that belongs to some batch entries (G of them): rows, mask and where to look."""
+    """The part of a call that belongs to G batch entries: query, rows, mask and window."""
 
     q: Tensor  # [G,S,H,L+R], scaled, in the computing dtype
     latent: Tensor  # [G,T,L]
     rope: Tensor | None
     values: Tensor | None
-    mask: Tensor | None  # as given, but [G|1,T|1,S|1,H|1]; None where it changes nothing inside the window
+    mask: Tensor | None  # as given, but [G|1,T|1,S|1,H|1]; None if it has no effect inside the window
     causal: bool
     window: _Window
 
@@ -60,7 +60,7 @@ def suits(call: DecodeCall) -> bool:
 
 
 def _native(call: DecodeCall) -> native.Library | None:
-    """The compiled kernel, where it takes these rows."""
+    """The compiled kernel, if it supports these rows."""
     rows = (call.query, call.latent, call.rope)
     library = None if compute_dtype(call.latent) == torch.float64 else native.load()
     return library if library is not None and native.takes(library, *rows) else None
@@ -69,8 +69,8 @@ def _native(call: DecodeCall) -> native.Library | None:
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """The same results as :func:`mla_compile.kernels.reference.decode_attention`, for calls that :func:`suits` accepts.
 
-    One difference: a key whose additive mask is finite but at most half the dtype's lowest value, for every query,
-    counts as hidden too (its weight is exactly 0), unless some query has no other key.
+    There is one difference: a key whose additive mask is finite but at most half the dtype's lowest value, for every
+    query, counts as hidden too (its weight is exactly 0), unless some query has no other key.
     """
     query, latent = call.query, call.latent
     dtype = compute_dtype(latent)
@@ -87,7 +87,7 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def _of_each_length(call: DecodeCall, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Batch entries by themselves, each with the keys that it has; all at once where they have as many."""
+    """Compute each batch entry separately with its own keys, or all together if their lengths are equal."""
     B, T = call.query.shape[0], call.latent.shape[1]
     counts = lengths.clamp(0, T).tolist()
     groups = [slice(None)] if len(set(counts)) == 1 else [slice(b, b + 1) for b in range(B)]
@@ -113,7 +113,8 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     windows = [_Window(0, T, plain=True)] if mask is None or seen is None else _windows(mask, seen, T)
     out, lse = _run(call, windows)
     if seen is not None and not all(w.plain for w in windows) and bool(torch.isnan(out).any()):
-        # A row between visible ones, which no query sees, holds NaN, and 0 * NaN is NaN. Rare: copy and clean only now.
+        # A row that no query sees, between visible ones, holds NaN, and 0 * NaN is NaN. This is rare, so clean copies
+        # are made only now.
         blank = ~seen.unsqueeze(2)  # [B|1,T,1]
         rope, values = (None if x is None else x.masked_fill(blank, 0.0) for x in (call.rope, call.values))
         clean = call._replace(latent=call.latent.masked_fill(blank, 0.0), rope=rope, values=values)
@@ -122,7 +123,7 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
-    """[B|1,T] bool: the keys that some query of the batch entry sees. The mask is small beside the cache."""
+    """[B|1,T] bool: the keys that some query of the batch entry sees. The mask is small compared with the cache."""
     mask = mask.expand(-1, -1, S if causal else -1, T)
     below = torch.ones(S, T, dtype=torch.bool).tril(T - S) if causal else None
     if mask.dtype == torch.bool:
@@ -130,7 +131,7 @@ def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
     else:
         visible = mask > torch.finfo(mask.dtype).min / 2
         visible = visible if below is None else visible & below
-        # A query with nothing but such keys weighs them all: none may be skipped.
+        # A query that sees only such keys weighs all of them, so none may be skipped.
         if not bool(visible.any(dim=3).all()):
             visible = mask != -torch.inf
             visible = visible if below is None else visible & below
@@ -153,7 +154,7 @@ def _windows(mask: Tensor, seen: Tensor, T: int) -> list[_Window]:
 
 
 def _run(call: DecodeCall, windows: list[_Window]) -> tuple[Tensor, Tensor]:
-    """Splits the call into jobs: all batch entries together where they look at the same keys, else one for each."""
+    """Split the call into jobs: one for all batch entries if they read the same keys, else one for each."""
     B, S, H, _ = call.query.shape
     dtype = compute_dtype(call.latent)
     out = torch.empty(B, S, H, call.summed.shape[2], dtype=call.query.dtype)
@@ -183,9 +184,9 @@ def _run(call: DecodeCall, windows: list[_Window]) -> tuple[Tensor, Tensor]:
 
 
 def _walk(job: _Job, queries: slice, out: Tensor, lse: Tensor) -> None:
-    """One walk over the visible keys with some of the queries; fills ``out`` [G,s,H,Lv] and ``lse`` [G,s,H].
+    """Walk the visible keys once with some of the queries; fill ``out`` [G,s,H,Lv] and ``lse`` [G,s,H].
 
-    Scores lie as [G,t,s*H], so that the rows of the cache are the left factor and are read where they lie.
+    Scores are stored as [G,t,s*H], so that the rows of the cache are the left factor and are read in place.
     """
     G, s, H = lse.shape
     dtype, T = job.q.dtype, job.latent.shape[1]
@@ -204,7 +205,7 @@ def _walk(job: _Job, queries: slice, out: Tensor, lse: Tensor) -> None:
         hidden |= _mask_scores(job, queries, start, stop, weight.view(G, stop - start, s, H))
         block_top = weight.amax(dim=1, keepdim=True)
         new_top = block_top if top is None else torch.maximum(top, block_top)
-        # A query that has seen no key yet has a maximum of minus infinity: subtract 0 there instead.
+        # A query that has seen no key yet has the maximum minus infinity: subtract 0 instead.
         shift = new_top.masked_fill(new_top == -torch.inf, 0.0) if hidden else new_top
         weight.sub_(shift).exp_()
         block_total, block_sum = weight.sum(dim=1, keepdim=True), torch.bmm(weight.transpose(1, 2), v)
@@ -225,7 +226,7 @@ def _walk(job: _Job, queries: slice, out: Tensor, lse: Tensor) -> None:
 
 
 def _mask_scores(job: _Job, queries: slice, start: int, stop: int, score: Tensor) -> bool:
-    """Applies mask and causality in place to ``score`` [G,t,s,H]. True where a query may be left without a key."""
+    """Apply mask and causality in place to ``score`` [G,t,s,H]; return True if a query may be left without a key."""
     hidden = False
     if job.mask is not None:
         mask = job.mask

@@ -1,7 +1,7 @@
-"""The scores of an indexer on CPU: the native kernel (native.py), and the same with torch's operators without it.
+"""The scores of an indexer on CPU: the native kernel (native.py), or torch's operators if it cannot run.
 
-The second walks the keys in blocks, so that the products of the heads stay in the processor's cache, in float32
-(float64 for float64): products in bfloat16 would round what the best keys are chosen by.
+The latter walk the keys in blocks, so that the products of the heads stay in the processor's cache, and use float32
+(float64 for float64): bfloat16 products would round the scores that choose the best keys.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ BLOCK = 2048  # keys in one block: 0.5 MiB of float32 products at J = 64
 
 
 def index_scores(call: IndexCall) -> Tensor:
-    """[B,S,T] as :func:`mla_compile.kernels.reference.index_scores`, of a call whose tensors are on a CPU."""
+    """[B,S,T] as :func:`mla_compile.kernels.reference.index_scores`, for a call whose tensors are on a CPU."""
     query, keys = call.query, call.keys
     dtype = compute_dtype(keys)
-    if 0 in query.shape or keys.shape[1] == 0:  # nothing to add up, or nowhere to put it
+    if 0 in query.shape or keys.shape[1] == 0:  # nothing to sum, or an empty result
         return query.new_zeros(*query.shape[:2], keys.shape[1], dtype=dtype)
     library = None if dtype == torch.float64 else native.load()
     if library is not None and native.takes(library, query, keys):
@@ -33,7 +33,7 @@ def _in_blocks(call: IndexCall, dtype: torch.dtype) -> Tensor:
     (B, S, J, D), T = call.query.shape, call.keys.shape[1]
     weights = call.weights.to(dtype)[:, :, None, :]
     out = call.query.new_empty(B, S, T, dtype=dtype)
-    rows = max(1, BLOCK // S)  # the products of all queries are made at once
+    rows = max(1, BLOCK // S)  # the products of all queries are computed together
     query = call.query.to(dtype).reshape(B, S * J, D)
     for start in range(0, T, rows):
         block = call.keys[:, start : start + rows].to(dtype)

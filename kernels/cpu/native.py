@@ -1,30 +1,29 @@
 """The native kernels for CPU, decode attention and the indexer: built on first use from csrc/, called through ctypes.
 
-Inductor's own machinery compiles it (compiler, OpenMP, instruction set, a cache on disk with its locks), so it exists
-wherever ``torch.compile`` works on CPU; a machine's first use takes 3 to 15 s. Where it cannot be built, :func:`load`
-says why in one log line and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators. With
-``MLA_COMPILE_NATIVE=0`` in the environment no attempt is made.
+Inductor compiles them (compiler, OpenMP, instruction set, a cache on disk with its locks), so they exist wherever
+``torch.compile`` works on CPU; the first use on a machine takes 3 to 15 s. If they cannot be built, :func:`load` logs
+the reason in one line, and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators.
+``MLA_COMPILE_NATIVE=0`` in the environment disables them.
 
 Choices, each measured on one core with AVX-512 and AMX, L = 512, R = 64, in CPU time (GFLOP/s of 2BSHT(2L+R)):
 
 * **float32 with fused multiply-adds**: 132 at 16 heads with the cache in L2, 95 from memory. Scores and sums are
   vectors over query rows, so that the softmax needs no horizontal step.
-* **Operands are held in registers, a few columns of the query stay in the first-level cache, and values are put side by
-  side for 64 query rows or more**: 10 to 32 % more on a core with AVX2 alone, 48 at 16 heads and 71 at 128, from memory
+* **Operands stay in registers, a few columns of the query in the first-level cache, and for 64 query rows or more
+  values are packed side by side**: 10 to 32 % more on a core with AVX2 alone, 48 at 16 heads and 71 at 128, from memory
   (a square matrix product of MKL there: 53).
 * **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place; query and weights are two bfloat16 terms
-  each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, and nothing shows once the result is rounded.
-* **float32 on AMX**, each number three bfloat16 terms, six products: 200 at 128 heads where multiply-adds give 149. The
-  small products are added first, and each tile has a sum of its own: error 3.4e-7 instead of 6.1e-7 (multiply-adds:
-  4.9e-7).
-  Up to 48 query rows, splitting the rows costs more than it saves, and multiply-adds are used.
+  each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, which disappears when the result is rounded.
+* **float32 on AMX**, each number three bfloat16 terms, six products: 200 at 128 heads where multiply-adds reach 149.
+  The small products are added first, and each tile has a sum of its own: error 3.4e-7 instead of 6.1e-7 (multiply-adds:
+  4.9e-7). Up to 48 query rows, splitting the rows costs more than it saves, and multiply-adds are used.
 * **Values are rearranged 64 columns at a time**, in the first-level cache, and each tile of rows is loaded once for all
-  terms of the other factor: 5 to 11 % less time than a whole tile of keys at once.
+  terms of the other factor: 5 to 11 % less time than with a whole tile of keys at once.
 * **Scores of an indexer** are such products, here of 64 heads of 128 columns on a core without AMX: 96 in float32; 180
-  in bfloat16 with AVX512-BF16, where conversion to float32 gave 96, too.
-* **The next tile is prefetched while this one is multiplied**: 8 to 18 % less time from memory, except for float32 on
-  AMX, where it makes no difference. Spread over all scores of a tile, in tiles of 66 keys: 3 to 15 % less again on a
-  core with AVX2 alone, up to 16 heads.
+  in bfloat16 with AVX512-BF16, where conversion to float32 also reached 96.
+* **The next tile is prefetched during the products of this one**: 8 to 18 % less time from memory, except for float32
+  on AMX, where it makes no difference. Prefetches that are spread over all scores of a tile of 66 keys save another 3
+  to 15 % on a core with AVX2 alone, up to 16 heads.
 * **Rows of a weight are prefetched 8 KiB ahead**, two side by side: products of a few rows take 5 to 30 % less time on
   two cores with AVX2 alone, most in bfloat16 with short rows.
 """
@@ -53,7 +52,7 @@ from mla_compile.kernels.call import DecodeCall, IndexCall
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
-# Inductor turns both off for the code that it generates; they come after its own flags.
+# Inductor disables both for its generated code; these flags come after its own.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 KINDS = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4, torch.float8_e4m3fn: 5,
@@ -61,7 +60,7 @@ KINDS = {
 CALL = struct.Struct("@49q2d")  # struct Call in csrc/call.h
 INDEX_CALL = struct.Struct("@18qd")  # struct IndexCall in csrc/index.h
 ROWS_CALL = struct.Struct("@11q")  # struct RowsCall in csrc/rows.h
-MAX_FEW = 4  # rows that a product with a weight may have, as there
+MAX_FEW = 4  # rows that a product with a weight may have, as in csrc/rows.h
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,11 @@ class Library:
     """The compiled kernels.
 
     Attributes:
-        run: takes a packed ``Call`` and returns 0, or 1 where there is no memory.
-        index: the same of a packed ``IndexCall``.
-        rows: the same of a packed ``RowsCall``.
-        float16: whether the compiler knows the type.
-        amx: 0 never uses the tile registers, 1 where that is faster, 2 wherever it is possible (for tests).
+        run: takes a packed ``Call`` and returns 0, or 1 if memory runs out.
+        index: the same for a packed ``IndexCall``.
+        rows: the same for a packed ``RowsCall``.
+        float16: whether the compiler supports the type.
+        amx: 0 never uses the tile registers, 1 uses them where that is faster, 2 wherever it is possible (for tests).
     """
 
     run: Callable[[bytes], int]
@@ -95,9 +94,10 @@ def _load_once() -> Library | None:
         library = library_of(_build())
         count("kernels", kind="native")
         return library
-    except Exception as error:  # noqa: BLE001 - a missing or broken compiler shows itself in many ways, none is fatal
+    except Exception as error:  # noqa: BLE001 - a missing or broken compiler fails in many ways, none of which is fatal
         lines = str(error).strip().split("\n")
-        reason = next((line for line in lines if "error:" in line), lines[0])  # a compiler's first, after its command
+        # the compiler's first error, which follows its command line
+        reason = next((line for line in lines if "error:" in line), lines[0])
         count("kernels", kind="torch")
         count("fallbacks", reason="no native kernel")
         log.warning("native CPU kernel: not built, torch's operators are used (%s: %s)", type(error).__name__, reason)
@@ -105,7 +105,7 @@ def _load_once() -> Library | None:
 
 
 def library_of(built: ctypes.CDLL) -> Library:
-    """The kernels of a library that was built from :func:`source`."""
+    """The kernels in a library that was built from :func:`source`."""
     entries = (built.mla_decode_attention, built.mla_index_scores, built.mla_few_rows)
     for entry in entries:
         entry.argtypes = [ctypes.c_char_p]
@@ -114,20 +114,20 @@ def library_of(built: ctypes.CDLL) -> Library:
 
 
 def load() -> Library | None:
-    """The kernel, built now unless it was before; None from then on where this process's one attempt failed."""
+    """The kernels, built by the first call; None if this process's one attempt failed."""
     with _lock:
         return _load_once()
 
 
 def _build() -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache  # takes a second to import, and nothing else here needs it
+    from torch._inductor.codecache import CppCodeCache  # on use: the import takes a second
 
     begin = time.time()
 
     class Checked(CppCodeCache):
         """Inductor's cache, in the folder that TORCHINDUCTOR_CACHE_DIR names."""
 
-        cache = {}  # noqa: RUF012 - of this class and not of torch
+        cache = {}  # noqa: RUF012 - a cache of this class, apart from torch's
 
         @staticmethod
         def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
@@ -135,14 +135,14 @@ def _build() -> ctypes.CDLL:
 
     try:
         library: ctypes.CDLL = Checked.load(source(), extra_flags=FLAGS)
-    except trusted.NotWholeError as error:  # whoever built it ended on the way
+    except trusted.NotWholeError as error:  # the process that built it ended before it finished
         Path(str(error)).unlink(missing_ok=True)
         library = Checked.load(source(), extra_flags=FLAGS)
     return library
 
 
 def source() -> str:
-    """The C++ source as one text: Inductor names the library by a hash of the text, so headers have to be in it."""
+    """The C++ source as one text, headers included: Inductor names the library by a hash of the text."""
 
     def insert(match: re.Match[str]) -> str:
         if match[1] in done:
@@ -158,7 +158,7 @@ def source() -> str:
 
 
 def takes(library: Library, *rows: Tensor | None) -> bool:
-    """Whether the kernels know the dtypes of all these rows."""
+    """Whether the kernels support the dtypes of all these rows."""
     kinds = {of.dtype for of in rows if of is not None}
     return torch.float64 not in kinds and (torch.float16 not in kinds or library.float16)
 
@@ -166,7 +166,7 @@ def takes(library: Library, *rows: Tensor | None) -> bool:
 def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """As :func:`mla_compile.kernels.cpu.decode.decode_attention`, for rows that :func:`takes` accepts.
 
-    Raises :class:`MemoryError` where there is none for the scratch space, a few MB per thread that are kept.
+    Raises :class:`MemoryError` if the scratch space cannot be allocated, a few MB per thread that are kept.
     """
     query, latent = _dense_rows(call.query), _dense_rows(call.latent)
     rope, values, mask = call.rope, call.values, call.mask
@@ -235,7 +235,7 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
 def index_scores(library: Library, call: IndexCall) -> Tensor:
     """As :func:`mla_compile.kernels.cpu.index.index_scores`, for keys that :func:`takes` accepts and T above 0.
 
-    Raises :class:`MemoryError` where there is none for the scratch space.
+    Raises :class:`MemoryError` if the scratch space cannot be allocated.
     """
     query, keys = _dense_rows(call.query), _dense_rows(call.keys)
     (B, S, J, D), T = query.shape, keys.shape[1]
@@ -257,7 +257,7 @@ def index_scores(library: Library, call: IndexCall) -> Tensor:
 def few_rows_linear(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x`` [M,K] times ``weight`` [O,K], plus ``bias`` [O]: [M,O], all float32 or all bfloat16, M from 1 to 4.
 
-    Raises :class:`MemoryError` where there is none for the scratch space.
+    Raises :class:`MemoryError` if the scratch space cannot be allocated.
     """
     x, weight = _dense_rows(x), _dense_rows(weight)
     bias = None if bias is None else bias.contiguous()

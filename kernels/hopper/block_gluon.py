@@ -1,8 +1,8 @@
-"""What the consumers of the Hopper kernel (decode_gluon.py) know of a block of 64 keys: which of them are visible.
+"""Which keys of a block of 64 are visible to the consumers of the Hopper kernel (decode_gluon.py).
 
-Without a mask or lists those before the query's limit are, and from its ``lower`` one on where there is a window. A
-mask's list of tiles, or a list of keys, has 64 bits for each block; beside a mask the limits count too, and a list's
-bits say all.
+Without a mask or lists, these are the keys before the query's limit and, with a window, from its ``lower`` on. A mask's
+list of tiles, or a list of keys, has 64 bits for each block. With a mask, the limits apply in addition; with a list,
+the bits alone decide.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from mla_compile.kernels.hopper.rows_gluon import LOG2E
 
 @gluon.jit
 def keys(work, plane, i, LISTED: gl.constexpr):
-    """The 64 keys of block i as bits: 0..31, 32..63; without a mask or lists all of them."""
+    """The bits of the 64 keys of block i: 0..31, 32..63; all set without a mask or lists."""
     if work is None:
         return -1, -1
     else:
@@ -28,7 +28,7 @@ def keys(work, plane, i, LISTED: gl.constexpr):
 
 @gluon.jit
 def first_key(work, plane, i, LISTED: gl.constexpr):
-    """The first key of block i; in a list none is before the others."""
+    """The first key of block i; 0 in a list, whose entries have no order."""
     if LISTED:
         return 0
     else:
@@ -44,9 +44,9 @@ def bits(low, high, n):
 @gluon.jit
 def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MASKED: gl.constexpr,
             LISTED: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
-    """P (unnormalised, base 2) of a block from row n0 on, the rescaling of what was summed before, the maximum.
+    """P (unnormalised, base 2) of the block from row n0 on, the factor for the previous sums, and the maximum.
 
-    MASKED: a mask says what is visible beside the limits. ``factor``: where the keys' scales lie, or None.
+    MASKED: a mask hides keys in addition to the limits. ``factor``: the location of the keys' scales, or None.
     """
     column = gl.arange(0, BN, gl.SliceLayout(0, S_L))
     if LISTED:
@@ -61,7 +61,7 @@ def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MA
     s = s * scale
     if factor is not None:
         s = s * gl.expand_dims(factor.load(gl.SliceLayout(0, S_L)), 0)
-    if softcap is not None:  # scale has 1 / softcap in it; tanh x = 2 / (1 + e^-2x) - 1
+    if softcap is not None:  # scale includes 1 / softcap; tanh x = 2 / (1 + e^-2x) - 1
         s = (2.0 / (1.0 + gl.exp2(s * (-2.0 * LOG2E))) - 1.0) * softcap
     s = gl.where(visible, s, float("-inf"))
     m = gl.maximum(m_before, gl.max(s, 1))
@@ -70,7 +70,7 @@ def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MA
 
 @gluon.jit
 def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
-    """P as the values are multiplied by it."""
+    """P in the form that multiplies the values."""
     if factor is not None:
         p = p * gl.expand_dims(factor.load(gl.SliceLayout(0, S_L)), 0)
     return p.to(DTYPE)
@@ -78,9 +78,9 @@ def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
 
 @gluon.jit
 def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
-    """Zeroes the rows of a [64,256] half that are not to be read: those that the bits leave out, or by their numbers.
+    """Zero the rows of a [64,256] half that must not be read: selected by the bits, or by their numbers.
 
-    Those are from n on, and rows from ``length`` on and before ``begin`` hold other data.
+    The rows are numbered from n on; rows from ``length`` on and before ``begin`` hold other data.
     """
     L: gl.constexpr = threads(False, gl.num_ctas())
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
@@ -99,7 +99,7 @@ def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
 
 @gluon.jit
 def ragged(is_last, n, begin, low, high, MASKED: gl.constexpr, CLEAN: gl.constexpr):
-    """Whether the block from row n on has some that are not to be read as values, and that are not zeros already."""
+    """Whether the block from row n on has rows that must not be read as values and that are not already zero."""
     if CLEAN:
         return False
     elif MASKED:

@@ -1,9 +1,9 @@
-"""Jumps through a table in PTX as comparisons, where a cluster's kernel is compiled.
+"""Replaces indirect jumps in PTX by comparisons, for the kernel of a cluster.
 
-Triton tells waiting warps by a number which partition of ``warp_specialize`` is theirs. Beside two barriers between the
-CTAs of a cluster these are five numbers, from which LLVM makes a table of jumps. ptxas takes such a jump for one from
-anywhere: consumer 1's sums might then be what a product in flight writes, so it waits for the scores of a block before
-the product with the other consumer's P (its note C7517). With the same jumps as comparisons it does not.
+Triton tells waiting warps by a number which partition of ``warp_specialize`` to run. With two barriers between the CTAs
+of a cluster there are five numbers, and LLVM makes a jump table of them. ptxas assumes that such a jump may come from
+anywhere. Then a product in flight might write consumer 1's sums, so the consumer waits for the scores of a block before
+the product with the other consumer's P (ptxas note C7517). Comparisons avoid that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEY = "mla_compile: jumps through a table as comparisons"
 
 
 def compared(ptx: str) -> str:
-    """PTX in which every jump through a table goes by comparisons with its places; other text stays."""
+    """PTX in which comparisons replace every indirect jump; other text is unchanged."""
     for table in _TABLE.finditer(ptx):
         *targets, last = re.findall(r"[^\s,]+", table[2])
         tests = [f"\tsetp.eq.b32 \t%is, {{0}}, {i};\n\t@%is bra \t{target};" for i, target in enumerate(targets)]
@@ -32,7 +32,7 @@ def compared(ptx: str) -> str:
 
 @contextmanager
 def comparisons() -> Iterator[None]:
-    """Within it Triton compiles with :func:`compared`, unless somebody looks at its stages already."""
+    """A context in which Triton compiles with :func:`compared`, unless an inspection hook is set already."""
     from triton import knobs
 
     before = getattr(knobs.runtime, "add_stages_inspection_hook", None)
@@ -47,7 +47,7 @@ def comparisons() -> Iterator[None]:
 
 
 def _hook(backend: Any = None, stages: dict[str, Callable[..., Any]] | None = None, *_: Any) -> tuple[str, str] | None:
-    """Without arguments what the key of Triton's cache has to tell; else puts :func:`compared` behind the PTX."""
+    """Without arguments, the addition to the key of Triton's cache; else append :func:`compared` to the PTX stage."""
     if stages is None:
         return _KEY, _KEY
     written = stages["ptx"]

@@ -1,19 +1,21 @@
 """One CTA, or a cluster of two that share the rows of a block: layouts, tiles and barriers of the Hopper kernel.
 
-Each CTA owns 64 packed query rows. In a cluster of two what holds query rows (queries, P, maxima, sums) is one tensor
-of 128 rows that is cut between them, and a block's cache rows lie in both: one copy from memory brings them to both.
+Each CTA owns 64 packed query rows. In a cluster of two, everything with query rows (queries, P, maxima, sums) is one
+tensor of 128 rows that is divided between the CTAs. The cache rows of a block are in both: one copy from memory brings
+them to both.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.8, and before
+# the name since Triton 3.8, and the name before
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
 def product(columns, CTAS):
-    """The layout of what has a row for each query row: of an accumulator with so many columns."""
+    """The layout of values with a row for each query row: of an accumulator with ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16], *_bases([1, 0], CTAS))
 
 
@@ -25,7 +27,7 @@ def threads(own, CTAS):
 
 @gluon.constexpr_function
 def rows_alike(rank, CTAS):
-    """The layout of a tile of half-precision cache rows in shared memory: of all CTAs the same."""
+    """The layout of a tile of half-precision cache rows in shared memory: the same in all CTAs."""
     return gl.NVMMASharedLayout(128, 16, rank, False, False, *_bases([0] * rank, CTAS))
 
 
@@ -37,25 +39,25 @@ def rows_own(CTAS):
 
 @gluon.constexpr_function
 def vector(CTAS):
-    """The layout of a number for each query row in shared memory."""
+    """The layout of one number per query row in shared memory."""
     return gl.SwizzledSharedLayout(1, 1, 1, [0], *_bases([1], CTAS))
 
 
 @gluon.constexpr_function
 def barrier(own, CTAS):
-    """The layout of an mbarrier: each CTA its ``own``, or the first CTA's for all."""
+    """The layout of an mbarrier: each CTA its ``own``, or that of the first CTA for all."""
     return mbarrier.MBarrierLayout(*_bases([int(own)], CTAS))
 
 
 @gluon.constexpr_function
 def _bases(second, CTAS):
-    """The argument that says where the second CTA's part begins, in parts; none for one CTA."""
+    """The argument that says where the part of the second CTA begins, in parts; empty for one CTA."""
     return ([second],) if CTAS == 2 else ()
 
 
 @gluon.jit
 def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory in another shape; the method is public since Triton 3.9."""
+    """The same shared memory in another shape. The method became public in Triton 3.9."""
     if hasattr(tile, "reinterpret"):
         return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
@@ -64,7 +66,7 @@ def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def own(tile):
-    """A tile [64,columns], as the query rows of each CTA."""
+    """A tile [64,columns] as a tile with the query rows of all CTAs, [64 * CTAS,columns]."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         return tile
@@ -85,9 +87,9 @@ def joint(bar):
 
 @gluon.jit
 def expect(bar, size: gl.constexpr):
-    """Announces copies of so many bytes at each CTA's barrier. In a cluster the first CTA does, for all of them.
+    """Announce copies of ``size`` bytes at each CTA's barrier. In a cluster, the first CTA announces them for all.
 
-    So the others' producers do nothing at all: they wait for nobody, and could announce a block before the last one.
+    So the producers of the other CTAs do nothing: since they wait for nobody, they could announce a block too early.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
@@ -98,7 +100,7 @@ def expect(bar, size: gl.constexpr):
 
 @gluon.jit
 def load_box(desc, at, bar, tile):
-    """Copies a box to where ``tile`` is in every CTA, counted on each one's barrier. The first CTA does, for all."""
+    """Copy a box to ``tile`` in every CTA, counted on each one's barrier. The first CTA issues it for all."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         _load(desc, at, bar, tile)

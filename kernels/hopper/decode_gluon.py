@@ -1,49 +1,50 @@
 """Absorbed decode attention on Hopper (sm_90): one TMA producer and two consumer warpgroups, written in Gluon.
 
 One CTA owns 64 packed rows (row ``m`` is token ``m // H``, head ``m % H`` of one request) and walks blocks of 64 cache
-rows. The float32 output, 64 x 512, is half of an SM's registers, so it is cut in two: consumer ``w`` holds columns
+rows. The float32 output, 64 x 512, takes half of an SM's registers, so it is cut in two: consumer ``w`` holds columns
 ``256 w .. 256 w + 255``. The schedule is the seesaw of FlashMLA's 2025-04-22 write-up, built from scratch:
 
 * The producer copies each block once by TMA: two halves of the latent and the rope part, a *stage*. There are two
-  stages, and each half of a stage is given back by itself.
+  stages, and each half of a stage is released separately.
 * Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all 576 columns) and makes ``P_j`` from the running maximum
   that is handed from block to block. ``P_j`` overwrites the rope part of its own stage, which nobody reads any more.
-* Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the
-  latent block that is there already. A consumer takes its own ``P_j`` from registers and the other's from shared
+* Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the latent
+  block that is in shared memory already. A consumer takes its own ``P_j`` from registers and the other's from shared
   memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
-* A consumer that reads what TMA has brought has waited for its barrier itself. The other one's ``P_j`` says as much,
-  for it is made of the same block; the second wait finds the barrier passed, and nothing has to be argued about whose
-  writes become visible to whom through whom.
+* A consumer waits itself for the barrier of any TMA data that it reads. The other consumer's ``P_j``, made of the same
+  block, implies that the data has arrived, so this second wait returns at once. It spares an argument that writes
+  become visible transitively.
 
-Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length; a stage's barrier phase is
+Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length. A stage's barrier phase is
 therefore counted per stage over the whole life of the CTA (``used0``, ``used1``). An *item* is a run of blocks of one
-request: one per CTA on the split grid, several when a schedule (kernels/triton/schedule.py) is given.
+request: one per CTA on the split grid, several if a schedule (kernels/triton/schedule.py) is given.
 
-Rows past a request's length: TMA fills rows outside the tensor with zeros, scores are masked, and the rows of the last
-block that hold other data are zeroed in shared memory before they are read as values, because ``0 * NaN`` is NaN.
-A page that lies past the length is never looked up: its box is aimed outside the tensor.
+For rows past a request's length, TMA fills rows outside the tensor with zeros, and scores are masked. The rows of the
+last block that hold other data are zeroed in shared memory before they are read as values, because ``0 * NaN`` is NaN.
+A page past the length is never looked up: its box is placed outside the tensor.
 
-A boolean mask that shows all query rows the same keys comes as a list of the tiles with a visible one, and 64 bits for
-each (``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody
-sees are treated as those past the length, in any block.
+A boolean mask that is the same for all query rows comes as a list of the tiles with a visible key, and 64 bits for each
+(``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody sees
+are treated like those past the length, in any block.
 
 With a window, an item's first block is the first that some query token sees. Its rows before that token's window are
-masked, and zeroed, as those past the length are.
+masked and zeroed like those past the length.
 
-Lists of keys have an entry and a producer of their own (list_gluon.py), and these consumers: LISTED. Their rows come by
-cp.async (COPIED), and there is nothing to be zeroed (CLEAN). Neither is there with float8 rows (fp8_gluon.py), with or
-without lists, which their producer converts and stores.
+Index lists have a kernel and a producer of their own (list_gluon.py), with these consumers: LISTED. Their rows arrive
+by cp.async (COPIED), and none has to be zeroed (CLEAN). The same holds for float8 rows (fp8_gluon.py), with or without
+lists, except that their producer converts and stores them.
 
-Three forms are for a GPU to decide between (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted on one
-barrier, or on four, so that scores begin with the first 64 columns of a block, as FlashMLA's nine barriers let them.
+Measurements on a GPU will decide between three variants (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted
+on one barrier, or on four, so that scores begin with the first 64 columns of a block, as with FlashMLA's nine barriers.
 HELD: the consumers keep the rotary columns of the query in registers, as FlashMLA does, and the products with them read
-half as much shared memory. Launched with two CTAs, a cluster of them shares the copies of a block, each for 64 rows of
-its own (cluster_gluon.py).
+half as much shared memory. Two CTAs: a cluster shares the copies of a block, each CTA for 64 rows of its own
+(cluster_gluon.py).
 
-Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
-compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
-source; the fences and barriers inside a warpgroup, which it does not model, are read in the compiled PTX
-(benchmarks/gpu/ptx.py). Neither sees layouts: Triton's ConSan does, on a GPU (``consan`` of kernels/hopper/runner.py).
+Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines that exist only for
+the compiler say so. tests/kernels/hopper/test_decode_gluon.py runs the barrier protocol on the CPU, from this very
+source. It does not model the fences and barriers inside a warpgroup, which are checked in the compiled PTX
+(benchmarks/gpu/ptx.py). Neither checks layouts: Triton's ConSan does, on a GPU (``consan`` of
+kernels/hopper/runner.py).
 """
 
 from triton.experimental import gluon
@@ -74,13 +75,13 @@ from mla_compile.kernels.hopper.producer_gluon import (
 from mla_compile.kernels.hopper.rows_gluon import ROWS, load_query, scaled, store_final, store_partial
 from mla_compile.kernels.hopper.scores_gluon import half_arrived, scores
 
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # first running maximum: finite, so a row without keys makes no NaN
-# Barriers after the producer's.
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # initial maximum: finite, so a row without keys makes no NaN
+# Barriers after those of the producer.
 P_READY = gl.constexpr(10)  # + consumer
 L_READY = gl.constexpr(12)  # + consumer
 Q_READY = gl.constexpr(14)
 BARRIERS = gl.constexpr(15)
-NINE_BARRIERS = gl.constexpr(27)  # with those of the later parts of each half, see ``loaded``
+NINE_BARRIERS = gl.constexpr(27)  # including those of the later parts of each half, see ``loaded``
 # Rows of the float32 exchange [6,64]: the running maximum, the rescaling and the row sums of each consumer.
 ALPHA = gl.constexpr(2)
 SUMS = gl.constexpr(4)
@@ -100,22 +101,22 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
     sums = gl.zeros([ROWS * CTAS], gl.float32, R_S)
     m = gl.full([ROWS * CTAS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
-    last = length // BN - lo  # without a list: the block with rows past the length, counted from lo; n or more: none
+    last = length // BN - lo  # without a list: the block (from lo) with rows past the length, if below n
     factor = None
     if SCALED:
         factor = stats.index(FACTOR)
     for t in range((n + 1) // 2):
-        # Always 0, but not for LLVM, which would otherwise hoist 72 wgmma descriptors out of the loop and spill them.
+        # Always 0, which LLVM does not know: it would hoist 72 wgmma descriptors out of the loop and spill them.
         zero = t >> 29
         older = t > 0
-        # Before the waits, for these loads take as long as a wait.
+        # Issued before the waits, because these loads take as long as a wait.
         first = first_key(work, plane, lo + 2 * t, LISTED)
         low, high = keys(work, plane, lo + 2 * t, LISTED)
         low1, high1 = keys(work, plane, gl.maximum(lo + 2 * t - 1, 0), LISTED)
-        # The product with block 2t-1, which the other consumer scored. The first trip has none and multiplies the query
-        # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
+        # The product with block 2t-1, which the other consumer scored. The first iteration has none and multiplies the
+        # query by itself, which use_acc below drops. An `if` would duplicate the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
-        # Not in the first trip: its block may be there already, which looks like a phase that is not over yet.
+        # Not in the first iteration: its block may have arrived already, which would look like an unfinished phase.
         half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1, older, COPIED, PARTS)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
@@ -128,7 +129,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         p_other, v = own(narrow.index((NARROW + 1) * other)), tiles.index((TILE + 2) * other)
         acc_t = warpgroup_mma(p_other, v, acc, is_async=True)
         s_t = scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, S_L)
-        acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # a commit group for each: those of the scores stay
+        acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # one commit group per product: the scores stay pending
         mbarrier.arrive(joint(bars.index(FREE + 2)), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
         p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
@@ -238,12 +239,12 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
              softcap, reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
              bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr, COPIED: gl.constexpr,
              CLEAN: gl.constexpr, SCALED: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
-    """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says.
+    """Process the items of consumer W. PARTIAL: 0 every item is a whole request, 1 none is, 2 the item's range decides.
 
-    LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has their bits alone.
-    COPIED: rows come by cp.async. CLEAN: those that nobody sees are zeros. ``kv_scale`` [] is what rows are to be
-    multiplied by, or None; SCALED: by what lies beside their stage. PARTS: barriers of half a stage. HELD: the rotary
-    columns of the query stay in registers.
+    LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has only their bits.
+    COPIED: rows arrive by cp.async. CLEAN: rows that nobody sees are zero. ``kv_scale`` [] is the factor of all rows,
+    or None; SCALED: their factors lie beside their stage. PARTS: barriers of half a stage. HELD: the rotary columns of
+    the query stay in registers.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
@@ -259,7 +260,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
     if LISTED:
         b0, heads = token_of(H)
         b1 = b0 + 1
-        first_row = heads * ROWS  # no cluster takes lists
+        first_row = heads * ROWS  # lists do not use clusters
         M = H
     live = M - first_row
     if kv_scale is not None:
@@ -269,9 +270,9 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
         begin = reach
         if reach is not None:
             begin = gl.maximum(length - reach, 0)
-        cleared = begin  # rows before it hold other data
+        cleared = begin  # rows before ``cleared`` hold other data
         if CLEAN or work is not None:
-            cleared = None  # or the bits of a list say which rows do
+            cleared = None  # the bits of a list tell which rows hold other data
         listed = work
         if work is not None:
             listed = work + 2 * b.to(gl.int64) * work_b
@@ -290,8 +291,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
                 rows += b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs
             rows = gl.expand_dims(rows, 1)
             exists = gl.expand_dims(m_q < M, 1)
-            # Both consumers had retired their products with the query of the item before when they exchanged sums, and
-            # both have read the sums when they meet here.
+            # Both consumers retired their products with the previous item's query before they exchanged sums, and both
+            # have read the sums when they meet here.
             load_query(q, own(tiles.index(W)), rows, exists, W * HALF, HALF, Q_L)
             if W == 1:
                 load_query(q, own(narrow.index(0)), rows, exists, 2 * HALF, ROPE, Q_L)
@@ -325,7 +326,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             mbarrier.arrive(bars.index(L_READY + W))
             mbarrier.wait(bars.index(L_READY + 1 - W), done & 1)
             total = sums + stats.index(SUMS + 1 - W).load(R_S)
-            some = total != 0.0  # NaN is something
+            some = total != 0.0  # NaN counts as a result
             lse2 = gl.where(some, m + gl.log2(total), float("-inf"))
             factor = gl.where(some, 1.0 / total, 0.0)
             if kv_scale is not None:
@@ -353,15 +354,15 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
                REGS: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """Absorbed decode attention of one layer; grid (blocks of 64 rows for each CTA, splits or partitions, B or 1).
 
-    q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] where
+    q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] if
     PAGE > 0, with boxes [1,BOX,256 or 64] and [1,BOX,64]; table int32 [B,*] or None; seq_lens int32 [B] or None (T);
-    sinks float32 [H] or None. On the split grid a request's blocks are divided evenly, at least ``least`` to a split
-    (the rule of kernels/triton/decode_triton.py). With a schedule, ``items`` int32 [partitions+1,2] holds each
-    partition's first (request, block) and ``slots`` int32 [B] the first scratch slot of a request minus its first
-    partition. Beside a mask, ``work`` int32 [6,lists,entries,2] are its lists of visible tiles: ``plane`` entries for
-    each of the 6, ``work_b`` from one request to the next (0: one list for all). ``reach`` is window + S - 1, the rows
-    that the query tokens of a request see between them, or None. Scores are ``scale`` times the products, in base 2;
-    with a ``softcap``, in base 2 and else None, scale has 1 / softcap in it.
+    sinks float32 [H] or None. On the split grid a request's blocks are divided evenly, with at least ``least`` per
+    split (the rule of kernels/triton/decode_triton.py). With a schedule, ``items`` int32 [partitions+1,2] holds each
+    partition's first (request, block), and ``slots`` int32 [B] the first scratch slot of a request minus its first
+    partition. With a mask, ``work`` int32 [6,lists,entries,2] holds its lists of visible tiles: ``plane`` is the size
+    of each of the 6 planes in entries, ``work_b`` the stride from one request to the next (0: one list for all).
+    ``reach`` is window + S - 1, the number of rows that the query tokens of a request see in total, or None. Scores are
+    ``scale`` times the products, in base 2. ``softcap`` is in base 2, or None; with it, scale includes 1 / softcap.
 
     Writes o_part float32 [splits,B,S*H,512] or [slots,S*H,512] with lse_part in log2 units (an empty item: only
     lse_part, minus infinity), or, for an item that is a whole request, out [B,S,H,512] and lse float32, natural.

@@ -1,4 +1,4 @@
-"""What a call over float8 rows launches with the Hopper kernel (kernels/hopper/fp8_gluon.py), as data and pure."""
+"""The launch of a call over float8 rows with the Hopper kernel (kernels/hopper/fp8_gluon.py), as data and pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from mla_compile.kernels.triton import lists as places
 from mla_compile.kernels.triton import steps as portable
 
 REGISTERS = 216  # per thread of a consumer; leaves 72 to the producer
-GROUPS = (0, 1, 2, 4, 8)  # of columns with a scale of their own (0: all have one): a piece of 64 lies in one of them
+# numbers of column groups with separate scales (0: one scale per row): a piece of 64 columns lies in one group
+GROUPS = (0, 1, 2, 4, 8)
 _FP8 = torch.float8_e4m3fn
 _I32 = 1 << 31
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether rows are float8 and can be told to this kernel: places fit 32 bits.
+    """Whether rows are float8 in a form that this kernel supports, with places that fit 32 bits.
 
-    Rope is float8 and has the latent's scale, or it is bfloat16 and has none. In the second form rows are rounded when
-    they are multiplied by their scales. Their range is that of float32, so float16 would not do: the portable kernel
-    takes rope in that.
+    Rope either is float8 and has the latent's scale, or is bfloat16 and has none. In the second form, rows are rounded
+    after they are multiplied by their scales. They need the range of float32 then, so float16 would not do: the
+    portable kernel takes rope in float16.
     """
     latent, rope = call.latent, call.rope
     if latent.dtype != _FP8 or rope is None or latent.shape[:2].numel() >= _I32:
@@ -33,7 +34,7 @@ def takes(call: DecodeCall) -> bool:
 
 
 def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
-    """The launch of attention, of a batch that is cut on the device (``ragged``) or into splits of ``least`` blocks."""
+    """The launch of attention, for a batch partitioned on the device (``ragged``) or splits of ``least`` blocks."""
     import triton.language as tl
 
     import mla_compile.kernels.hopper.fp8_gluon as kernels
@@ -44,7 +45,7 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: i
     whole, groups = not ragged and plan.splits == 1, 0 if call.rope.dtype == _FP8 else max(1, call.groups)
     to = begun(call)
     to.types |= dict.fromkeys(("latent", "rope"), "*i32")
-    by_row = scales.dim() > 0 or groups > 0  # else for all of a call, in consumers' hands
+    by_row = scales.dim() > 0 or groups > 0  # else one scale for the whole call, which the consumers apply
     for name, used in (("kv_scale", not by_row), ("token_scale", by_row)):
         to.pointer(name, scales if used else None)
         if used:
@@ -57,7 +58,7 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: i
         to.constants |= dict.fromkeys(("mask_b", "mask_s", "mask_t", "indices_b", "indices_s", "entries"), 0)
     kept = [("items", "items", ragged), ("slots", "shift", ragged)]
     if not listed:
-        kept.append(("work", "work", call.mask is not None))  # the halves of its int64
+        kept.append(("work", "work", call.mask is not None))  # halves of int64 words
     for name, buffer, used in kept:
         if used:
             to.scratch(name, buffer, "*i32")

@@ -1,7 +1,7 @@
-"""The Hopper kernel for float8 rows: the consumers of decode_gluon.py behind the producer of fp8_producer_gluon.py.
+"""The Hopper kernel for float8 rows: the consumers of decode_gluon.py with the producer of fp8_producer_gluon.py.
 
-To the consumers the rows are in half precision, and those that nobody sees are zeros. With lists of keys a CTA's rows
-are heads of one query token, splits are of its list, and what hides an entry is in bits, as in list_gluon.py.
+The consumers see rows in half precision, with zeros for rows that nobody sees. With index lists, the rows of a CTA are
+heads of one query token, splits divide its list, and bits tell which entries are hidden, as in list_gluon.py.
 """
 
 from triton.experimental import gluon
@@ -22,17 +22,17 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
                    REGS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """Absorbed decode attention of one layer over float8 rows; grid (blocks of 64 rows, splits or partitions, B or 1).
 
-    As ``mla_seesaw``, but for: latent float8_e4m3fn [B,T,512] or [P,TABLE_PAGE,512], and rope alike, both passed as
-    int32, by strides of elements that are multiples of 16 bytes; pages of any size. PAGE: TABLE_PAGE, or 0 where the
-    pages lie behind each other. DTYPE is that of the products.
+    Differs from ``mla_seesaw`` as follows. latent is float8_e4m3fn [B,T,512] or [P,TABLE_PAGE,512], and rope alike;
+    both are passed as int32, with strides in elements that are multiples of 16 bytes. Pages may have any size. PAGE is
+    TABLE_PAGE, or 0 if the pages are consecutive in memory. DTYPE is the dtype of the products.
 
     GROUPS 0: rope is float8, too. Rows are multiplied by ``kv_scale`` float32 [], or by ``token_scale`` float32 [B,T]
     or [P,TABLE_PAGE] by strides; the other is None. GROUPS > 0: rope is of DTYPE, and ``token_scale`` float32
-    [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS] by strides, which may be 0, has a scale for each 512 / GROUPS columns of the
+    [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS], by strides that may be 0, has a scale for each 512 / GROUPS columns of the
     latent, which are a multiple of 64.
 
-    With ``indices`` int32 [B,S,entries], by strides: as ``mla_seesaw_lists``, its grid and its mask included, whose
-    scratch ``words`` is ``work`` here.
+    With ``indices`` int32 [B,S,entries], by strides: like ``mla_seesaw_lists``, with its grid and its mask; ``work``
+    takes the role of its scratch ``words``.
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -47,7 +47,7 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
         mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
     fence_async_shared()
     SCALED: gl.constexpr = token_scale is not None and GROUPS == 0
-    # To the consumers each query token is a request, and its keys are the entries of its list.
+    # The consumers treat each query token as a request whose keys are the entries of its list.
     gl.warp_specialize(
         [
             (fp8_producer, (latent, rope, token_scale, indices, table, lengths, mask, places, items, work, reach,

@@ -1,27 +1,28 @@
 """The producer of the Hopper kernel for float8 rows (fp8_gluon.py): ordinary loads, conversion, stores into the stage.
 
-The products are in half precision, and shared memory is full with two stages of that. So float8 never lies in it: the
-four warps of the producer load pieces of 64 rows and 64 bytes of each into registers, 16 bytes at a time, convert them
-and write the swizzled tiles themselves. ``AHEAD`` pieces are under way at any time, those of the next block included,
-while the producer converts, and while it waits for a free stage. Four values are one int32 until then, because a value
-that a loop carries has a register for itself, however short it is.
+The products are in half precision, and two stages of that fill the shared memory, so it never holds float8. Instead,
+the four warps of the producer load pieces of 64 rows by 64 bytes into registers, 16 bytes at a time, convert them and
+write the swizzled tiles themselves. ``AHEAD`` pieces are always in flight, across block boundaries too, while the
+producer converts and while it waits for a free stage. Four values share one int32 until their conversion, because each
+value that a loop carries occupies a whole register.
 
-A row lies at a *place*: the token, or ``page * TABLE_PAGE + slot``; -1 where nobody sees it (past the length, before
-the window, hidden by a mask), and then it is not read and becomes zeros, so that nothing has to be cleaned before it is
-used as a value. A block table is read for rows that are seen only. Where pages lie behind each other the cache is one
-piece, and PAGE is 0, which spares the producer registers. Places of lists of keys are looked up first, as those of rows
-in half precision are (list_producer_gluon.py).
+A row lies at a *place*: the token, or ``page * TABLE_PAGE + slot``. The place is -1 if nobody sees the row (past the
+length, before the window, hidden by a mask). Such a row is not read and becomes zeros, so that nothing has to be
+cleared before it is used as a value. A block table is read only for rows that are seen. If pages are consecutive in
+memory, the cache is contiguous, and PAGE is 0, which saves the producer registers. Places of index lists are looked up
+first, as for rows in half precision (list_producer_gluon.py).
 
-Scales come in two forms. Where rope is float8, too, a scale is for all of a row, and the consumers apply it: e4m3 is
-exact in half precision, and rows times their scales would not be. One that all rows have in common is a factor of the
-scores and of the result; those by token lie beside the stage, in a line of ``stats``. Rope in half precision has no
-scale, so none can be a factor of the scores: GROUPS > 0, the latent's columns are in so many groups, each with a scale
-for itself, and the producer multiplies in float32 and rounds once, to bfloat16. (FlashMLA does as much with the rows of
-656 bytes that DeepSeek-V3.2 is served from.) The rope part is stored as it is, from two pieces of 32 columns.
+Scales come in two forms. If rope is float8 too, a scale applies to a whole row, and the consumers apply it: e4m3 is
+exact in half precision, and rows times their scales would not be. A scale that all rows share is a factor of the scores
+and of the result; scales by token lie beside the stage, in a line of ``stats``. If rope is in half precision, it has no
+scale, so a scale cannot be a factor of the scores. Then GROUPS > 0: the latent's columns form that many groups, each
+with a scale of its own, and the producer multiplies in float32 and rounds once, to bfloat16. (FlashMLA does the same
+with the 656-byte rows from which DeepSeek-V3.2 is served.) The rope part is stored as it is, from two pieces of 32
+columns.
 
-The stores are ordinary ones, and the tensor cores read by another proxy: each thread fences its own, and one arrives
-for all behind a barrier of the four warps, as the consumers do with P. So who waits for the stage needs no fence. A
-stage may be filled as soon as it is free, see list_producer_gluon.py.
+The stores go through the generic proxy, and the tensor cores read through another one. Each thread fences its own
+stores, and one thread arrives for all after a barrier of the four warps, as the consumers do with P. So whoever waits
+for the stage needs no fence. A stage may be filled as soon as it is free, see list_producer_gluon.py.
 """
 
 from triton.experimental import gluon
@@ -42,10 +43,10 @@ from mla_compile.kernels.hopper.producer_gluon import (
     requests_of,
 )
 
-AHEAD = gl.constexpr(4)  # pieces whose loads are under way: 16 KB, 8 registers of each thread for each
-COLUMNS = gl.constexpr(64)  # of a piece of float8
+AHEAD = gl.constexpr(4)  # pieces whose loads are in flight: 16 KB, 8 registers per thread for each
+COLUMNS = gl.constexpr(64)  # columns of a float8 piece
 WORD = gl.constexpr(4)  # bytes of an int32
-IN_HALF = gl.constexpr(4)  # pieces of half the latent
+IN_HALF = gl.constexpr(4)  # pieces in half the latent
 
 
 @gluon.jit
@@ -55,7 +56,7 @@ def _places(places, work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl
     if places is not None:
         return gl.load(places + i * BN + r, mask=r < (hi - i) * BN, other=-1)
     else:
-        listed = gl.minimum(i, hi - 1)  # where a list of tiles ends, too
+        listed = gl.minimum(i, hi - 1)  # also the end of a list of tiles
         n = place_of(work, plane, listed) * BN + r
         seen = (n < length) & (i < hi)
         if begin is not None:
@@ -70,7 +71,7 @@ def _places(places, work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl
 
 @gluon.jit
 def _offsets(place, stride_page, stride_row, PAGE: gl.constexpr):
-    """Where the rows at 64 places begin."""
+    """The offsets of the rows at 64 places."""
     place = gl.maximum(place, 0)
     if PAGE == 0:
         return place.to(gl.int64) * stride_row
@@ -80,14 +81,14 @@ def _offsets(place, stride_page, stride_row, PAGE: gl.constexpr):
 
 @gluon.jit
 def _words(stride, BYTES: gl.constexpr):
-    """A stride of elements of so many bytes in int32; a multiple of 16 bytes, divided so that the compiler knows it."""
+    """A stride of elements of BYTES bytes, in int32; the division shows the compiler a multiple of 16 bytes."""
     return stride // (16 // BYTES) * (16 // WORD)
 
 
 @gluon.jit
 def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.constexpr, ROPE_BYTES: gl.constexpr,
            PAGE: gl.constexpr, L: gl.constexpr):  # fmt: skip
-    """Issues the loads of a piece of the rows at 64 places, int32 [64,16]; -1: zeros."""
+    """Issue the loads of a piece of the rows at 64 places, int32 [64,16]; -1: zeros."""
     if PIECE < 2 * IN_HALF:
         x = latent + PIECE * (COLUMNS // WORD)
         row = _offsets(place, _words(latent_b, 1), _words(latent_t, 1), PAGE)
@@ -101,9 +102,9 @@ def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.co
 
 @gluon.jit
 def _values(x, factor, BYTE: gl.constexpr):
-    """The float8 values that are one of the four bytes of x [64,16], as float32, times the rows' factor if any.
+    """The float8 values in one of the four bytes of x [64,16], as float32, times the rows' factor if there is one.
 
-    From there two neighbours become a word of bfloat16 in one instruction; from float16 each takes a slow one.
+    From float32, one instruction makes two neighbours a word of bfloat16; from float16, each value takes a slow one.
     """
     x = (x >> (8 * BYTE)).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
     if factor is not None:
@@ -113,7 +114,7 @@ def _values(x, factor, BYTE: gl.constexpr):
 
 @gluon.jit
 def _convert(x, factor, tile):
-    """A piece, int32 [64,16], into tile [64,64]."""
+    """Convert a piece, int32 [64,16], into tile [64,64]."""
     even = gl.join(_values(x, factor, 0), _values(x, factor, 2))
     odd = gl.join(_values(x, factor, 1), _values(x, factor, 3))
     tile.store(gl.reshape(gl.join(even, odd), [BN, COLUMNS]).to(tile.dtype))
@@ -121,7 +122,7 @@ def _convert(x, factor, tile):
 
 @gluon.jit
 def _store_halves(left, right, tile):
-    """Rope in half precision: its two pieces, int32 [64,16], into tile [64,64] as they are."""
+    """Store rope in half precision unchanged: its two pieces, int32 [64,16], into tile [64,64]."""
     x = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [BN, 2 * COLUMNS // WORD])
     x = gl.join(x.to(gl.int16), (x >> 16).to(gl.int16))
     tile.store(gl.reshape(x, [BN, COLUMNS]).to(tile.dtype, bitcast=True))
@@ -129,34 +130,34 @@ def _store_halves(left, right, tile):
 
 @gluon.jit
 def _scales(kv_scale, place, scale_b, scale_t, PAGE: gl.constexpr):
-    """The scales of the rows at 64 places; 0 where nobody sees one."""
+    """The scales of the rows at 64 places; 0 for rows that nobody sees."""
     return gl.load(kv_scale + _offsets(place, scale_b, scale_t, PAGE), mask=place >= 0, other=0.0)
 
 
 @gluon.jit
 def _factor(kv_scale, place, scale_b, scale_t, scale_g, before, PIECE: gl.constexpr, GROUPS: gl.constexpr,
             PAGE: gl.constexpr):  # fmt: skip
-    """What a piece of the rows at 64 places is multiplied by; ``before``: the same of the piece before it, or None."""
-    FIRST: gl.constexpr = PIECE * GROUPS % (2 * IN_HALF) == 0  # of a group
+    """The factor of a piece of the rows at 64 places; ``before``: that of the previous piece, or None."""
+    FIRST: gl.constexpr = PIECE * GROUPS % (2 * IN_HALF) == 0  # first piece of a group
     if FIRST and PIECE < 2 * IN_HALF:
         for _ in gl.static_range(PIECE * GROUPS // (2 * IN_HALF)):
-            kv_scale += scale_g  # one by one: several times an int32 may be none
+            kv_scale += scale_g  # added one by one: a multiple of an int32 may overflow
         return _scales(kv_scale, place, scale_b, scale_t, PAGE)
     else:
-        return before  # rope has none, and uses none
+        return before  # rope has no factor, and ignores this one
 
 
 @gluon.jit
 def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, length, begin, used, latent_b, latent_t,
           rope_b, rope_t, scale_b, scale_t, scale_g, tiles, narrow, stats, bars, GROUPS: gl.constexpr,
           PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr):  # fmt: skip
-    """Fills the stages with blocks lo..hi of request b; ``used`` and result: a bit for each stage, see fp8_producer."""
-    # 16 columns for each thread, of 32 rows at a time: no two threads of a store meet in a bank. (Of rope in half
-    # precision, which has 8 of them in as many bytes, two do.)
+    """Fill the stages with blocks lo..hi of request b; ``used`` and the result: a bit per stage, see fp8_producer."""
+    # 16 columns per thread, 32 rows at a time: no two threads of a store access the same bank. (With rope in half
+    # precision, 8 columns in as many bytes, two do.)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROPE_BYTES: gl.constexpr = 2 if GROUPS > 0 else 1
-    PIECES: gl.constexpr = 2 * IN_HALF + ROPE_BYTES  # of a block: two halves and the rope part
-    BESIDE: gl.constexpr = kv_scale is not None and GROUPS == 0  # scales lie beside the stage
+    PIECES: gl.constexpr = 2 * IN_HALF + ROPE_BYTES  # pieces of a block: two halves and the rope part
+    BESIDE: gl.constexpr = kv_scale is not None and GROUPS == 0  # scales are stored beside the stage
     latents = latent
     ropes = rope
     scales = kv_scale
@@ -169,7 +170,7 @@ def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, len
     if BESIDE:
         factor = _scales(scales, place, scale_b, scale_t, PAGE)
     ahead = ()
-    factors = ()  # of the pieces ahead
+    factors = ()  # factors of the pieces in flight
     for i in gl.static_range(AHEAD):
         ahead += (_piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, i, ROPE_BYTES, PAGE, L),)
         if GROUPS > 0:
@@ -199,12 +200,12 @@ def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, len
                 _store_halves(ahead[0], ahead[1], narrow.index(NARROW + stage))
             new = _piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, (i + AHEAD) % PIECES, ROPE_BYTES,
                          PAGE, L)  # fmt: skip
-            ahead = ahead[1:] + (new,)  # noqa: RUF005  what the compiler takes
+            ahead = ahead[1:] + (new,)  # noqa: RUF005  the compiler accepts only this form
             if GROUPS > 0:
                 new = _factor(scales, place, scale_b, scale_t, scale_g, factors[-1], (i + AHEAD) % PIECES, GROUPS,
                               PAGE)  # fmt: skip
                 factors = factors[1:] + (new,)  # noqa: RUF005
-            if i + AHEAD == PIECES - 1:  # what is loaded next is of the next block
+            if i + AHEAD == PIECES - 1:  # the next load belongs to the next block
                 place = _places(places, work, plane, table_row, block + 1, hi, length, begin, TABLE_PAGE, L)
                 if BESIDE:
                     factor = _scales(scales, place, scale_b, scale_t, PAGE)
@@ -220,13 +221,13 @@ def fp8_producer(latent, rope, kv_scale, indices, table, seq_lens, mask, places,
                  rope_b, rope_t, scale_b, scale_t, scale_g, table_b, mask_b, mask_s, mask_t, indices_b, indices_s,
                  entries, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, GROUPS: gl.constexpr,
                  PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Fills the stages with the blocks of this CTA's items, in order; ``kv_scale``: the scales by token, or None.
+    """Fill the stages with the blocks of this CTA's items, in order; ``kv_scale``: the scales by token, or None.
 
-    GROUPS: of the latent's columns, each with scales of its own and multiplied by them; rope is in half precision then.
-    0: rope is float8, and scales are for whole rows. With lists of keys (``indices``) the one item is this CTA's part
-    of a list, and its bits go to ``work``.
+    GROUPS: the number of groups of latent columns that are multiplied by separate scales; rope is then in half
+    precision. 0: rope is float8, and scales apply to whole rows. With index lists (``indices``) the only item is this
+    CTA's part of a list, and its bits are written to ``work``.
     """
-    used = 0  # a bit for each stage: whether it was used an odd number of times
+    used = 0  # a bit per stage: whether it was used an odd number of times
     if indices is not None:
         token, _ = token_of(H)
         lo, hi, listed = looked_up(token, indices, table, seq_lens, mask, places, work, table_b, mask_b, mask_s, mask_t,

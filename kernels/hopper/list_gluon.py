@@ -1,8 +1,8 @@
-"""The Hopper kernel for lists of keys: the consumers of decode_gluon.py behind the producer of list_producer_gluon.py.
+"""The Hopper kernel for index lists: the consumers of decode_gluon.py with the producer of list_producer_gluon.py.
 
-A list belongs to one query token, so a CTA's 64 rows are heads of one token, and splits are of the list. What hides an
-entry (length, causality, a window, a boolean mask) is in the bits that the producer writes, and nothing of it is left
-for the consumers: to them a block is 64 rows of which some are zeros that nobody sees.
+A list belongs to one query token, so a CTA's 64 rows are heads of one token, and splits divide the list. The bits that
+the producer writes say which entries are hidden (by length, causality, a window or a boolean mask), so the consumers
+need none of these. To them a block is 64 rows, of which some are zeros that nobody sees.
 """
 
 from triton.experimental import gluon
@@ -22,10 +22,10 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
                      REGS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """Absorbed decode attention over the keys of lists; grid (blocks of 64 heads x query tokens, splits, 1).
 
-    As ``mla_seesaw``, but for: latent [B,T,512] or [P,LIST_PAGE,512] and rope, by strides that are multiples of 8;
-    indices int32 [B,S,entries] and mask uint8 [B,1,S,T] or None, by strides. ``tokens`` is B * S. PAGE: LIST_PAGE, or 0
-    where the pages lie behind each other. Scratch: places int32 [tokens,blocks,64] and words int32 [tokens,blocks,2],
-    blocks = cdiv(entries, 64).
+    Differs from ``mla_seesaw`` as follows. latent [B,T,512] or [P,LIST_PAGE,512] and rope are passed by strides that
+    are multiples of 8; indices int32 [B,S,entries] and mask uint8 [B,1,S,T] or None by any strides. ``tokens`` is B *
+    S. PAGE is LIST_PAGE, or 0 if the pages are consecutive in memory. Scratch: places int32 [tokens,blocks,64] and
+    words int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,18 +1,18 @@
-"""The producer of the Hopper kernel for lists of keys (list_gluon.py): places first, then rows by cp.async.
+"""The producer of the Hopper kernel for index lists (list_gluon.py): first places, then rows by cp.async.
 
-TMA gathers rows from Blackwell on only, so the four warps of the producer copy them themselves, 16 bytes at a time.
-Which entries of a list name a key that the query token sees, and where its row lies, takes up to three look-ups (entry,
-mask, block table). So the producer first writes the places of its split to scratch, -1 for none, and beside them 64
-bits for each block, which the consumers hide scores by. Every CTA that writes an entry writes the same bits, and reads
-only what it wrote itself, after the barrier LIST_READY.
+TMA gathers rows only from Blackwell on, so the four warps of the producer copy them themselves, 16 bytes at a time. It
+takes up to three look-ups (entry, mask, block table) to find out which entries of a list name a key that the query
+token sees, and the place of its row. So the producer first writes the places of its split to scratch, -1 for none, and
+beside them 64 bits for each block, by which the consumers hide scores. All CTAs that write an entry write the same
+bits, and each reads only what it wrote itself, after the barrier LIST_READY.
 
-A place is a row's number in the cache: the token, or ``page * LIST_PAGE + slot``. Where pages lie behind each other
-the cache is one piece, and PAGE is 0. A row that nobody sees is not read: its copy fills zeros, so that nothing has to
-be cleaned before it is used as a value.
+A place is the number of a row in the cache: the token, or ``page * LIST_PAGE + slot``. If pages are consecutive in
+memory, the cache is contiguous, and PAGE is 0. A row that nobody sees is not read: its copy fills zeros, so that
+nothing has to be cleared before it is used as a value.
 
-cp.async writes by the proxy of ordinary loads and stores. So a stage may be filled as soon as it is free: the tensor
-cores' reads of it had retired before it was given back, and P, which overlays its rope part, was stored by threads.
-What it takes to read the copied rows by the tensor cores stands in ``_arrived`` of scores_gluon.py.
+cp.async writes through the generic proxy, as ordinary loads and stores do. So a stage may be filled as soon as it is
+free: the tensor cores' reads of it had retired before it was released, and P, which overlays its rope part, was stored
+by threads. ``_arrived`` in scores_gluon.py explains what the tensor cores need before they read the copied rows.
 """
 
 from triton.experimental import gluon
@@ -25,14 +25,14 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS
 
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as in producer_gluon.py
 
-THREADS = gl.constexpr(128)  # of the producer: each arrives at a part's barrier when its own copies have landed
-LIST_READY = gl.constexpr(15)  # barrier: places and bits are written
-GROUP = gl.constexpr(16)  # blocks that are looked up at a time: 8 entries for each thread
+THREADS = gl.constexpr(128)  # of the producer: each arrives at the barrier of a part when its own copies have landed
+LIST_READY = gl.constexpr(15)  # barrier: places and bits have been written
+GROUP = gl.constexpr(16)  # blocks that are looked up at a time: 8 entries per thread
 
 
 @gluon.jit
 def token_of(H):
-    """(query token, which 64 of its heads) of this CTA: along the first axis, which has room for a long prompt's."""
+    """(query token, block of 64 heads) of this CTA: along the first axis, which has room for a long prompt."""
     blocks = (H + ROWS - 1) // ROWS
     return gl.program_id(0) // blocks, gl.program_id(0) % blocks
 
@@ -40,7 +40,7 @@ def token_of(H):
 @gluon.jit
 def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, lower, mask_t,
              LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Places and bits of blocks lo..hi of a query token's list; ``own``: the place of the token itself.
+    """Write places and bits of blocks lo..hi of a query token's list; ``own``: the position of the token itself.
 
     ``lower`` is the first key of its window, or None.
     """
@@ -70,9 +70,9 @@ def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, 
 @gluon.jit
 def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mask_b, mask_s, mask_t, indices_b,
               indices_s, entries, reach, T, S, least, bars, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Looks up this CTA's part of a token's list and says so: (first block, one past the last, the list's places).
+    """Look up this CTA's part of a token's list and signal it: (first block, one past the last, the list's places).
 
-    ``places`` int32 [tokens,blocks,64] and ``words`` int32 [tokens,blocks,2], blocks = cdiv(entries, 64), are written.
+    Writes ``places`` int32 [tokens,blocks,64] and ``words`` int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
     """
     lo, hi, blocks = blocks_of(None, None, 0, entries, None, token, token, 0, token, 0, least)
     b = token // S
@@ -98,13 +98,13 @@ def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mas
 
 @gluon.jit
 def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr):
-    """Issues the copies of WIDTH columns of the rows at 64 places into tile [64,WIDTH]; -1: zeros. Then all arrive.
+    """Issue the copies of WIDTH columns of the rows at 64 places into tile [64,WIDTH] (-1: zeros), then let all arrive.
 
     Strides are multiples of 8 elements.
     """
     seen = gl.expand_dims(place >= 0, 1)
     place = gl.maximum(place, 0)
-    row = stride_row // 8 * 8  # so that the compiler knows it
+    row = stride_row // 8 * 8  # so that the compiler knows the divisibility
     if PAGE == 0:
         offset = place.to(gl.int64) * row
     else:
@@ -118,8 +118,8 @@ def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAG
 def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, latent_b, latent_t, rope_b, rope_t,
                   table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, reach, T, S, H, least, tiles, narrow,
                   bars, PAGE: gl.constexpr, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Fills the stages with the rows that this CTA's part of a list names, 64 at a time, in order."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread, of 16 rows at a time
+    """Fill the stages with the rows that this CTA's part of a list names, 64 at a time, in order."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes per thread, for 16 rows at a time
     token, _ = token_of(H)
     if LIST_PAGE == 0:
         b = token // S

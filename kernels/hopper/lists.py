@@ -1,6 +1,6 @@
-"""What a call with lists of keys launches with the Hopper kernel (kernels/hopper/list_gluon.py), as data and pure.
+"""The launch of a call with index lists with the Hopper kernel (kernels/hopper/list_gluon.py), as data and pure.
 
-What is said here of lists is so for float8 rows, too (fp8.py), but for :func:`attention`.
+Except for :func:`attention`, everything here also applies to float8 rows (fp8.py).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mla_compile.kernels.triton import lists as portable
 from mla_compile.kernels.triton.step import Arguments
 from mla_compile.kernels.triton.steps import mask_strides
 
-REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. With 216 nothing is spilled either
+REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. 216 does not spill either
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether a call's lists and mask are such that 64 bits say what is visible of a block of a list."""
+    """Whether 64 bits can describe what is visible of a block of a call's lists under its mask."""
     return portable.suits(call) and (call.mask is None or call.mask.dtype == torch.bool)
 
 
 def scratch(call: DecodeCall) -> Buffers:
-    """Places and bits of whole blocks. A kind of call serves lists that are a little longer (kernels/kinds.py)."""
+    """Places and bits, in whole blocks. A kind of call also serves slightly longer lists (kernels/kinds.py)."""
     assert call.indices is not None
     B, S, entries = call.indices.shape
     blocks = -(-rounded(entries) // BLOCK)
@@ -34,13 +34,13 @@ def scratch(call: DecodeCall) -> Buffers:
 
 
 def grid(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
-    """A CTA has heads of one query token, and a split of its list."""
+    """The grid: a CTA has heads of one query token, and a split of its list."""
     z = call.sizes
     return -(-z.H // BLOCK) * z.B * z.S, plan.splits, 1
 
 
 def told(call: DecodeCall, to: Arguments, bits: str) -> None:
-    """Adds a call's lists, its mask, and where places and, under the name ``bits``, bits are written."""
+    """Add a call's lists, its mask, and the destinations of places and, under the name ``bits``, of bits."""
     assert call.indices is not None
     to.pointer("indices", call.indices)
     portable.told(call.indices, to)
@@ -54,7 +54,7 @@ def told(call: DecodeCall, to: Arguments, bits: str) -> None:
 
 
 def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
-    """The launch of attention; a split has at least ``least`` blocks of its list. Nothing is ``ragged``."""
+    """The launch of attention; a split has at least ``least`` blocks of its list. ``ragged`` is never set."""
     import mla_compile.kernels.hopper.list_gluon as kernels
 
     z, direct = call.sizes, plan.splits == 1

@@ -1,11 +1,11 @@
-"""The producer of the Hopper kernel (decode_gluon.py): which blocks a CTA walks, and the TMA copies that bring them.
+"""The producer of the Hopper kernel (decode_gluon.py): the blocks that a CTA walks, and the TMA copies that bring them.
 
-An *item* is a run of blocks of one request: one per CTA on the split grid, several when a schedule
-(kernels/triton/schedule.py) is given. Beside a mask, the blocks of a request are those that its list of visible tiles
-names (kernels/triton/tiles_triton.py): the others are never fetched. With a window they begin at the first one that
-some query token sees. Rows past a request's length: TMA fills rows outside the tensor with zeros, and a page that lies
-past the length is never looked up, its box is aimed outside the tensor. Of the first block of a window some pages may
-lie before it. They are looked up: what the block table has there may name any page, or none, whose rows are zeros.
+An *item* is a run of blocks of one request: one per CTA on the split grid, several if a schedule
+(kernels/triton/schedule.py) is given. With a mask, the blocks of a request are those in its list of visible tiles
+(kernels/triton/tiles_triton.py); others are never fetched. With a window, they begin at the first block that some query
+token sees. For rows past a request's length, TMA fills rows outside the tensor with zeros. A page past the length is
+never looked up; its box is placed outside the tensor. Some pages of the first block of a window may lie before the
+window. They are looked up: their entries in the block table may name any page, or none, whose rows are zeros.
 """
 
 from triton.experimental import gluon
@@ -18,23 +18,25 @@ BN = gl.constexpr(64)  # cache rows per block; P overlays the rope part, so it m
 HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF wide
 ROPE = gl.constexpr(64)
 
-# Wide tiles [64,256]: 0, 1 the query, 2 + 2 * stage + half the cache. Narrow ones [64,64]: 0 the query, 1 + stage.
+# Wide tiles [64,256]: 0, 1 the query, 2 + 2 * stage + half the cache. Narrow tiles [64,64]: 0 the query, 1 + stage the
+# cache.
 TILE = gl.constexpr(2)
 NARROW = gl.constexpr(1)
-# Planes of a mask's list, as kernels/triton/tiles_triton.py writes them: a tile's number, its visible keys, how many.
+# Planes of a mask's list, as kernels/triton/tiles_triton.py writes them: tile numbers, visible keys, the count.
 LIST_TILE = gl.constexpr(3)
 LIST_WORD = gl.constexpr(4)
 LIST_COUNT = gl.constexpr(5)
-FACTOR = gl.constexpr(6)  # + stage: rows of the float32 exchange that hold scales by token, after the consumers'
+# + stage: rows of the float32 exchange that hold scales by token, after those of the consumers
+FACTOR = gl.constexpr(6)
 # Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
 FREE = gl.constexpr(6)
-# Where a half comes in four parts: the second to fourth of half h of stage s, 3 * (2 * s + h) from here on.
+# If a half arrives in four parts, its second to fourth barriers are at 3 * (2 * stage + half) from here on.
 PARTS_READY = gl.constexpr(15)
 
 
 @gluon.jit
 def loaded(stage, half, part: gl.constexpr):
-    """The barrier of a part of a stage's half: parts after the first have theirs behind all others."""
+    """The barrier of a part of a stage's half; the barriers of later parts follow all others."""
     if part == 0:
         return 3 * stage + half
     else:
@@ -43,7 +45,7 @@ def loaded(stage, half, part: gl.constexpr):
 
 @gluon.jit
 def length_of(seq_lens, b, T):
-    """Cache rows of request b; a length beyond the capacity T is cut to it."""
+    """Cache rows of request b; a length beyond the capacity T is clamped."""
     length = T
     if seq_lens is not None:
         length = gl.minimum(gl.maximum(gl.load(seq_lens + b), 0), T)
@@ -52,7 +54,7 @@ def length_of(seq_lens, b, T):
 
 @gluon.jit
 def requests_of(items, B):
-    """(first request, one past the last, its first block, block where the last one ends) of this CTA."""
+    """(first request, one past the last, the first block of the former, the end block of the latter) of this CTA."""
     if items is None:
         return gl.program_id(2), gl.program_id(2) + 1, 0, 0
     else:
@@ -64,7 +66,7 @@ def requests_of(items, B):
 
 @gluon.jit
 def place_of(work, plane, i):
-    """The tile that is block i of a request: the i-th one, or the i-th of its list (low half of each entry first)."""
+    """The tile that is block i of a request: tile i, or the i-th of its list (low half of each entry first)."""
     if work is None:
         return i
     else:
@@ -75,8 +77,8 @@ def place_of(work, plane, i):
 def blocks_of(items, work, plane, length, begin, b, b0, t0, b1, t1, least):
     """Blocks lo..hi of request b for this CTA, and the request's number of blocks.
 
-    Without a list of tiles a block is known by its place in the cache: those before ``begin``, the first row that some
-    query token's window reaches, are none of them.
+    Without a list of tiles, blocks are numbered by their place in the cache. They exclude those before ``begin``, the
+    first row that some query token's window reaches.
     """
     first = 0
     if work is None:
@@ -104,17 +106,18 @@ def _place(table_row, b, token, length, PAGE: gl.constexpr):
     else:
         inside = token < length
         page = gl.load(table_row + token // PAGE, mask=inside, other=0)  # slots past the length are not read
-        return page, gl.where(inside, token % PAGE, PAGE)  # row PAGE is outside: zeros, and nothing is fetched
+        # row PAGE lies outside the tensor: zeros, and nothing is fetched
+        return page, gl.where(inside, token % PAGE, PAGE)
 
 
 @gluon.jit
 def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr, WIDTH: gl.constexpr,
           FIRST: gl.constexpr, CHUNKS: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
-    """Issues the copies of some chunks of 64 columns of block i into tile [64,WIDTH], counted on bar.
+    """Issue the copies of some chunks of 64 columns of block i into tile [64,WIDTH], counted on bar.
 
-    The tile is for columns from COL on. ``page, row`` is the place of a block that is one box. Smaller boxes are looked
-    up one by one: a register for each does not fit beside the 40 that the consumers leave the producer, and a line of
-    the table lasts several blocks.
+    The first column of the tile is COL. ``page, row`` is the place of a block that is one box. The places of smaller
+    boxes are looked up one by one: the 40 registers that the consumers leave the producer have no room for all of them,
+    and a cache line of the table lasts several blocks.
     """
     CUBE: gl.constexpr = rows_alike(3, gl.num_ctas())
     expect(bar, BN * CHUNKS * 64 * 2)
@@ -135,7 +138,7 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
 @gluon.jit
 def _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, half: gl.constexpr, PAGE: gl.constexpr,
                BOX: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """Issues the copies of half the latent columns of block i, counted on PARTS barriers."""
+    """Issue the copies of half the latent columns of block i, counted on PARTS barriers."""
     CHUNKS: gl.constexpr = HALF // 64 // PARTS
     for part in gl.static_range(PARTS):
         bar = loaded(stage, half, part)
@@ -146,7 +149,7 @@ def _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, h
 @gluon.jit
 def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, work_b, plane, T, B, least, tiles, narrow,
              bars, PAGE: gl.constexpr, BOX: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """Fills the stages with the blocks of this CTA's items, in order."""
+    """Fill the stages with the blocks of this CTA's items, in order."""
     used0 = 0
     used1 = 0
     b0, b1, t0, t1 = requests_of(items, B)
@@ -165,11 +168,12 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
         for block in range(lo, hi):
             i = place_of(listed, plane, block)
             stage = (block - lo) % 2
-            # A fresh barrier lets a wait for the phase before its first one pass: the first loads find the stage free.
+            # Waiting on a fresh barrier for the phase before its first one succeeds: the first loads find the stage
+            # free.
             phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1
             page = b
             row = i * BN
-            if BOX == BN:  # before the wait for a free stage, where the producer spends its time
+            if BOX == BN:  # look up before the wait for a free stage, where the producer spends its time
                 page, row = _place(table_row, b, i * BN, length, PAGE)
             mbarrier.wait(joint(bars.index(FREE + 2 * stage)), phase)
             _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 0, PAGE, BOX, PARTS)

@@ -1,4 +1,4 @@
-"""What the consumers of the Hopper kernel (decode_gluon.py) read first and write last: 64 rows of query and output."""
+"""The first reads and last writes of the consumers of the Hopper kernel (decode_gluon.py): query and output rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def load_query(q, tile, row_offsets, live, COL: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr):
-    """Columns COL..COL+WIDTH of the CTA's query rows into tile [64,WIDTH], zeros in rows that do not exist."""
+    """Load columns COL..COL+WIDTH of the CTA's query rows into tile [64,WIDTH]; rows that do not exist are zeros."""
     column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, L)), 0)
     for c in gl.static_range(WIDTH // 64):
         part = gl.load(q + (row_offsets + column + (COL + c * 64)), mask=live, other=0.0)
@@ -30,7 +30,7 @@ def scaled(acc, a, O_L: gl.constexpr):
 
 @gluon.jit
 def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
-    """Half W of up to 64 rows of o [rows,512], from registers: a change of layout would need 64 KB of shared memory."""
+    """Store half W of up to 64 rows of o [rows,512] from registers: another layout needs 64 KB of shared memory."""
     r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, O_L))
     c = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_L))
     cells = gl.expand_dims(r * (2 * HALF), 1) + gl.expand_dims(c, 0)
@@ -40,9 +40,9 @@ def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
 
 @gluon.jit
 def store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """The finished half, and (consumer 0) the natural log-sum-exp, of rows row0.. of out [rows,512] and lse [rows]."""
+    """Store the finished half and (consumer 0) the natural log-sum-exp, from row0 of out [rows,512] and lse [rows]."""
     r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, S_L))
-    if sinks is not None:  # B and S are whole numbers of H rows
+    if sinks is not None:  # row0 of a request is a multiple of H
         sink = gl.load(sinks + (row0 + r) % H).to(gl.float32) * LOG2E
         acc = scaled(acc, gl.where(lse2 != float("-inf"), 1.0 / (1.0 + gl.exp2(sink - lse2)), 0.0), O_L)
     _store_rows(out, acc, row0, live, W, O_L)
@@ -52,7 +52,7 @@ def store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L:
 
 @gluon.jit
 def store_partial(o_part, lse_part, acc, lse2, row0, live, n, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """Half W and lse2 into the scratch rows row0..; an empty item leaves only lse2, minus infinity."""
+    """Store half W and lse2 into the scratch rows from row0; an empty item stores only lse2, minus infinity."""
     if n > 0:
         _store_rows(o_part, acc, row0, live, W, O_L)
     if W == 0:

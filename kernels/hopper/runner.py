@@ -1,7 +1,7 @@
 """A step of the Hopper kernel as a function of a stream and addresses; and Triton's sanitizer for it.
 
-The counterpart of kernels/triton/runner.py, with what only Gluon needs: TMA descriptors, and a way out where the
-installed Triton cannot compile it. Triton is not imported before a call on a GPU.
+The counterpart of kernels/triton/runner.py, with the parts that only Gluon needs: TMA descriptors, and a fallback if
+the installed Triton cannot compile the kernel. Triton is imported only by a call on a GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mla_compile.kernels.triton.runner import Address, Launch, bind, placed
 
 LOG = logging.getLogger("mla_compile.kernels")
 _compiled: dict[Any, Any] = {}
-_options: dict[str, Any] = {}  # added to every compilation, by consan()
+_options: dict[str, Any] = {}  # compile options that consan() adds
 
 
 @lru_cache(maxsize=4096)
 def descriptor(box: Box, address: int) -> Any:
-    """The TMA descriptor of a box at an address: a pure function of both, so it may be kept forever."""
+    """The TMA descriptor of a box at an address: a pure function of both, so that it may be cached forever."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -45,7 +45,7 @@ def built(step: GluonStep, target: Any) -> Any:
 
 
 def compiled(step: GluonStep, index: int) -> Any | None:
-    """The kernel of a step, loaded on device ``index``; None (said once) where this Triton cannot compile it."""
+    """The kernel of a step, loaded on device ``index``; None (logged once) if this Triton cannot compile it."""
     from triton.runtime.driver import driver
 
     key = (index, step.name, *map(str, (*step.source()[1:], _options)))
@@ -63,7 +63,7 @@ def compiled(step: GluonStep, index: int) -> Any | None:
 
 
 def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | None:
-    """A function that launches a step, as :func:`mla_compile.kernels.triton.runner.launch_of`; None: not compiled."""
+    """A function that launches a step, as in kernels/triton/runner.py; None if the step does not compile."""
     kernel = compiled(step, index)
     if kernel is None:
         return None
@@ -88,11 +88,11 @@ def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | N
 
 
 def consan() -> None:
-    """From here on, in this process, the Hopper kernel is compiled with Triton's ConSan, which reports races.
+    """From now on, compile the Hopper kernel in this process with Triton's ConSan, which reports races.
 
-    It sees what the CPU simulation cannot (fences between proxies, single warps). Slow to compile and to run; an
-    error is a device-side assertion, after which the process cannot use the GPU. Its scratch is taken from torch. Kinds
-    of call that were launched before keep the kernel they have, until :func:`mla_compile.kernels.launch.clear`.
+    It sees what the CPU simulation cannot (fences between proxies, single warps). It compiles and runs slowly, and an
+    error is a device-side assertion, after which the process cannot use the GPU. Its scratch memory comes from torch.
+    Kinds of call that were launched before keep their kernel until :func:`mla_compile.kernels.launch.clear`.
     """
     import triton
     from triton import knobs

@@ -1,4 +1,4 @@
-"""What the consumers of the Hopper kernel (decode_gluon.py) wait for, and the scores that they issue as it comes."""
+"""Waits of the consumers of the Hopper kernel (decode_gluon.py), and the scores that they issue as data arrives."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,12 +11,12 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS
 
 @gluon.jit
 def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
-    """Waits for a part of a block, and makes it readable for the tensor cores.
+    """Wait for a part of a block, and make it readable for the tensor cores.
 
-    TMA writes by the same proxy as they read, and who stores rows fences them. COPIED rows come by cp.async, whose
-    writes are those of threads: they are performed before the barrier's phase completes, for each of the producer's
-    threads arrives when its own copies have landed; every thread here waits for that phase; and the fence of each
-    orders what it has seen so before the reads of the products that it issues next.
+    TMA writes through the proxy by which the tensor cores read, and whoever stores rows fences them. COPIED rows arrive
+    by cp.async, whose writes are those of threads. They are performed before the barrier's phase completes, because
+    each of the producer's threads arrives when its own copies have landed. Every thread here waits for that phase, and
+    its fence orders the writes it has thus observed before the reads of the products that it issues next.
     """
     mbarrier.wait(bars.index(i), phase, pred=pred)
     if COPIED:
@@ -25,7 +25,7 @@ def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
 
 @gluon.jit
 def half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl.constexpr):
-    """Waits for half a block's latent columns, whose values are applied next."""
+    """Wait for half a block's latent columns, whose values are applied next."""
     for part in gl.static_range(PARTS):
         _arrived(bars, loaded(stage, half, part), phase, pred, COPIED)
 
@@ -33,7 +33,7 @@ def half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl
 @gluon.jit
 def scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, PARTS: gl.constexpr,
             S_L: gl.constexpr):  # fmt: skip
-    """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive.
+    """Issue S = Q K^T of the block in a stage, in the order in which its parts arrive.
 
     ``held``: the rotary columns of the query in registers, or None.
     """

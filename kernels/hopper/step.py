@@ -1,4 +1,4 @@
-"""One launch of a Hopper kernel as data: what kernels/triton/step.py has not. Meta tensors will do."""
+"""One launch of a Hopper kernel as data: the additions to kernels/triton/step.py. Accepts meta tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _I32 = (1 << 31) - 1
 
 
 class Box(NamedTuple):
-    """A TMA descriptor but for its address: of a 3-D tensor, in elements."""
+    """A TMA descriptor without its address: of a 3-D tensor, in elements."""
 
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
@@ -23,7 +23,7 @@ class Box(NamedTuple):
     dtype: torch.dtype
 
     def of(self, T: int) -> Box:
-        """The box of as many requests of T tokens: dense requests stay so, others keep their distance."""
+        """The box for requests of T tokens: dense requests stay dense, others keep their stride."""
         (B, tokens, width), (outer, row, column) = self.shape, self.strides
         return self._replace(shape=(B, T, width), strides=(T * row if outer == tokens * row else outer, row, column))
 
@@ -36,12 +36,12 @@ class GluonStep(Step):
 
 
 def reach(call: DecodeCall) -> int | None:
-    """How many cache rows the query tokens of a request see between them; None without a window."""
+    """With a window, the number of cache rows that the query tokens of a request see in total; else None."""
     return min(call.window + call.sizes.S - 1, _I32) if call.window > 0 else None
 
 
 def numbers(call: DecodeCall) -> dict[str, int | float | None]:
-    """What the kernels do to the scores, in base 2, and the window; None compiles to nothing."""
+    """The factors of the scores, in base 2, and the window; an argument that is None compiles to nothing."""
     factor, capped = math.log2(math.e), call.softcap > 0
     return {
         "scale": call.scale / call.softcap if capped else call.scale * factor,
@@ -51,13 +51,13 @@ def numbers(call: DecodeCall) -> dict[str, int | float | None]:
 
 
 def tell(to: Arguments, told: dict[str, int | float | None]) -> None:
-    """Adds numbers; None compiles to nothing."""
+    """Add numbers; None compiles to nothing."""
     to.scalars |= {name: x for name, x in told.items() if x is not None}
     to.constants |= {name: None for name, x in told.items() if x is None}
 
 
 def begun(call: DecodeCall) -> Arguments:
-    """The arguments that a kernel whose producer reads rows by pointers begins with: tensors, strides and numbers."""
+    """The leading arguments of a kernel whose producer reads rows by pointers: tensors, strides and numbers."""
     to = Arguments()
     to.pointer("query", call.query)
     to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
@@ -73,7 +73,7 @@ def begun(call: DecodeCall) -> Arguments:
 
 
 def written(call: DecodeCall, to: Arguments, *, parts: bool, final: bool) -> None:
-    """Adds where results go: to ``parts``, to their ``final`` places, or, as each item says, to either."""
+    """Add the destinations of results: ``parts``, the ``final`` results, or both if each item decides."""
     for name, buffer, kind, used in (
         ("o_part", "part", "*fp32", parts), ("lse_part", "part_lse", "*fp32", parts),
         ("out", "out", TYPES[call.query.dtype], final), ("lse", "lse", "*fp32", final),

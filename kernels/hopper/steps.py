@@ -1,9 +1,8 @@
-"""What a decode attention call launches with the Hopper kernel (kernels/hopper/decode_gluon.py), as data.
+"""The launches of a decode attention call with the Hopper kernel (kernels/hopper/decode_gluon.py), as data.
 
-The counterpart of kernels/triton/steps.py: pure, also for tensors on the meta device, and used by the launch
-(kernels/launch.py) and by the compilation without a GPU (benchmarks/gpu/offline.py) alike. :func:`suits` says which
-calls the kernel takes; the others go to the portable one. What lists of keys have of their own is in lists.py, and what
-float8 rows have in fp8.py.
+The counterpart of kernels/triton/steps.py: pure, also for meta tensors, and used by both the launch (kernels/launch.py)
+and the compilation without a GPU (benchmarks/gpu/offline.py). :func:`suits` decides which calls the kernel takes; the
+others go to the portable one. lists.py adds what index lists need, and fp8.py what float8 rows need.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ from mla_compile.kernels.triton.steps import (
 
 LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
-REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the 64 K of an SM
-HELD_REGISTERS = 240  # where 16 of them hold the rotary query: with 232, Triton 3.9 uses local memory for masks
+REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the SM's 64 K registers
+HELD_REGISTERS = 240  # if 16 of them hold the rotary query: with 232, Triton 3.9 puts masks in local memory
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def suits(call: DecodeCall, device: Device) -> bool:
-    """Whether the Hopper kernel takes this call: what :func:`takes` says, and rows that TMA can address. Pure."""
+    """Whether the Hopper kernel takes this call: :func:`takes` holds, and TMA can address the rows. Pure."""
     rows = [x for x in (call.latent, call.rope) if x is not None]
     return takes(call, device) and call.query.stride(-1) == 1 and all(map(_addressable, rows))
 
 
 def takes(call: DecodeCall, device: Device) -> bool:
-    """Whether dtypes, widths and features are the Hopper kernel's: what the layers of a model have in common.
+    """Whether the Hopper kernel supports the dtypes, widths and features, which the layers of a model have in common.
 
-    Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
-    a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. Beside lists of keys
-    a boolean mask shows all heads the same keys, and rows are copied one by one: pages of any size, and so with float8
-    rows, which may have rope in bfloat16 beside them. A query of another dtype than the products is rounded to bfloat16
-    only: for float16 it would have to be scaled. Sizes are not judged here.
+    It supports rows of 512 + 64 columns in half precision whose latent is the values, with any H and S; pages of a
+    multiple of 16 rows; and a boolean mask that is the same for all query rows, because a list of tiles describes it
+    completely. With index lists, a boolean mask must be the same for all heads. Rows are then copied one by one, so
+    pages may have any size. That also holds for float8 rows, whose rope may be bfloat16. A query of another dtype than
+    the products is rounded to bfloat16 only: for float16 it would have to be scaled. Sizes are not checked here.
     """
     z, rope = call.sizes, call.rope
     if rope is None or call.values is not None:
@@ -87,7 +86,7 @@ def takes(call: DecodeCall, device: Device) -> bool:
 
 
 def _addressable(rows: Tensor) -> bool:
-    """What loads of 16 bytes ask for: steps of as many. TMA's encoding: no broadcast axis, and int32 coordinates."""
+    """Whether strides suit loads of 16 bytes and the encoding of TMA: no broadcast axis, and int32 coordinates."""
     return (
         rows.stride(2) == 1
         and rows.data_ptr() % 16 == 0
@@ -98,7 +97,7 @@ def _addressable(rows: Tensor) -> bool:
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """The strides; that of an axis of length 1, which may be anything, as if it were dense."""
+    """The strides, with that of an axis of length 1, which may be anything, replaced by the dense one."""
     outer, row, column = rows.stride()
     if rows.shape[1] == 1:
         row = rows.shape[2]
@@ -108,7 +107,7 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def scheduled(call: DecodeCall, plan: Plan) -> bool:
-    """Whether work is shared out over (request, block): the plan says so, and lengths alone say how much there is."""
+    """Whether work is partitioned over (request, block): the plan asks for it, and lengths alone determine the work."""
     alone = call.seq_lens is not None and call.mask is None and call.indices is None
     return plan.scheduled and alone and schedule.suits(call.sizes.B)
 
@@ -141,14 +140,14 @@ def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 
 
 def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
-    """The launches before attention: cut the batch, or list the mask's tiles."""
+    """The launches before attention: partition the batch, or list the mask's tiles."""
     return (_cut(call, device),) if scheduled(call, plan) else portable.preparing(call, plan, device)
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
-    """The launches in order: (those of :func:`preparing`,) attention, (combine).
+    """The launches in order: those of :func:`preparing`, attention, and combine, the first and last if needed.
 
-    A call with a schedule is prepared already. ``least`` is the tokens that a split has at least (default: the plan's
+    A call with a schedule is already prepared. ``least`` is the least number of tokens of a split (default: the plan's
     chunk, else MIN_SPLIT).
     """
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
@@ -169,7 +168,7 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def shared_by(plan: Plan, row_blocks: int) -> int:
-    """CTAs that share the copies of a block: the plan's, if none of them is left without query rows."""
+    """The number of CTAs that share the copies of a block: the plan's if all of them have query rows, else 1."""
     return plan.cluster if row_blocks % plan.cluster == 0 and (plan.cluster == 1 or clusters()) else 1
 
 
@@ -177,7 +176,7 @@ def shared_by(plan: Plan, row_blocks: int) -> int:
 def clusters() -> bool:
     """Whether this Triton has mbarriers between the CTAs of a cluster, as it has since 3.9.
 
-    Before, 3.7 compiles the kernel without a word and without what keeps the CTAs apart.
+    Older versions such as 3.7 compile the kernel without an error, but without the synchronisation between CTAs.
     """
     try:
         from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -195,7 +194,8 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     ctas = shared_by(plan, grid[0])
     layout = cluster.rows_alike(3, ctas)
     whole = not ragged and plan.splits == 1
-    kind, parts = TYPES[call.latent.dtype][1:], (plan.barriers - 1) // 2  # of half a stage; the other one is rope's
+    # barriers of half a stage; the remaining one is for rope
+    kind, parts = TYPES[call.latent.dtype][1:], (plan.barriers - 1) // 2
     boxes, types, optional = {}, {}, {}
     for name, tensor, width in (
         ("latent", call.latent, LATENT // 2 // parts if rows == BLOCK else 64),
@@ -208,7 +208,7 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     for name, tensor in (("table", call.block_table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
         optional[name] = None if tensor is None else TYPES[tensor.dtype]
     optional |= dict.fromkeys(("items", "slots"), "*i32" if ragged else None)
-    optional["work"] = None if call.mask is None else "*i32"  # the halves of its int64
+    optional["work"] = None if call.mask is None else "*i32"  # halves of int64 words
     optional |= dict.fromkeys(("o_part", "lse_part"), None if whole else "*fp32")
     final = ragged or whole
     optional |= {"out": TYPES[call.query.dtype] if final else None, "lse": "*fp32" if final else None}

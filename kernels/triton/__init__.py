@@ -1,1 +1,1 @@
-"""Decode attention in Triton: what is launched, and how."""
+"""Decode attention in Triton: the kernels and their launches."""

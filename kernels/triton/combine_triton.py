@@ -19,7 +19,7 @@ from mla_compile.kernels.triton.tiles_triton import LN2, LOG2E, LOWEST
 
 @triton.jit
 def sink_factor(sinks, head, total, lse2, valid):
-    """``exp(lse) / (exp(lse) + exp(sink))`` for lse in base 2; 0 where ``total`` is 0, the row having seen nothing."""
+    """``exp(lse) / (exp(lse) + exp(sink))`` for lse in base 2; 0 if ``total`` is 0, because the row saw nothing."""
     sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
     return tl.where(total > 0.0, 1.0 / (1.0 + tl.exp2(sink - tl.where(total > 0.0, lse2, 0.0))), 0.0)
 
@@ -30,7 +30,7 @@ def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.const
 
     The row of piece i is ``first + i * step`` (int64) of part f32 [..,width] and part_lse f32 [..]; columns: a block of
     BLOCK_V. Pieces are taken BLOCK_S at a time from 0 on, and empty ones add exact zeros, so the result of a request
-    does not depend on how many there are. ``part`` is read for pieces that saw something only.
+    does not depend on their number. ``part`` is read only for pieces that saw something.
     """
     top = tl.full([], LOWEST, tl.float32)
     total = tl.zeros([], tl.float32)
@@ -39,7 +39,7 @@ def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.const
         piece = begin + tl.arange(0, BLOCK_S)
         row = first + piece.to(tl.int64) * step
         b_lse = tl.load(part_lse + row, mask=piece < pieces, other=float("-inf"))  # [BLOCK_S]
-        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN is a result too
+        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN counts as a result
         b_part = tl.load(
             part + row[:, None] * width + columns[None, :], mask=live[:, None] & (columns < width)[None, :], other=0.0
         )  # [BLOCK_S,BLOCK_V]
@@ -55,7 +55,7 @@ def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.const
 
 @triton.jit
 def finish(acc, total, lse2, sinks, out, lse, row, columns, width, H, WRITE_LSE):
-    """Writes a merged row of out [rows,width] and lse f32 [rows] (natural logarithm); empty rows: 0, minus infinity."""
+    """Write a merged row of out [rows,width] and lse f32 [rows] (natural logarithm); empty rows: 0, minus infinity."""
     some = (total > 0.0) | (total != total)
     b_out = acc * (1.0 / tl.where(some, total, 1.0))
     if sinks is not None:
@@ -83,7 +83,7 @@ def combine(
 
     Grid (B*M, cdiv(V, BLOCK_V)).
     """
-    if PDL:  # launched while the attention kernel drains: its results are complete from here on
+    if PDL:  # launched while the attention kernel drains: its results are complete after this wait
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

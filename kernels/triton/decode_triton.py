@@ -6,29 +6,30 @@ split, with the online softmax of Flash-Attention in base 2 (m: running maximum,
     s = (q . [c, r]) * scale * log2 e;  m' = max(m, max s);  p = 2^(s - m');  l = l 2^(m-m') + sum p
     acc = acc 2^(m-m') + p c
 
-One load of the tile c serves both products. The flags below are compile-time constants: what is off costs nothing.
+One load of the tile c serves both products. The flags below are compile-time constants: a disabled feature costs
+nothing.
 
-* Tiles come from a run of numbers, or from the list of visible ones (kernels/triton/tiles_triton.py); rows from an
-  offset, or through a block table. All loads are masked: a row that nobody sees is never read, and zeros take its
-  place (a weight of 0 times NaN is NaN). There is no separate loop for whole tiles: two loops spill registers.
+* Tiles are consecutive, or come from the list of visible ones (kernels/triton/tiles_triton.py); rows are addressed by
+  an offset, or through a block table. All loads are masked: a row that nobody sees is never read, and zeros replace it
+  (a weight of 0 times NaN is NaN). There is no separate loop for whole tiles: two loops spill registers.
 * The running maximum starts at the lowest float32, so a row that has seen nothing makes no ``inf - inf``.
 * Grid (row blocks, splits, B): the row blocks of one tile run side by side and share it through the L2 cache.
-* Or tiles come from a list of keys, which each query token has for itself: then a block holds heads of one token, along
-  the first axis of the grid alone (kernels/triton/lists_triton.py).
-* A float32 query beside half precision rows is rounded to their dtype here, once; for float16 each row is first
-  brought to a largest magnitude of 2^13..2^14 by a power of two, which the scores are multiplied by again.
-* Hopper's products take a computed left factor from registers, 144 of each thread for a query, and a loaded one from
-  shared memory. A converted query is therefore written to scratch and loaded again (``staged``): every block that
-  writes a row writes the same bits, and reads only what it wrote itself.
-* They find it by descriptors, one for each 16 columns: 36 of the query that no trip changes. LLVM would compute them
-  before the loop and keep them in registers beside the sums; there nothing is moved out of it (``disable_licm``). Where
-  warps multiply, the query's own fragments are to be moved out, and are; beside rows that are multiplied by scales of
-  groups there is no room for them (up to 520 bytes of spills).
-* A base and its columns are added up before a row's offset: they are the same in every trip, or for a page. Where
-  a page is looked up rope's offsets are added up first: that takes less registers there, and elsewhere more.
-* fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``. A scale of
-  all rows or of a token is a factor of the scores and of the weights. Those of groups of columns are not: rows are
-  multiplied by them in float32 and rounded to DTYPE, once.
+* With a list of keys for each query token, a block holds heads of one token, along the first axis of the grid only
+  (kernels/triton/lists_triton.py).
+* A float32 query with half precision rows is rounded to their dtype here, once. For float16, each row is first scaled
+  to a largest magnitude of 2^13..2^14 by a power of two, and the scores are multiplied by its inverse.
+* Hopper's products take a computed left factor from registers, 144 per thread for a query, and a loaded one from shared
+  memory. A converted query is therefore written to scratch and loaded again (``staged``): all blocks that write a row
+  write the same bits, and each reads only what it wrote itself.
+* Those products address shared memory by descriptors, one for each 16 columns: 36 for the query, which are
+  loop-invariant. LLVM would hoist them and keep them in registers beside the sums, so hoisting is disabled there
+  (``disable_licm``). Products of single warps need the fragments of the query hoisted. With rows that are multiplied by
+  scales of groups, there is no room for that (up to 520 bytes of spills).
+* A base and its columns are added before a row's offset, because they are the same in every iteration, or for a page.
+  With page look-ups, rope's offsets are added first: that takes fewer registers there, but more elsewhere.
+* fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``. One scale for
+  all rows, or one per token, is a factor of the scores and of the weights. Scales of groups of columns are not: rows
+  are multiplied by them in float32 and rounded to DTYPE, once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def attend(
     table,  # int32 [B,maxpages] or None
     lengths,  # int32 [B] or None
     work,  # int64, see kernels/triton/tiles_triton.py, or None
-    mask,  # uint8 or float [B,H,S,T] by strides; None: no mask, or all of it is in work
+    mask,  # uint8 or float [B,H,S,T] by strides; None: no mask, or ``work`` describes it completely
     indices,  # int32 [B,S,entries] or None
     places,  # int32 [B*S,entries], scratch, or None; see kernels/triton/lists_triton.py
     bias,  # float32 [B*S,entries], scratch, or None
@@ -81,7 +82,7 @@ def attend(
     scale_b,
     scale_t,
     scale_g,
-    work_b,  # 0 where all requests share one list
+    work_b,  # 0 if all requests share one list
     work_plane,
     indices_b,
     indices_s,
@@ -89,7 +90,7 @@ def attend(
     S,
     H,
     T,  # capacity: tokens of the cache, or of a row of the block table
-    least,  # tiles of a split, at least
+    least,  # least number of tiles of a split
     window,
     L: tl.constexpr,
     R: tl.constexpr,
@@ -99,21 +100,21 @@ def attend(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,  # 0: contiguous, or pages behind each other and a list of places
-    LIST_PAGE: tl.constexpr,  # where a list is looked up: rows of a page, or 0
-    LOOKED_UP: tl.constexpr,  # how many at a time
+    PAGE: tl.constexpr,  # 0: contiguous, or consecutive pages and a list of places
+    LIST_PAGE: tl.constexpr,  # rows of a page if a list is looked up in a block table, or 0
+    LOOKED_UP: tl.constexpr,  # list entries that are looked up at a time
     WIDE: tl.constexpr,  # offsets inside a request (or a page) need 64 bits
     DTYPE: tl.constexpr,  # of the products
     PRECISION: tl.constexpr,  # of float32 products
     WARPGROUPS: tl.constexpr,  # Hopper's products
-    NORMALIZE: tl.constexpr,  # float32 query beside float16 rows
+    NORMALIZE: tl.constexpr,  # float32 query with float16 rows
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASK_ROWS: tl.constexpr,  # the mask differs between query rows
     TOKEN_SCALE: tl.constexpr,  # kv_scale differs between tokens
-    GROUP: tl.constexpr,  # columns of the latent that have a scale in common, where groups have their own; else 0
-    ROPE_SCALED: tl.constexpr,  # kv_scale is for rope too
+    GROUP: tl.constexpr,  # columns of a group with a common scale, if groups have separate scales; else 0
+    ROPE_SCALED: tl.constexpr,  # kv_scale applies to rope, too
     DIRECT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -122,12 +123,12 @@ def attend(
     i_split = tl.program_id(1)
     if indices is None:
         b = tl.program_id(2)
-        i_r = b  # the query rows are a request's
+        i_r = b  # the query rows belong to a request
         requests = tl.num_programs(2)
         M = S * H
     else:
         blocks = tl.cdiv(H, BLOCK_M)
-        i_r = i_m // blocks  # or a query token's
+        i_r = i_m // blocks  # or to a query token
         requests = tl.num_programs(0) // blocks
         i_m = i_m % blocks
         b = i_r // S
@@ -150,8 +151,9 @@ def attend(
 
     m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_row = m < M
-    o_row = (i_split.to(tl.int64) * requests + i_r) * M + m  # row m's place in out and lse
-    m_query = m_row & (first < last)  # a split without tiles loads nothing; leaving here instead costs 200 B of spills
+    o_row = (i_split.to(tl.int64) * requests + i_r) * M + m  # position of row m in out and lse
+    # a split without tiles loads nothing; returning early instead costs 200 B of spills
+    m_query = m_row & (first < last)
 
     if indices is None:
         s_token = m // H
@@ -199,7 +201,7 @@ def attend(
         if R > 0:
             b_qr = tl.load(p_staged + (L + c_r)[None, :], mask=m_qr, other=0.0)
 
-    # Bases of this request's rows; pages are looked up from the start of the cache.
+    # Bases of this request's rows; pages are addressed from the start of the cache.
     if table is None:
         latent += b.to(tl.int64) * latent_b
         if R > 0:
@@ -224,7 +226,7 @@ def attend(
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if work is not None:  # carried a trip ahead, so that no trip waits for its own place in the list
+    if work is not None:  # loaded one iteration ahead, so that no iteration waits for its own place in the list
         work += first
         next_tile = tl.load(work + TILE * work_plane, mask=first < last, other=0)
         next_word = tl.load(work + WORD * work_plane, mask=first < last, other=0)
@@ -257,7 +259,7 @@ def attend(
         start = tile * BLOCK_N
         if indices is None:
             n = start + tl.arange(0, BLOCK_N)
-            seen = n < length  # [BLOCK_N]: by some row of the request
+            seen = n < length  # [BLOCK_N]: seen by some row of the request
             if WINDOW:
                 seen = seen & (n >= begin)
         else:
@@ -312,7 +314,7 @@ def attend(
             b_s = b_s * row_scale[:, None]
         else:
             b_s = b_s * scale
-        if SOFTCAP:  # scale has 1 / softcap in it; tanh x = 2 / (1 + e^-2x) - 1
+        if SOFTCAP:  # scale includes 1 / softcap; tanh x = 2 / (1 + e^-2x) - 1
             b_s = (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * LOG2E))) - 1.0) * softcap
         if CAUSAL and indices is None:
             visible = n[None, :] <= end[:, None]
@@ -375,7 +377,7 @@ def attend(
         lse2 = lse2 * LN2
         m_o = m_row[:, None]
     else:
-        m_o = (m_row & some)[:, None]  # the combine kernel does not read the others
+        m_o = (m_row & some)[:, None]  # the combine kernel does not read other rows
     c_o = tl.arange(0, BLOCK_V)
     if BLOCK_V != V:
         m_o = m_o & (c_o < V)[None, :]

@@ -1,6 +1,6 @@
-"""What one call of the indexer launches with Triton, as data (:class:`mla_compile.kernels.triton.step.Step`).
+"""The launch of one call of the indexer with Triton, as data (:class:`mla_compile.kernels.triton.step.Step`).
 
-Blocks are sizes that compile without spills everywhere (benchmarks/gpu/offline.py); none was tuned on a GPU.
+The block sizes compile without spills everywhere (benchmarks/gpu/offline.py); none was tuned on a GPU.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from mla_compile.kernels.call import IndexCall
 from mla_compile.kernels.tiles import padded
 from mla_compile.kernels.triton.step import Arguments, Step
 
-HEADS, KEYS, FEATURES = 64, 64, 64  # of a block, in half precision
-FLOAT32 = 32  # the same of float32, whose products have no tensor core instruction: of keys and features
+HEADS, KEYS, FEATURES = 64, 64, 64  # sizes of a block in half precision
+FLOAT32 = 32  # keys and features of a block in float32, whose products have no tensor core instruction
 BUFFERS = ("query", "keys", "weights", "out")
 
 
 def index_step(call: IndexCall, most: int = 0) -> Step:
-    """The launch of a call; ``out`` f32 [B,S,T] contiguous. Meta tensors will do.
+    """The launch of a call; ``out`` f32 [B,S,T] contiguous. Accepts meta tensors.
 
-    ``most``: the grid is for so many keys, of which a launch may be told of fewer.
+    ``most``: the grid is for this many keys; a launch may use fewer.
     """
     import mla_compile.kernels.triton.index_triton as kernels
     import triton.language as tl
@@ -45,6 +45,6 @@ def index_step(call: IndexCall, most: int = 0) -> Step:
         "DTYPE": {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(query.dtype, tl.float32),
         "PRECISION": "ieee" if whole else "tf32",
     }
-    # Queries along the first axis of the grid, which is the one that may be long.
+    # Queries go along the first axis of the grid, the only one that may be long.
     grid = (B * S, -(-max(T, most) // block), 1)
     return to.step("index_scores", kernels.index_scores, grid, {"num_warps": 4, "num_stages": 3})

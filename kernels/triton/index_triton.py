@@ -1,4 +1,4 @@
-"""Scores of keys by an indexer (Triton): products of all heads with a block of keys, summed before they are stored."""
+"""Scores of keys by an indexer (Triton): sums the products of all heads with a block of keys before they are stored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def index_scores(
 ):
     """Query [B,S,J,D], keys [B,T,D], weights [B,S,J] of any strides -> out f32 [B,S,T].
 
-    Products are of DTYPE and added up in float32. Grid (B*S, cdiv(T, BLOCK_T)).
+    Products are of DTYPE and are summed in float32. Grid (B*S, cdiv(T, BLOCK_T)).
     """
     row = tl.program_id(0).to(tl.int64)
     b, s = row // S, row % S
@@ -53,7 +53,7 @@ def index_scores(
             products = tl.dot(q.to(DTYPE), k.to(DTYPE), products, input_precision=PRECISION)
         products *= scale
         w = tl.load(weights + b * weights_b + s * weights_s + j * weights_j, mask=j < J, other=0.0).to(tl.float32)
-        # What is no number stays none, and rows past the last head are not heads, whatever the keys hold.
+        # NaN stays NaN, and rows past the last head contribute nothing, whatever the keys hold.
         part = tl.where(products < 0.0, 0.0, products) * w[:, None]
         total += tl.sum(tl.where((j < J)[:, None], part, 0.0), 0)
     tl.store(out + row * T + t, total, mask=t < T)

@@ -1,4 +1,4 @@
-"""What a launch with lists of keys has more than one without (kernels/triton/lists_triton.py), as data and pure."""
+"""The additional launch arguments of calls with index lists (kernels/triton/lists_triton.py), as data and pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.shared import Buffers
 from mla_compile.kernels.triton.step import Arguments
 
-LOOKED_UP = 1024  # places that a block looks up at a time: 4 or 8 for each of its threads. Not tuned on a GPU yet
+LOOKED_UP = 1024  # places that a block looks up at a time: 4 or 8 per thread. Not tuned on a GPU yet
 _I32 = 1 << 31
 
 
 def suits(call: DecodeCall) -> bool:
-    """Whether the kernel reads the rows of a call's lists where they lie. Shapes may be wrong yet.
+    """Whether the kernel can read the rows of a call's lists in place. Shapes may still be unchecked.
 
     A block looks up one mask for all of its heads, and places are int32.
     """
@@ -25,7 +25,7 @@ def suits(call: DecodeCall) -> bool:
 
 
 def scratch(call: DecodeCall) -> Buffers:
-    """Places, where they are looked up in a block table or a mask, and what a mask adds to the scores."""
+    """Buffers for places that a block table or a mask determines, and for the terms that a mask adds to the scores."""
     if call.indices is None or (call.block_table is None and call.mask is None):
         return {}
     size = tuple(call.indices.shape)
@@ -36,10 +36,10 @@ def scratch(call: DecodeCall) -> Buffers:
 
 
 def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
-    """Adds the arguments of a list. Returns the rows of a page as the loop sees them, and whether that takes 64 bits.
+    """Add the arguments of a list. Returns the page size that the loop sees, and whether offsets take 64 bits.
 
-    Pages whose rows are all at one distance, also from page to page, are one cache for it. A list's length is told in
-    each launch where it grows with the cache (kernels/kinds.py).
+    The loop treats pages as one cache if all their rows are equally spaced, also from page to page. The length of a
+    list is set at each launch if it grows with the cache (kernels/kinds.py).
     """
     page, buffers = call.sizes.page, scratch(call)
     into.pointer("indices", call.indices)
@@ -60,13 +60,13 @@ def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
 
 
 def told(indices: Tensor, into: Arguments) -> None:
-    """Adds the numbers of a list."""
+    """Add the strides and the length of a list."""
     outer, inner, entries = *indices.stride()[:2], indices.shape[2]
     into.scalars |= {"indices_b": outer, "indices_s": inner, "entries": entries}
 
 
 def in_one_piece(call: DecodeCall) -> bool:
-    """Whether the rows of all pages are at one distance, also from page to page."""
+    """Whether the rows of all pages are equally spaced, also from page to page."""
     return all(x.stride(0) == x.shape[1] * x.stride(1) for x in _pages(call))
 
 

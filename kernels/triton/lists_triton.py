@@ -1,11 +1,12 @@
-"""Keys by a list: what the attention kernel does with ``indices``, an int32 list of keys for each query token (Triton).
+"""Keys by a list: how the attention kernel uses ``indices``, an int32 list of keys for each query token (Triton).
 
-The entries of a tile are loaded a trip ahead of the rows, so that no trip waits for its own addresses. Where a row's
-place takes a second look-up (its page, or the mask at that key), a block first writes the places of its split to
-scratch, and walks those. Every block that writes an entry writes the same bits, and reads only what it wrote itself.
+The entries of a tile are loaded one iteration before its rows, so that no iteration waits for its own addresses. If the
+place of a row needs a second look-up (its page, or the mask at that key), a block first writes the places of its split
+to scratch, and then walks those. All blocks that write an entry write the same bits, and each reads only what it wrote
+itself.
 
-A place is a row's number in the cache: the token, or ``page * PAGE + slot``; -1 for none, which lengths, causality, the
-window and a boolean mask make of what they hide. An additive mask becomes one float32 for each place, in base 2.
+A place is the number of a row in the cache: the token, or ``page * PAGE + slot``. It is -1 for none, and for keys that
+lengths, causality, the window or a boolean mask hide. An additive mask becomes one float32 for each place, in base 2.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from mla_compile.kernels.triton.tiles_triton import LOG2E
 
 @triton.jit
 def entries_of(x, tile, entries, BLOCK_N: tl.constexpr, NONE: tl.constexpr):
-    """What ``x`` [entries] has for a tile, [BLOCK_N]; past the end NONE."""
+    """The entries of ``x`` [entries] for a tile, [BLOCK_N]; NONE past the end."""
     i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     return tl.load(x + i, mask=i < entries, other=NONE)
 
 
 @triton.jit
 def names(n, length, own, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which entries n name a key that the query token sees; ``own``: the place of the token itself."""
+    """Which entries n name a key that the query token sees; ``own``: the position of the token itself."""
     seen = (n >= 0) & (n < length)
     if CAUSAL:
         seen = seen & (n <= own)
@@ -35,7 +36,7 @@ def names(n, length, own, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def base_2(value):
-    """An additive mask's value for scores in base 2: the lowest ones stay finite."""
+    """The value of an additive mask for scores in base 2; the lowest finite values stay finite."""
     value = value.to(tl.float32)
     return tl.where((value < -2.3e38) & (value != float("-inf")), -2.3e38, value) * LOG2E
 
@@ -58,7 +59,7 @@ def write_places(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Places (and bias) of up to COUNT entries of a query token's list, from ``start`` to ``stop``."""
+    """Write places (and biases) of up to COUNT entries of a query token's list, from ``start`` to ``stop``."""
     i = start + tl.arange(0, COUNT)
     n = tl.load(indices + i, mask=i < stop, other=-1)
     seen = names(n, length, own, window, CAUSAL, WINDOW)

@@ -1,4 +1,4 @@
-"""The mean of a cache's rows, of those batch entries that ask for it (Triton)."""
+"""The mean of a cache's rows, for the batch entries that need it (Triton)."""
 
 from __future__ import annotations
 

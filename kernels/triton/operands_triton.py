@@ -1,4 +1,4 @@
-"""What attention (decode_triton.py) does to rows and queries before they are multiplied: dtypes, scales, ranges."""
+"""Preparation of rows and queries before their products in attention (decode_triton.py): dtypes, scales, ranges."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton.language as tl
 def to_dot(x, DTYPE: tl.constexpr):
     """A loaded tile in the dtype of the products. Bits of e4m3: sign, 4 of exponent (bias 7), 3 of mantissa.
 
-    Shifted by 7, exponent and mantissa lie where float16 has them, its bias being 8 larger: the value, times 2^-8,
-    subnormals included. NaN is 0x7f.
+    Shifted by 7, exponent and mantissa are in the position of float16, whose bias is 8 larger. So the result is the
+    value times 2^-8, subnormals included. NaN is 0x7f.
     """
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)
@@ -26,8 +26,9 @@ def to_dot(x, DTYPE: tl.constexpr):
 def times_groups(x, scales, GROUP: tl.constexpr):
     """Rows x [N,L] in float32, each group of columns times its scale; scales [N,L/GROUP].
 
-    The sum is over one term. Behind the operands of a product Triton looks for the narrowest dtype, through all but
-    reductions, and finds float8; then they would be loaded in an order that ldmatrix does not have.
+    The sum runs over a single term. Triton searches the producers of a product's operands for the narrowest dtype,
+    stops only at reductions, and would otherwise find float8. Rows would then be loaded in an order that ldmatrix
+    lacks.
     """
     groups = to_dot(x, tl.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
     return tl.sum((groups * scales[:, :, None]).reshape(1, x.shape[0], x.shape[1]), 0)
@@ -35,7 +36,7 @@ def times_groups(x, scales, GROUP: tl.constexpr):
 
 @triton.jit
 def power_of_two(amax):
-    """``(down, up)``: powers of two with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity stay so."""
+    """``(down, up)``: powers of two with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity are kept."""
     exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 14), 254)
     down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
     up = ((exponent - 13) << 23).to(tl.float32, bitcast=True)

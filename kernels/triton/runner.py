@@ -1,10 +1,9 @@
-"""A step as a function of a stream and addresses: compiled once, bound to its arguments once, then only run.
+"""A step as a function of a stream and addresses: compiled and bound to its arguments once, then only run.
 
-``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as the compilation
-without a GPU does. Triton's own entry collects metadata for profilers and calls their hooks even where nobody listens,
-and passes all arguments on three times; these kernels have some 70. :func:`bind` leaves that out unless a profiler is
-attached. A Triton whose internals are not those of 3.6 and 3.7 is used through its normal entry, which takes some 10 us
-longer.
+``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as in compilation without
+a GPU. Triton's own entry collects metadata for profilers and calls their hooks even if there are none, and passes all
+arguments, some 70 for these kernels, on three times. :func:`bind` avoids that unless a profiler is attached. A Triton
+whose internals differ from those of 3.6 and 3.7 is used through its normal entry, which takes some 10 us longer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _compiled: dict[Any, Any] = {}
 
 
 class Address:
-    """An address and a dtype: what Triton asks of a tensor, without keeping memory alive that its owner has dropped."""
+    """An address and a dtype: all that Triton needs of a tensor, without keeping the tensor's memory alive."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype
@@ -34,13 +33,13 @@ class Address:
 
 
 def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
-    """A function that launches a step on device ``index``; ``places`` are the buffers' places in its addresses.
+    """A function that launches a step on device ``index``; ``places`` has the positions of buffers in its addresses.
 
-    So do scalars have a place there that may change from launch to launch.
+    Scalars that change from launch to launch have positions there, too.
     """
     try:
         run = bind(_compile(step, index), step.grid)
-    except (ImportError, AttributeError, TypeError) as error:  # what a Triton with other internals raises
+    except (ImportError, AttributeError, TypeError) as error:  # other internals of Triton raise these
         LOG.info("%s: launched through Triton's normal entry (%s: %s)", step.name, type(error).__name__, error)
         return _normal_launch(step, places)
     given = {**step.scalars, **step.constants}
@@ -57,7 +56,7 @@ def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
 
 
 def placed(step: Step, places: dict[str, int]) -> dict[str, int]:
-    """The places of what a step is told anew in every launch, by argument."""
+    """The positions of the arguments that are set at each launch, by argument."""
     found = {argument: places[name] for argument, name in step.buffers.items()}
     return found | {name: places[name] for name in step.scalars if name in places}
 
@@ -65,7 +64,7 @@ def placed(step: Step, places: dict[str, int]) -> dict[str, int]:
 def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
     """``go(stream, arguments)``; loads the kernel on the current device.
 
-    Raises AttributeError or ImportError where this Triton's internals are not those of 3.6 and 3.7.
+    Raises AttributeError or ImportError if Triton's internals are not those of 3.6 and 3.7.
     """
     from triton import knobs
 
@@ -83,12 +82,12 @@ def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], 
 
 
 def _heard(hook: Any) -> bool:
-    """Whether a hook is set: Triton has chains of them, which may be empty, and a caller may put a function there."""
+    """Whether a hook is set: Triton has chains of hooks, which may be empty, and a caller may put a function there."""
     return bool(getattr(hook, "calls", hook))
 
 
 def _compile(step: Step, index: int) -> Any:
-    """The compiled kernel, loaded on this device; kinds of call that differ in sizes only share it."""
+    """The compiled kernel, loaded on this device; kinds of call that differ only in sizes share it."""
     import triton
     from triton.compiler import ASTSource
     from triton.runtime.driver import driver
@@ -109,6 +108,6 @@ def _normal_launch(step: Step, places: dict[str, int]) -> Launch:
         for argument, place in placed(step, places).items():
             value = addresses[place]
             given[argument] = Address(value, dtypes[step.types[argument]]) if argument in step.types else value
-        step.fn[step.grid](**given, **step.options)  # on the current stream, which is the one that was asked for
+        step.fn[step.grid](**given, **step.options)  # on the current stream, which equals ``stream``
 
     return go

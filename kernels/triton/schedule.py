@@ -1,21 +1,21 @@
-"""Work for a ragged batch: equal runs of blocks over (request, block), cut on the device at the start of a call.
+"""Partitioning of a ragged batch: equal runs of blocks over (request, block), computed on the device before attention.
 
-A grid of (splits, requests) gives every request the same number of splits, so one long request among short ones is
-walked by few SMs while the others have finished. Here the blocks of all requests stand in one line, each request with
-``OVERHEAD`` extra ones for its start and its end, and the line is cut into equal pieces, the *partitions*, one for each
-SM (per block of query rows). The rule (the idea of FlashMLA's and FlashInfer's planners, without their code), for
-request b of ``n_b = ceil(len_b / 64)`` blocks, with a window without those before it:
+A grid of (splits, requests) gives every request the same number of splits, so a few SMs walk one long request among
+short ones after the others have finished. Here the blocks of all requests form one line. Each request has ``OVERHEAD``
+extra blocks for its start and its end. The line is cut into equal pieces, the *partitions*, one per SM (per block of
+query rows). The rule (the idea of FlashMLA's and FlashInfer's planners, without their code), for request b of ``n_b =
+ceil(len_b / 64)`` blocks, or fewer with a window:
 
     start_b    = sum over i < b of (n_i + OVERHEAD)            pay = ceil(total / partitions), at least 1
     items[p]   = the first (request, block) at or after position p * pay        half-open ranges items[p] .. items[p+1]
     first_b    = start_b // pay       last_b = (start_b + max(n_b, 1) - 1) // pay       count_b = last_b - first_b + 1
 
 A request with ``count_b`` = 1 lies in one partition, which writes its result. The others leave ``count_b`` partial
-results in scratch slots that follow each other; there are at most :func:`slots` of them. An empty request is an item of
-no blocks. The host reads nothing back, so a call that cuts its batch can be captured in a CUDA graph.
+results in consecutive scratch slots, of which there are at most :func:`slots`. An empty request is an item of no
+blocks. The host reads nothing back, so a call that partitions its batch can be captured in a CUDA graph.
 
-This file has the rule in Python; kernels/triton/schedule_triton.py follows it on the device. A request's cuts depend on
-the whole batch, so there is no schedule with ``deterministic=True``.
+This file has the rule in Python; kernels/triton/schedule_triton.py implements it on the device. The cuts of a request
+depend on the whole batch, so ``deterministic=True`` uses no schedule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mla_compile.kernels.plan import HOPPER_BLOCK
 from mla_compile.kernels.shared import MAX_SMS
 
 BLOCK = HOPPER_BLOCK
-OVERHEAD = 5  # blocks' time for reading the query, filling the pipeline and writing the result (FlashMLA's figure)
+OVERHEAD = 5  # time to read the query, fill the pipeline and write the result, in blocks (FlashMLA's figure)
 MAX_REQUESTS = 4096  # the kernel holds all lengths at once
 
 
@@ -37,11 +37,12 @@ MAX_REQUESTS = 4096  # the kernel holds all lengths at once
 class Schedule:
     """int32 tensors on one device. ``items`` [partitions+1,2]; the rest [B].
 
-    ``shift`` is a request's first scratch slot minus its first partition, ``first`` that slot, ``count`` its pieces.
+    ``shift`` is a request's first scratch slot minus its first partition, ``first`` is that slot, ``count`` the number
+    of its pieces.
     """
 
     partitions: int
-    capacity: int  # rows T that the lengths were cut to
+    capacity: int  # rows T, to which lengths are clamped
     items: Tensor
     shift: Tensor
     first: Tensor
@@ -49,7 +50,7 @@ class Schedule:
 
     @property
     def slots(self) -> int:
-        """Partial results at most."""
+        """The largest number of partial results."""
         return slots(self.partitions, self.count.shape[0])
 
 
@@ -59,21 +60,21 @@ def partitions(sms: int, rows: int) -> int:
 
 
 def slots(partitions: int, B: int) -> int:
-    """Partial results at most: p partitions make p - 1 cuts, and each request that is cut has one piece more."""
+    """The largest number of partial results: p partitions make p - 1 cuts; n cuts make n + 1 pieces of a request."""
     return partitions - 1 + min(partitions - 1, B)
 
 
 def suits(B: int) -> bool:
-    """Whether a batch can be scheduled: one request has nothing to share."""
+    """Whether a batch can be scheduled; a single request has nothing to balance."""
     return 1 < B <= MAX_REQUESTS
 
 
 def reference(lengths: list[int], T: int, count: int, reach: int | None = None) -> Schedule:
-    """The rule, position by position, in Python: what the kernel has to give for ``count`` partitions.
+    """The rule in Python, position by position: the expected result of the kernel for ``count`` partitions.
 
-    ``reach`` is how many rows the query tokens of a request see between them, with a window.
+    ``reach``: with a window, the number of rows that the query tokens of a request see in total.
     """
-    line: list[tuple[int, int] | None] = []  # what stands at each position; None: overhead
+    line: list[tuple[int, int] | None] = []  # (request, block) at each position; None: overhead
     starts, rows = [], [min(max(n, 0), T) for n in lengths]
     blocks = [-(-n // BLOCK) - (0 if reach is None else max(n - reach, 0) // BLOCK) for n in rows]
     for b, n in enumerate(blocks):

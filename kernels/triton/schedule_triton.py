@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from mla_compile.kernels.triton.combine_triton import finish, merge
 
-PARTS = 8  # partitions that one program places: it compares each with every request, up to 8 x 4096 at a time
+PARTS = 8  # partitions per program, which compares each with every request: up to 8 x 4096 at a time
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def cut(
     B,
     T,
     partitions,
-    reach,  # rows that the query tokens of a request see with a window, or None
+    reach,  # with a window: rows that the query tokens of a request see in total, or None
     BLOCK_B: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,7 +42,8 @@ def cut(
 
     p = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
     position = (p * pay)[:, None]  # [PARTS,1]
-    # The first position at or after this one that is not overhead: in a request that has blocks left, or at its start.
+    # The first position at or after this one that is not overhead: in a request with blocks left, or at the start of
+    # one.
     passed = valid[None, :] & (position >= start[None, :] + tl.maximum(blocks, 1)[None, :])  # [PARTS,BLOCK_B]
     request = tl.sum(passed.to(tl.int32), 1)
     here = tl.where(b[None, :] == request[:, None], start[None, :], 0)
@@ -78,7 +79,7 @@ def combine_slots(
 ):
     """Part f32 [slots,M,V], part_lse f32 [slots,M] in base 2 -> rows of out [B*M,V] and lse f32 [B*M] of cut requests.
 
-    Requests in one partition have their result already. Grid (B*M, V // BLOCK_V).
+    Requests in one partition already have their result. Grid (B*M, V // BLOCK_V).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,4 +1,4 @@
-"""One launch of a Triton kernel as data: its grid, arguments and compile-time constants. Meta tensors will do."""
+"""One launch of a Triton kernel as data: its grid, arguments and compile-time constants. Accepts meta tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _I32 = 1 << 31
-# Strides of one number for each token: a multiple of 16 in one step of decoding, and not in the next.
+# Strides over one number per token: a multiple of 16 in one decode step, but not in the next.
 _BY_TOKEN = frozenset({"scale_b"})
 TYPES = {
     torch.float16: "*fp16",
@@ -34,12 +34,13 @@ class Step:
     buffers: dict[str, str]
     scalars: dict[str, int | float]
     constants: dict[str, Any]
-    types: dict[str, str]  # of the buffers that are arguments
+    types: dict[str, str]  # types of the arguments that are buffers
     aligned: frozenset[str]  # arguments that are multiples of 16 (bytes of a pointer, elements of a stride)
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        # Products and sums of registers are fused. Triton 3.9 warns where that is left open: 3.10 will not.
+        # Let the compiler fuse products and sums. Triton 3.9 warns if this is left open, since 3.10 will not fuse by
+        # default.
         object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
 
     def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
@@ -68,7 +69,7 @@ class Step:
 
 
 class Arguments:
-    """Collects the arguments of a step: what is None or 0 wide becomes a constant that compiles to nothing."""
+    """Collects the arguments of a step: None and zero widths become constants, so that their code is compiled away."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, str] = {}
@@ -78,7 +79,7 @@ class Arguments:
         self.aligned: set[str] = set()
 
     def pointer(self, name: str, tensor: Tensor | None, *, bits: bool = False) -> None:
-        """A tensor of the call; ``bits``: float8 is passed as bytes."""
+        """Add a tensor of the call; ``bits``: float8 is passed as bytes."""
         if tensor is None:
             self.constants[name] = None
             return
@@ -88,13 +89,13 @@ class Arguments:
             self.aligned.add(name)
 
     def scratch(self, name: str, buffer: str, kind: str) -> None:
-        """A buffer of ours, which torch's allocator aligns."""
+        """Add a buffer of ours, which torch's allocator aligns."""
         self.buffers[name] = buffer
         self.types[name] = kind
         self.aligned.add(name)
 
     def strides(self, given: dict[str, int], fixed: tuple[int, ...] = ()) -> None:
-        """Strides: 0 and 1 are constants, and so is a row's stride that is one of ``fixed``."""
+        """Add strides: 0 and 1 become constants, and so does a row's stride that is one of ``fixed``."""
         for name, stride in given.items():
             if stride in (0, 1) or (name.endswith("_t") and stride in fixed):
                 self.constants[name] = stride
@@ -104,7 +105,7 @@ class Arguments:
                     self.aligned.add(name)
 
     def step(self, name: str, fn: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
-        """The launch of ``fn`` with what was collected."""
+        """The launch of ``fn`` with the collected arguments."""
         return Step(
             name, fn, grid, self.buffers, self.scalars, self.constants, self.types, frozenset(self.aligned), options
         )

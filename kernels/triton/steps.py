@@ -1,7 +1,7 @@
-"""What one decode attention call launches with Triton, as data: kernels, grids, arguments, compile-time constants.
+"""The launches of one decode attention call with Triton, as data: kernels, grids, arguments, compile-time constants.
 
 :func:`steps` is pure. The launch (kernels/launch.py), the compilation without a GPU (benchmarks/gpu/offline.py) and the
-interpreter (tests/support/interpreter.py) all take its answer, so they cannot differ. Meta tensors will do.
+interpreter (tests/support/interpreter.py) all use its result, so they cannot differ. It accepts meta tensors.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from mla_compile.kernels.tiles import padded
 from mla_compile.kernels.triton import lists
 from mla_compile.kernels.triton.step import TYPES, Arguments, Step
 
-# Sizes of the small kernels' blocks, by what the threads hold in registers. Not tuned on a GPU yet.
-WORD_BITS = 64  # keys of a tile that the mask's pre-pass can tell apart: the bits of an int64
-GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of its 128 threads
+# Block sizes of the small kernels, limited by the registers of the threads. Not tuned on a GPU yet.
+WORD_BITS = 64  # keys of a tile that the mask's pre-pass can distinguish: the bits of an int64
+GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of 128 threads
 LIST_BLOCK = 1024  # tiles listed at a time: 8 for each of 128 threads
 COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time,
 COMBINE_COLUMNS = 256  # and columns of each: 32 elements for each of 64 threads
 _I32 = 1 << 31
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {"seq_lens": "lengths", "block_table": "table"}
-BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])  # what steps call a call's tensors
+BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])  # names of a call's tensors in steps
 
 
 def dot_dtype(call: DecodeCall) -> torch.dtype:
-    """The dtype that both products are computed in: the cache's, and for an fp8 cache one that holds it exactly.
+    """The dtype of both products: that of the cache, and for an fp8 cache one that represents it exactly.
 
-    Weights times a token's own scale can be any size, so those are bfloat16; else what rope or query is.
+    Weights times a scale by token can be of any magnitude, so they are bfloat16; else the dtype is that of rope or
+    query.
     """
     if call.latent.dtype.itemsize > 1:
         return call.latent.dtype
@@ -64,16 +65,16 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 
 
 def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
-    """The buffers that :func:`preparing` writes: what calls of the same mask, lengths and sizes can share."""
+    """The buffers that :func:`preparing` writes, which calls of the same mask, lengths and sizes can share."""
     if call.mask is None or call.indices is not None:
         return {}
     return {"work": (list_shape(call, plan), torch.int64)}
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
-    """The launches of one call, in order: the mask's list of tiles, attention, combine (each where it is needed).
+    """The launches of one call, in order: the mask's list of tiles, attention, combine (each if needed).
 
-    A call with a schedule has its list there. ``least`` is the tokens that a split has at least (default: the plan's
+    A call with a schedule has its list there. ``least`` is the least number of tokens of a split (default: the plan's
     chunk, else MIN_SPLIT).
     """
     import mla_compile.kernels.triton.combine_triton as combine_kernels
@@ -88,12 +89,12 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def _staged(call: DecodeCall, plan: Plan, device: Device) -> bool:
-    """Whether a converted query goes through scratch: for the products of warpgroups."""
+    """Whether a converted query goes through scratch, as products of warpgroups need it."""
     return device.capability >= (9, 0) and plan.block_m >= 64 and call.query.dtype != dot_dtype(call)
 
 
 def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
-    """``(planes, lists, tiles)`` of a mask's lists; one list where all requests have the same mask and length."""
+    """``(planes, lists, tiles)`` of a mask's lists; one list if all requests have the same mask and length."""
     assert call.mask is not None
     z = call.sizes
     count = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
@@ -101,19 +102,19 @@ def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
 
 
 def read_mask_bytes(mask: Tensor | None) -> int:
-    """Bytes of a mask that the loop reads for each query row and token; 0 where its list of tiles says it all."""
+    """Bytes of a mask that the loop reads for each query row and token; 0 if its list of tiles is sufficient."""
     if mask is None or not (mask.dtype.is_floating_point or _stride(mask, 1) or _stride(mask, 2)):
         return 0
     return mask.dtype.itemsize
 
 
 def _stride(x: Tensor, axis: int) -> int:
-    """The stride of an axis; 0 where the axis is broadcast."""
+    """The stride of an axis; 0 if the axis is broadcast."""
     return 0 if x.shape[axis] == 1 else x.stride(axis)
 
 
 def mask_strides(mask: Tensor) -> dict[str, int]:
-    """The strides of a mask's axes by name, 0 where it is broadcast."""
+    """The strides of a mask's axes by name, 0 for broadcast axes."""
     return {f"mask_{letter}": _stride(mask, axis) for axis, letter in enumerate("bhst")}
 
 
@@ -162,7 +163,7 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
 
 
 def _rows(call: DecodeCall, into: Arguments, *, bits: bool) -> bool:
-    """Pointers and strides of the cached rows. True where offsets inside a request or a page need 64 bits."""
+    """Add pointers and strides of the cached rows; return True if offsets inside a request or a page need 64 bits."""
     wide = False
     z = call.sizes
     for name, x in (("latent", call.latent), ("rope", call.rope), ("values", call.values)):
@@ -173,7 +174,7 @@ def _rows(call: DecodeCall, into: Arguments, *, bits: bool) -> bool:
         block, row, column = x.stride()
         far = x.shape[1] * row + x.shape[2] * column >= _I32
         wide |= far
-        # Dense rows are the rule, and a stride that the compiler knows saves the loop a register for each row.
+        # Rows are usually dense, and a constant stride saves the loop a register per row.
         dense = () if far else (x.shape[2], z.L + z.R)
         into.strides({f"{name}_b": block, f"{name}_t": row, f"{name}_c": column}, dense)
     return wide
@@ -204,7 +205,8 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         _, count, capacity = list_shape(call, plan)
         to.scalars |= {"work_b": capacity if count > 1 else 0, "work_plane": capacity * count}
         wide |= z.T * _stride(mask, 3) >= _I32
-    read_mask = mask if mask is not None and (listed or read_mask_bytes(mask)) else None  # else: all in work
+    # else the lists in ``work`` are sufficient
+    read_mask = mask if mask is not None and (listed or read_mask_bytes(mask)) else None
     to.pointer("mask", read_mask)
     to.strides({f"mask_{axis}": 0 for axis in "bhst"} if read_mask is None else mask_strides(read_mask))
     page, far = lists.arguments(call, to)
@@ -256,7 +258,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     grid = (plan.row_blocks(z.S * z.H), plan.splits, z.B)
-    if listed:  # a block is for one query token; along the first axis, which has room for those of a long prompt
+    if listed:  # a block serves one query token; the first axis has room for those of a long prompt
         grid = (plan.row_blocks(z.H) * z.B * z.S, plan.splits, 1)
     return to.step("attend", fn, grid, options)
 

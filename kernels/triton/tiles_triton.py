@@ -1,17 +1,17 @@
-"""What the Triton kernels share, and the pre-pass that turns a mask into a list of tiles.
+"""Functions that the Triton kernels share, and the pre-pass that turns a mask into a list of tiles.
 
-A mask is read once, by :func:`scan_mask`: for every tile of BLOCK_N keys one 64-bit word, bit n set where some query
+:func:`scan_mask` reads a mask once and makes one 64-bit word for every tile of BLOCK_N keys; bit n is set if some query
 row of the request sees key n. :func:`list_tiles` then writes the tiles whose word is not zero, in order. The attention
-kernel walks that list as it walks a page table: tiles that nobody sees (left padding, the unused capacity of a static
-cache) are never loaded, and a key that nobody sees is not loaded inside a tile either, so that whatever its row holds
-stays out.
+kernel walks that list as it walks a page table. Tiles that nobody sees (left padding, the unused capacity of a static
+cache) are never loaded. Within a tile, a key that nobody sees is not loaded either, so the contents of its row cannot
+reach the result.
 
 ``work`` int64 [6,B,capacity], capacity = cdiv(T, BLOCK_N): planes SEEN and REAL hold the words, FULL whether every row
 has a real key in the tile, TILE and WORD the list, and the first entry of COUNT its length.
 
-A finite additive mask at or below half its dtype's lowest value means "hidden" in most models, yet a row with nothing
-but such keys has to weigh them all (softmax does). REAL counts keys above that bound; a request uses it when some tile
-shows every row such a key, since then the others weigh exactly 0, and SEEN (all but minus infinity) when none does.
+A finite additive mask at or below half its dtype's lowest value means "hidden" in most models. Yet a row that has only
+such keys has to weigh them all, as softmax does. REAL counts keys above that bound. A request uses REAL if some tile
+shows every row such a key, because the others then weigh exactly 0. Otherwise it uses SEEN (all but minus infinity).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COUNT = tl.constexpr(5)
 
 @triton.jit
 def key_range(lengths, b, S, T, window, WINDOW: tl.constexpr):
-    """``(length, begin)``: request b's queries see keys of [begin, length) at most. T: the capacity, in tokens."""
+    """``(length, begin)``: the queries of request b see at most keys [begin, length). T: the capacity, in tokens."""
     length = T
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T)
@@ -59,16 +59,16 @@ def tile_rows(
 ):
     """``(pointer, offsets)``: the rows of ``x`` of tokens ``n`` [BLOCK_N] are ``pointer + offsets`` [BLOCK_N].
 
-    ``x`` points to the request's rows (PAGE = 0) or to the first page. The tokens are those from ``start`` on; LISTED,
-    they are places (kernels/triton/lists_triton.py). Products with a page number are 64-bit; those inside a request or
-    a page are where WIDE says that they could pass 2^31, since 64-bit ones cost the loop registers. ``table`` is read
-    below ``length`` only: what stands past it may be anything.
+    ``x`` points to the request's rows (PAGE = 0) or to the first page. The tokens start at ``start``; with LISTED they
+    are places (kernels/triton/lists_triton.py). Products with a page number are 64-bit. Products inside a request or a
+    page are 64-bit only with WIDE, that is, if they could pass 2^31, since 64-bit ones cost the loop registers.
+    ``table`` is read only below ``length``; its entries past that may be anything.
     """
     if PAGE == 0:
         if WIDE:
             n = n.to(tl.int64)
         return x, n * stride_row
-    elif not LISTED and PAGE % BLOCK_N == 0:  # one page holds the tile: one scalar look-up
+    elif not LISTED and PAGE % BLOCK_N == 0:  # one page holds the whole tile: one scalar look-up
         page = tl.load(table + start // PAGE).to(tl.int64)
         slot = n % PAGE
         if WIDE:
@@ -93,7 +93,7 @@ def scan_mask(
     mask_h,
     mask_s,
     mask_t,
-    HM,  # heads and query tokens that the mask (or causality, or the window) tells apart; 1 where it does not
+    HM,  # heads and query tokens that the mask (or causality, or the window) distinguishes; else 1
     SM,
     S,
     T,
@@ -103,9 +103,9 @@ def scan_mask(
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    HIDDEN: tl.constexpr,  # additive: at or below this a key is not real
+    HIDDEN: tl.constexpr,  # for an additive mask: keys at or below this are not real
 ):
-    """Planes SEEN, REAL and FULL of GROUP tiles; grid (cdiv(capacity, GROUP), B)."""
+    """Write planes SEEN, REAL and FULL of GROUP tiles; grid (cdiv(capacity, GROUP), B)."""
     b = tl.program_id(1)
     tile = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     n = (tile * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]  # [GROUP,BLOCK_N]
@@ -145,7 +145,7 @@ def scan_mask(
 
 @triton.jit
 def list_tiles(work, capacity, BLOCK: tl.constexpr):
-    """Planes TILE, WORD and COUNT from the others; grid (B,), BLOCK tiles at a time."""
+    """Write planes TILE, WORD and COUNT from the others; grid (B,), BLOCK tiles at a time."""
     b = tl.program_id(0)
     plane = tl.num_programs(0).to(tl.int64) * capacity
     p_work = work + b.to(tl.int64) * capacity

@@ -1,1 +1,1 @@
-"""The way in and out: what a user hands over becomes a ``Program``, and a ``Program`` becomes one of its kind again."""
+"""Capture and emission: a user's object becomes a ``Program``, and a ``Program`` an object of the same kind."""

@@ -1,4 +1,4 @@
-"""The casts of ``torch.autocast``, written into a graph.
+"""Writes the casts of ``torch.autocast`` into a graph.
 
 Autocast works inside the dispatcher: ``linear`` is called with float32 tensors, cast, and computed in bfloat16. A graph
 traced above the dispatcher shows the call and the dtype of the result, but no cast.
@@ -7,8 +7,7 @@ Before: ``y = linear(x, w)`` with x and w float32, y bfloat16
 
 After: ``y = linear(_to_copy(x, bfloat16), _to_copy(w, bfloat16))``, which computes the same without autocast.
 
-What the operands of an operator are cast to is not written down here a second time: the kernel that autocast itself
-would run is traced.
+There is no table of the casts of each operator here: the kernel that autocast itself would run is traced.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from mla_compile.passes.ir.graph import args_of, evaluate_fake, splice
 aten = torch.ops.aten
 
 without_autocast = torch._C._DisableAutocast
-"""Switches autocast off on all devices, in a ``with``."""
+"""A context manager that disables autocast on all devices."""
 
 _KEYS = [key for name, key in DispatchKey.__members__.items() if name.startswith("Autocast") and name != "Autocast"]
 ENTER, LEAVE = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
-"""What a graph calls to switch autocast, and to switch it back."""
+"""The functions by which a graph enters and leaves autocast."""
 
 
 def is_active() -> bool:
@@ -47,11 +46,11 @@ def is_active() -> bool:
 
 
 def has_regions(gm: fx.GraphModule) -> bool:
-    """Whether autocast is switched within a graph, which must not be in a graph nested in it (a branch of ``cond``)."""
-    for node in (n for n in gm.graph.find_nodes(op="get_attr") if n.users):  # what was inlined has none
+    """Whether a graph switches autocast. Raises :class:`CaptureError` if a nested graph does (a branch of ``cond``)."""
+    for node in (n for n in gm.graph.find_nodes(op="get_attr") if n.users):  # inlined graphs have no users
         nested = operator.attrgetter(str(node.target))(gm)
         if isinstance(nested, fx.GraphModule) and (has_regions(nested) or _wraps(nested)):
-            raise CaptureError("autocast is switched in a graph within the graph")
+            raise CaptureError("autocast is switched in a nested graph")
     return any(node.target is ENTER for node in gm.graph.nodes)
 
 
@@ -61,7 +60,7 @@ def _wraps(gm: fx.GraphModule) -> bool:
 
 @contextmanager
 def acting(gm: fx.GraphModule) -> Iterator[None]:
-    """Makes the nodes of ``gm`` that switch autocast do so while it is traced; those that trace it only record them.
+    """Let the nodes of ``gm`` that switch autocast take effect while it is traced; otherwise they are only recorded.
 
     A trace that fails leaves autocast as it was.
     """
@@ -89,15 +88,15 @@ def acting(gm: fx.GraphModule) -> Iterator[None]:
 
 
 def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
-    """Writes the casts of every operator of a traced graph, and removes the nodes that switch autocast.
+    """Write the casts of every operator of a traced graph, and remove the nodes that switch autocast.
 
-    Autocast is taken to be on at the beginning of the graph where it is on now. ``renew``: the dtypes recorded in the
-    graph are those of other circumstances, and are computed anew. Raises :class:`CaptureError` for an operator that
-    casts where it cannot be seen.
+    Autocast is assumed to be on at the beginning of the graph if it is on now. ``renew``: the recorded dtypes were
+    computed under other autocast settings, and are recomputed. Raises :class:`CaptureError` for an operator whose casts
+    are not visible.
     """
     modes: dict[fx.Node, torch.autocast] = {}
     cached = torch.is_autocast_cache_enabled()
-    # A cast weight that is kept for later would be the trace's, not the model's.
+    # With the cache on, the cast weights of the trace would be reused outside of it.
     torch.set_autocast_cache_enabled(False)
     try:
         for node in list(gm.graph.nodes):
@@ -120,7 +119,7 @@ def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
 
 
 def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
-    """Writes the casts of one node, which goes; whether it has any."""
+    """Replace a node by one with explicit casts; return whether it has any."""
     if node.op != "call_function":
         return False
     if renew and _is_floating(node):
@@ -133,18 +132,19 @@ def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
         return False
     key = _kernel(node.target, keys)
     if key is not None:
-        # Its kernel casts, then calls the operator again with autocast off: what is traced is written out.
+        # The kernel of autocast casts, then calls the operator again with autocast off, so its trace contains the
+        # casts.
         traced = _traced(node, lambda op, *args, **kwargs: op._op_dk(key, *args, **kwargs))
         if not _is_cast(traced, node):
             return False
     elif _is_composite(node.target):
-        # Autocast passes it by and acts on the operators that it is made of.
+        # Autocast has no kernel for a composite operator, and acts on the operators of its decomposition.
         traced = _traced(node, lambda op, *args, **kwargs: op.decompose(*args, **kwargs))
         written = [_write(traced, own) for own in list(traced.graph.nodes)]
         if not any(written):
             return False
         if any(_writes(own) for own in traced.graph.nodes):
-            raise CaptureError(f"autocast is active, and {node.target} is made of operators that write in place")
+            raise CaptureError(f"autocast is active, and {node.target} decomposes into operators that write in place")
     else:
         _check_unchanged(node)
         return False
@@ -153,7 +153,7 @@ def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
 
 
 def _active_keys(node: fx.Node) -> list[DispatchKey]:
-    """The dispatch keys of autocast that a call of this operator meets."""
+    """The autocast dispatch keys that apply to a call of this operator."""
     tensors = [v for n in node.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val"))]
     devices = [v for v in tensors if isinstance(v, torch.Tensor)]
     if not any(
@@ -166,7 +166,7 @@ def _active_keys(node: fx.Node) -> list[DispatchKey]:
 
 
 def _kernel(op: torch._ops.OpOverload, keys: list[DispatchKey]) -> DispatchKey | None:
-    """The key of the kernel that autocast runs in the place of ``op``, if it has one."""
+    """The key of the kernel that autocast runs in place of ``op``, or None."""
     own = DispatchKeySet(DispatchKey.Undefined)
     for key in keys:
         name = str(key).rpartition(".")[2]
@@ -178,7 +178,7 @@ def _kernel(op: torch._ops.OpOverload, keys: list[DispatchKey]) -> DispatchKey |
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator is made of others. Those that show the memory of their operand compute nothing."""
+    """Whether an operator decomposes into others. Views do not count: they compute nothing."""
     views = any(returned.alias_info is not None for returned in op._schema.returns)
     return not views and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
@@ -190,7 +190,7 @@ def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
     def function(*values: Any) -> Any:
         env = dict(zip(inputs, values, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-        # Above the dispatcher stands the mode that records: it would call the operator itself once more.
+        # Without this, the pre-dispatch tracing mode would record the operator itself once more.
         with torch._C.DisableTorchFunction():
             return call(node.target, *args, **kwargs)
 
@@ -206,7 +206,7 @@ def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
 
 
 def _is_cast(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the kernel does anything but call the operator with the arguments that it was given."""
+    """Whether the kernel does anything but call the operator with the given arguments."""
     calls = [own for own in traced.graph.nodes if own.op == "call_function"]
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     if len(calls) != 1 or calls[0].target is not node.target:
@@ -223,7 +223,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, traced: fx.GraphModule) -> None:
             if key in node.meta:
                 new.meta.setdefault(key, node.meta[key])
     if several:
-        for user in list(node.users):  # getitem: it reads one of several results
+        for user in list(node.users):  # getitem: selects one of several results
             user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
             gm.graph.erase_node(user)
         gm.graph.erase_node(node)
@@ -232,22 +232,22 @@ def _replace(gm: fx.GraphModule, node: fx.Node, traced: fx.GraphModule) -> None:
     node.replace_all_uses_with(result)
     gm.graph.erase_node(node)
     if result.op == "call_function":
-        result.name = node.name  # signatures know what is returned by its name
+        result.name = node.name  # signatures refer to outputs by name
 
 
 def _check_unchanged(node: fx.Node) -> None:
-    """An operator that is neither cast nor made of others may still call some that are."""
+    """Raise for an operator that autocast neither casts nor decomposes, but whose result dtype it changes."""
     if not _is_floating(node) or _writes(node):
         return
     with without_autocast():
         bare = _evaluated(node)
     pairs = zip(pytree.tree_leaves(bare), pytree.tree_leaves(node.meta["val"]), strict=True)
     if any(isinstance(a, torch.Tensor) and a.dtype != b.dtype for a, b in pairs):
-        raise CaptureError(f"autocast is active, and {node.target} casts where it cannot be seen")
+        raise CaptureError(f"autocast is active, and the casts of {node.target} are not visible")
 
 
 def _check_nested(gm: fx.GraphModule, node: fx.Node, keys: list[DispatchKey]) -> None:
-    """Graphs within the graph (``cond``, a score function) are left alone, so nothing in them may be cast."""
+    """Raise if autocast would cast in a nested graph (``cond``, a score function), since these are not rewritten."""
     for n in node.all_input_nodes:
         nested = gm.get_submodule(str(n.target)) if n.op == "get_attr" and "val" not in n.meta else None
         if not isinstance(nested, fx.GraphModule):
@@ -259,7 +259,7 @@ def _check_nested(gm: fx.GraphModule, node: fx.Node, keys: list[DispatchKey]) ->
             if not isinstance(op, torch._ops.OpOverload):
                 _check_nested(nested, own, keys)
             elif _kernel(op, keys) is not None or _is_composite(op):
-                raise CaptureError(f"autocast is active, and casts in a graph within the graph (at {op})")
+                raise CaptureError(f"autocast is active, and casts {op} in a nested graph")
 
 
 def _writes(node: fx.Node) -> bool:
@@ -268,7 +268,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _is_floating(node: fx.Node) -> bool:
     leaves = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    # A size that is only known when it is computed would get another name each time.
+    # Each evaluation would give an unbacked size a fresh symbol.
     return any(v.is_floating_point() for v in leaves) and not any(map(free_unbacked_symbols, leaves))
 
 

@@ -1,4 +1,4 @@
-"""What became of a program's cache: the inputs and outputs that were K and V and are latent rows now."""
+"""The change of a program's cache: the inputs and outputs that were K and V and are now latent rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class CachedTensor:
     """One K or V of the old signature.
 
     Attributes:
-        name: of the input, or of the input that this output extends; ``output N`` where there is none.
+        name: of the input, or of the input that this output extends; ``output N`` if there is none.
         recipe: how it is computed from its rows.
-        leaves: the weights that this takes.
-        rows: which of the program's row tensors it is computed from, by number; K and V of one attention share some.
-        holds: positions in ``rows`` of those that took its place in the new signature; the others are held elsewhere.
+        leaves: the weights that the recipe uses.
+        rows: the numbers of the program's row tensors from which it is computed; K and V of one attention share some.
+        holds: positions in ``rows`` of the tensors that replace it in the new signature; another K or V holds the rest.
     """
 
     name: str
@@ -37,7 +37,7 @@ class CachedTensor:
 
     @property
     def kept(self) -> int:
-        """Values per token in the new cache, without rows that are held elsewhere."""
+        """Values per token in the new cache, without rows that another K or V holds."""
         return sum(self.recipe.widths[i] for i in self.holds)
 
 
@@ -45,8 +45,8 @@ class CachedTensor:
 class CacheChange:
     """The inputs and outputs that became rows: each is now a tuple of tensors ``[batch..., tokens, width]``.
 
-    ``dtypes`` are those of the row tensors, by number. ``written`` names the inputs that the program writes to: buffers
-    of full length, whose rows are zeros where nothing has been written yet.
+    ``dtypes`` has the dtypes of the row tensors, by number. ``written`` names the inputs that the program writes to:
+    buffers of full length, whose rows are zero where nothing has been written yet.
     """
 
     inputs: tuple[CachedTensor, ...]
@@ -56,7 +56,7 @@ class CacheChange:
 
     @property
     def results(self) -> tuple[CachedTensor, ...]:
-        """What the program leaves for the next one: its outputs, and the buffers that it writes to."""
+        """The tensors that the program leaves for the next one: its outputs, and the buffers it writes to."""
         return (*self.outputs, *(t for t in self.inputs if t.name in self.written))
 
     def __str__(self) -> str:

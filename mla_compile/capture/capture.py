@@ -1,8 +1,8 @@
-"""The way in: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
+"""Capture: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
 
 All three become functional (:mod:`mla_compile.capture.functional`, or ``torch.export`` itself): in-place writes are
 removed and listed as mutations, while composite operations (linear, scaled_dot_product_attention) stay one node each.
-The way out is :mod:`mla_compile.capture.emit`.
+The inverse is :mod:`mla_compile.capture.emit`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Given = ParamSpec("_Given")
 
 
 def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
-    """``capture``, noting in the program how long it took."""
+    """``capture``, which also records its time in the program."""
 
     @functools.wraps(capture)
     def timed(*args: _Given.args, **kwargs: _Given.kwargs) -> Program:
@@ -51,11 +51,12 @@ def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
 
 @_timed
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
-    """The program of a graph that Dynamo hands to a backend; to be called in the backend before anything else.
+    """The program of a graph that Dynamo gives to a backend; the backend has to call this first.
 
-    Weights are the inputs that Dynamo reached as a parameter or buffer of a module, unless the graph writes to them or
-    their size is symbolic: caches are often buffers. Tensors that a module holds otherwise are weights if they are used
-    like one (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` with the reason.
+    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Those that the graph writes to and
+    those of symbolic size are no weights: caches are often buffers. Tensors that a module holds in other ways are
+    weights if the graph uses them like one (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` with
+    the reason.
     """
     program = _functionalize(gm, list(example_inputs))
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -108,12 +109,12 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | Non
 
 @_timed
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
-    """The program of an ExportedProgram; ``original`` is that ExportedProgram with its in-place writes removed."""
+    """The program of an ExportedProgram; ``original`` is the functional form of that ExportedProgram."""
     try:
         gm = copy.deepcopy(exported.graph_module)
         if gm.graph.find_nodes(op="get_attr"):
             gm = calls_written_out(gm)
-        # torch itself would write the casts of some operators as it makes the program functional, and lose others.
+        # When torch makes the program functional, it would write the casts of some operators and lose those of others.
         autocast = has_regions(gm) or is_active()
         if autocast:
             write_casts(gm, renew=True)
@@ -148,7 +149,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
 
 
 def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
-    """The functional graph, then parameters and buffers put back as get_attr nodes under their old names."""
+    """Make the graph functional, then restore parameters and buffers as get_attr nodes under their old names."""
     try:
         with levels_restored():
             flat = _flat(written_out(gm))
@@ -159,7 +160,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     except CaptureError:
         raise
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
-        raise _failure("a graph within the graph cannot be written out", error) from error
+        raise _failure("a nested graph cannot be inlined", error) from error
     autocast = has_regions(flat) or is_active()
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     try:
@@ -225,7 +226,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
 
 
 def _finish(program: Program) -> Program:
-    """Fill in what follows from the graph, and check what every later step relies on."""
+    """Derive the fake mode and the aliases from the graph, and lint it."""
     for node in program.gm.graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
             program.fake_mode = node.meta["val"].fake_mode
@@ -251,10 +252,10 @@ def _flat(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
-    """Removes the tokens that order side effects, the first ``count`` inputs and results; whether that was possible.
+    """Remove the tokens that order side effects, the first ``count`` inputs and results; return whether that succeeded.
 
-    A composite operator that checks its input (linalg_solve) asks for a token that nothing else uses; the operator
-    stays in the graph and goes on checking.
+    A composite operator that checks its input (linalg_solve) takes a token that nothing else uses. The operator stays
+    in the graph and continues to check.
     """
     tokens = graph.find_nodes(op="placeholder")[:count]
     output = graph.output_node()
@@ -268,7 +269,7 @@ def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
 
 
 def _drop_grad_mode(graph: fx.Graph) -> None:
-    """Switches of grad mode mean nothing in an inference graph, and their effect would outlast it."""
+    """Remove switches of grad mode: an inference graph does not need them, and their effect would outlast its run."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
             graph.erase_node(node)
@@ -288,7 +289,7 @@ def _is_module_state(source: Any) -> bool:
 
 
 def _is_resized(node: fx.Node) -> bool:
-    """Whether Dynamo has seen the tensor in several sizes."""
+    """Whether Dynamo has seen the tensor in several sizes, which are now symbolic."""
     return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 

@@ -1,8 +1,8 @@
-"""A transformers causal language model as one function of flat tensors: finds its caches, exports its graph.
+"""A transformers causal language model as one function of flat tensors: finds its cache tensors and exports its graph.
 
-Nothing is known about a model beyond the calling convention of transformers: ``input_ids``, ``attention_mask``,
-``position_ids`` and a cache go in, ``logits`` and the cache come out, and the cache is an object
-whose ``layers`` hold tensors. Which tensors, and which of their axes grows with the context, is found by running it.
+Only the calling convention of transformers is assumed: ``input_ids``, ``attention_mask``, ``position_ids`` and a cache
+go in, ``logits`` and the cache come out, and the cache is an object whose ``layers`` hold tensors. Running the model
+shows which tensors these are, and which of their axes grows with the context.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mla_compile.capture.unroll import UnrolledExperts
 from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import ExportError, InputError, brief
 
-# Any sizes that differ from each other and from 1: torch.export takes equal sizes for the same, and 1 for a constant.
+# Any sizes that differ from each other and from 1: torch.export identifies equal sizes, and specialises size 1.
 BATCH, QUERY, PAST = 2, 3, 7
 
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a cache: where it is kept, its token axis (``None``: of fixed size), its shape for one sequence.
+    """One tensor of a cache: its place, its token axis (``None``: of fixed size), and its shape for one sequence.
 
-    A 4-D tensor with a single head goes in and out without that axis: ``squeezed``.
+    ``squeezed``: a 4-D tensor with a single head enters and leaves the graph without its head axis.
     """
 
     layer: int
@@ -42,12 +42,12 @@ class CacheTensor:
     squeezed: bool
 
     def of(self, cache: Any) -> torch.Tensor:
-        """The tensor in a cache, as it goes in and out of the exported graph."""
+        """The tensor in a cache, in the shape in which it enters and leaves the exported graph."""
         tensor: torch.Tensor = _read(cache.layers[self.layer], self.attribute, self.key)
         return tensor.squeeze(1) if self.squeezed else tensor
 
     def put(self, cache: Any, tensor: torch.Tensor) -> None:
-        """Puts ``tensor`` into its place in a cache."""
+        """Store ``tensor`` at its place in a cache."""
         layer = cache.layers[self.layer]
         tensor = tensor.unsqueeze(1) if self.squeezed else tensor
         if self.key is None:
@@ -58,7 +58,7 @@ class CacheTensor:
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A model, the tensors of its cache, and a cache to copy for each trace."""
+    """A model, the tensors of its cache, and a template cache that is copied for each trace."""
 
     model: torch.nn.Module
     caches: tuple[CacheTensor, ...]
@@ -87,10 +87,10 @@ class CausalLM:
 
 
 def wire(model: torch.nn.Module) -> CausalLM:
-    """Looks at a model's cache by running the model twice on a few tokens.
+    """Find a model's cache tensors by running it on two short prompts.
 
-    Raises :class:`InputError` for a module that does not follow the convention, :class:`ExportError` for a cache whose
-    tensors cannot be told apart from the outside.
+    Raises :class:`InputError` for a module that does not follow the convention, and :class:`ExportError` for a cache
+    whose tensors do not have the batch first and at most one axis of tokens.
     """
     names = inspect.signature(model.forward).parameters
     missing = [n for n in ("input_ids", "attention_mask", cache_argument(model)) if n not in names]
@@ -108,9 +108,9 @@ def wire(model: torch.nn.Module) -> CausalLM:
 def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bool = False) -> ExportedProgram:
     """The model as an ExportedProgram of ``(input_ids, attention_mask, position_ids, *caches)``.
 
-    It returns ``(logits, *caches)``. ``last_only``: logits of the last token only, if the model can do that.
-    ``experts``: how mixtures of experts are computed in the trace, if the model offers a choice. ``one_token``: traced
-    for calls of one query token.
+    It returns ``(logits, *caches)``. ``last_only``: logits of the last token only, if the model supports that.
+    ``experts``: the implementation of mixtures of experts in the trace, if the model offers a choice. ``one_token``:
+    trace calls of one query token.
     """
     query = 1 if one_token else QUERY
     device = next(lm.model.parameters()).device
@@ -143,7 +143,7 @@ class _Flat(torch.nn.Module):
         super().__init__()
         self._one_token = one_token
         self.model = lm.model
-        self._lm = (lm,)  # in a tuple, so that it is no submodule
+        self._lm = (lm,)  # in a tuple, so that it does not become a submodule
         self._cache = cache_argument(lm.model)
         self._extra = {"logits_to_keep": 1} if last_only else {}
 
@@ -155,7 +155,7 @@ class _Flat(torch.nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         (lm,) = self._lm
-        # A state of fixed size may be written in place, but what came in is still needed and belongs to the caller.
+        # The model may write a state of fixed size in place, but the input is read below and belongs to the caller.
         given = [t.clone() if entry.axis is None else t for entry, t in zip(lm.caches, caches, strict=True)]
         out = self.model(
             input_ids=input_ids,
@@ -167,7 +167,7 @@ class _Flat(torch.nn.Module):
         )
         new = [entry.of(cache_of(out)) for entry in lm.caches]
         if self._one_token:
-            # A padding token must leave a state of fixed size as it is; in longer calls the model takes care of that.
+            # A padding token must not change a state of fixed size; in longer calls the model itself ensures that.
             real = attention_mask[:, -1] != 0
             for i, entry in enumerate(lm.caches):
                 if entry.axis is None:
@@ -182,7 +182,7 @@ def _run(model: torch.nn.Module, length: int) -> Any:
     with torch.no_grad(), evaluating(model):
         try:
             out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
-        except Exception as error:  # it is the user's model that runs here, and it may raise anything
+        except Exception as error:  # the user's model runs here, and may raise anything
             raise ExportError(
                 f"{type(model).__name__} does not run on a prompt of {length} tokens: {type(error).__name__}: {error}"
             ) from error
@@ -243,7 +243,7 @@ def _copied(layer: Any) -> Any:
 
 @contextlib.contextmanager
 def _experts(model: Any, implementation: str) -> Iterator[None]:
-    """Computes mixtures of experts in the given way for the block, if the model offers a choice."""
+    """Select an implementation of mixtures of experts for the block, if the model offers a choice."""
     if not getattr(model, "_can_set_experts_implementation", lambda: False)():
         yield
         return
@@ -257,7 +257,7 @@ def _experts(model: Any, implementation: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """The model in eval mode for the block."""
+    """Put the model in eval mode for the block."""
     training = {m for m in model.modules() if m.training}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""A causal language model as the two functions of a server: one token of many requests, a piece of one prompt."""
+"""A causal language model as the two functions of a server: one token of many requests, or a piece of one prompt."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import CaptureError, brief
 
 INPUTS = ("input_ids", "position_ids")
-"""What a step takes besides caches."""
+"""The inputs of a step besides caches."""
 
 
 def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
     """The model as an ExportedProgram of ``(input_ids, position_ids, *caches)``, without a mask: nothing is padding.
 
-    It returns ``(logits, *caches)``. ``one_token``: one token of each of B sequences, B any number, with as many cached
-    tokens each; else any number of tokens from two on of one sequence, with logits of the last only, if the model can
-    do that. Raises :class:`CaptureError` for a model that cannot be traced like that.
+    It returns ``(logits, *caches)``. ``one_token``: one token of each of B sequences with equally many cached tokens, B
+    dynamic. Otherwise: two or more tokens of one sequence, with logits of the last token only if the model supports
+    that. Raises :class:`CaptureError` for a model that cannot be traced like that.
     """
     step, inputs, opened = step_to_trace(lm, one_token=one_token)
     names = {BATCH: Dim("batch"), QUERY: Dim("query"), PAST: Dim("past", min=0)}
@@ -33,7 +33,7 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
             try:
                 return traced_program(step, inputs, dynamic_shapes=shapes)
             except torch._dynamo.exc.UserError:
-                # torch does not see through `min(k, past) <= past`; asserted in the graph, it can be proved later.
+                # torch cannot prove `min(k, past) <= past` here; asserted in the graph, it can be proved later.
                 return traced_program(step, inputs, dynamic_shapes=shapes, deferred=True)
         except Exception as error:  # tracing runs the user's model, which may raise anything
             raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
@@ -42,9 +42,9 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
 def step_to_trace(
     lm: CausalLM, *, one_token: bool
 ) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]], list[dict[int, int]]]:
-    """The model as a module of ``(input_ids, position_ids, caches)``, inputs for it, and which sizes of each are open.
+    """The model as a module of ``(input_ids, position_ids, caches)``, its inputs, and the dynamic axes of each input.
 
-    Those are axes, with the size that each has in the trace: ``BATCH``, ``QUERY`` or ``PAST``.
+    An entry maps each dynamic axis to its size in the trace: ``BATCH``, ``QUERY`` or ``PAST``.
     """
     device = next(lm.model.parameters()).device
     B, S = (BATCH, 1) if one_token else (1, QUERY)
@@ -61,7 +61,7 @@ class _Step(torch.nn.Module):
     def __init__(self, lm: CausalLM, *, last_only: bool) -> None:
         super().__init__()
         self.model = lm.model
-        self._lm = (lm,)  # in a tuple, so that it is no submodule
+        self._lm = (lm,)  # in a tuple, so that it does not become a submodule
         self._cache = cache_argument(lm.model)
         self._extra = {"logits_to_keep": 1} if last_only else {}
 

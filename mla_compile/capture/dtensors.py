@@ -1,9 +1,9 @@
-"""Tensors of several ranks (DTensor): before a graph is captured, it becomes the graph of one rank's part of them.
+"""Graphs over tensors of several ranks (DTensor): before capture they become graphs over one rank's local tensors.
 
-A DTensor is this rank's tensor, and a spec that says which part of the whole it is. What an operator on DTensors runs
-is decided by the specs alone: operators on the ranks' own tensors, and collectives. So such an operator is replaced by
-these, and the node of each DTensor by one of this rank's tensor. Weights are read with ``_local_tensor``, which is the
-same object in every call.
+A DTensor is this rank's local tensor, and a spec that says which part of the whole it is. The specs alone determine
+what an operator on DTensors runs: operators on local tensors, and collectives. So these replace the operator, and a
+node of the local tensor replaces that of each DTensor. Weights are read as ``_local_tensor``, which is the same object
+in every call.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ LOCAL = "_local_tensor"
 
 @dataclass
 class Localized:
-    """What a graph of one rank takes in place of the inputs of the original."""
+    """The inputs of a graph of one rank, in place of those of the original."""
 
     values: list[Any]
     opened: list[Opened] = field(default_factory=list)
     left_out: list[Opened] = field(default_factory=list)
-    """Inputs that are objects (a mesh), of which nothing is left in the graph."""
+    """Inputs that are Python objects (a mesh), which the graph no longer uses."""
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether ``value`` is a DTensor, without importing them where none can be."""
+    """Whether ``value`` is a DTensor, without importing DTensor."""
     return isinstance(value, torch.Tensor) and hasattr(value, LOCAL) and hasattr(value, "placements")
 
 
 def shared_weight(model: torch.nn.Module) -> str | None:
-    """The name of a weight that is a DTensor."""
+    """The name of a weight that is a DTensor, or None."""
     named = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in named if is_dtensor(tensor)), None)
 
 
 def weight_meshes(model: torch.nn.Module) -> list[Any]:
-    """The meshes of ranks that hold weights together, in the order of the weights."""
+    """The device meshes of the model's weights, in the order of the weights."""
     tensors = (*model.parameters(), *model.buffers())
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)))  # type: ignore[attr-defined]
 
 
 def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
-    """Changes ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor.
+    """Rewrite ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor.
 
-    Raises :class:`CaptureError` where the graph writes to a DTensor that comes in, or returns one.
+    Raises :class:`CaptureError` if the graph writes to a DTensor input, or returns a DTensor.
     """
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")
@@ -91,7 +91,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
         def leave(node: fx.Node, value: Any, found: dict[fx.Node, Any] = found) -> Any:
             if is_dtensor(value):
                 found[node], value = value._spec, value._local_tensor
-            # A node of its own: the same tensor may be this rank's part of a DTensor, and a plain tensor besides.
+            # The alias gives each its own node: one tensor may be both the local part of a DTensor and a plain tensor.
             return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
 
         outputs = [n for n in region if any(user not in set(region) for user in n.users)]
@@ -109,7 +109,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
 
 
 def put_back(graph: fx.Graph, left_out: Sequence[Opened], original: fx.GraphModule) -> None:
-    """Puts inputs that nothing reads any more back among the others, in the order of ``original``."""
+    """Reinsert inputs that nothing reads any more, in the order of the placeholders of ``original``."""
     if not left_out:
         return
     known = {one.name: one.value for one in left_out}
@@ -120,18 +120,18 @@ def put_back(graph: fx.Graph, left_out: Sequence[Opened], original: fx.GraphModu
             with graph.inserting_before(later):
                 named[node.name] = graph.placeholder(node.name)
             named[node.name].meta["val"] = known[node.name]
-        later = named.get(node.name, later)  # an input that is no tensor may be gone
+        later = named.get(node.name, later)  # an input that is no tensor may have been removed
 
 
 _PLAIN = (
     torch.Tensor, int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.ScriptObject,
     type(None),
 )  # fmt: skip
-"""What a graph may take as it is; anything else is an object of Python, such as a mesh."""
+"""The types of values that a graph can take; anything else is a Python object, such as a mesh."""
 
 
 def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
-    """The input that takes this rank's tensor in the place of ``node``."""
+    """The placeholder of this rank's local tensor, which replaces ``node``."""
     local, fake = value._local_tensor, node.meta["example_value"]._local_tensor
     if is_traceable_wrapper_subclass(local):
         raise CaptureError(f"{node.name} is a DTensor of {type(local).__name__}, which is made of several tensors")
@@ -147,7 +147,7 @@ def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
 def _whole(local: torch.Tensor, spec: Any) -> Any:
     from torch.distributed.tensor import DTensor  # on use: all of torch.distributed
 
-    # As DTensor's own dispatcher makes its results: `from_local` would compute sizes, which the spec has.
+    # Built like the results of DTensor's own dispatcher: `from_local` would compute sizes that the spec already has.
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -156,7 +156,7 @@ def _leaves(node: fx.Node) -> list[Any]:
 
 
 def _touched(graph: fx.Graph, objects: dict[fx.Node, Any]) -> list[fx.Node]:
-    """The operators that read or make a DTensor, or read an object."""
+    """The operators that read or make a DTensor, or read a Python object."""
     return [
         node
         for node in graph.nodes
@@ -181,10 +181,10 @@ def _check(graph: fx.Graph, touched: Sequence[fx.Node]) -> None:
 
 
 def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """``touched`` operators one by one, but together where what passes between them is no tensor and its spec alone.
+    """The ``touched`` operators one by one, except that some have to be traced together.
 
-    That is a tuple, or a sum over ranks that remembers more than its spec (the rows of a vocabulary that this rank has
-    not).
+    Operators are joined if the value between them is more than a tensor and its spec: a tuple, or a partial sum over
+    ranks with further state (the rows of a vocabulary that this rank does not have).
     """
     leader = {node: node for node in touched}
 
@@ -202,7 +202,7 @@ def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in touched:
         groups.setdefault(find(node), []).append(node)
-    # By the last of each: what it reads is there by then.
+    # Sorted by the last operator of each group: its inputs are available by then.
     return sorted(groups.values(), key=lambda group: touched.index(group[-1]))
 
 

@@ -1,4 +1,4 @@
-"""The way out: a :class:`Program` becomes what it was captured from, with its mutations, aliases and signature."""
+"""Emission: a :class:`Program` becomes an object of the captured kind, with mutations, aliases and signature."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ aten = torch.ops.aten
 def to_graph_module(program: Program) -> fx.GraphModule:
     """A graph that Dynamo's caller and Inductor accept in place of the captured one.
 
-    Placeholders keep what Dynamo wrote on the originals (source, static address, example value), so that static inputs,
-    CUDA graphs and freezing work as before. A fold's placeholder has no source and is marked as a static address. The
-    graph's constants are its buffers, and AOTAutograd asks for the source of each of them.
+    Placeholders keep the annotations of Dynamo (source, static address, example value), so that static inputs, CUDA
+    graphs and freezing work as before. A fold's placeholder has no source and is marked as a static address. The
+    graph's constants are its buffers, and AOTAutograd requires a source for each of them.
     """
     gm, original = _with_writes(program), program.original
     assert isinstance(original, fx.GraphModule)
     origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
     folded = {fold.placeholder for fold in program.folds}
-    # A cache may have been a buffer of the user's, of an address that does not change; rows with room are none.
+    # A cache may have been a user's buffer at a static address; rows with spare capacity are not.
     moving = {one.input for one in program.appends}
     for node in gm.graph.find_nodes(op="placeholder"):
         origin = origins.get(node.name)
@@ -48,7 +48,7 @@ def to_graph_module(program: Program) -> fx.GraphModule:
         node.meta = {**origin.meta, "val": node.meta["val"]}
         node.type = origin.type
         if hasattr(origin, "_dynamo_source"):
-            node._dynamo_source = origin._dynamo_source  # as Dynamo itself sets it
+            node._dynamo_source = origin._dynamo_source  # Dynamo sets it as an attribute, too
     gm.meta = dict(original.meta)
     for name, value in vars(original).items():
         if name not in vars(gm):
@@ -63,14 +63,14 @@ def to_graph_module(program: Program) -> fx.GraphModule:
 def to_plain_graph_module(
     program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
 ) -> fx.GraphModule:
-    """A GraphModule called and returning like the original one, with its parameters under their old names.
+    """A GraphModule with the calling convention of the original, and with its parameters under their old names.
 
     ``folded`` has the values of the program's folds, which become buffers. With ``change``, each cache input becomes
     one input per tensor of rows that it holds, and each cache output a tuple of such tensors.
     """
     written, original = _with_writes(program), program.original
     assert isinstance(original, fx.GraphModule)
-    gm = fx.GraphModule(written, written.graph)  # an ordinary one: the caller may pickle, script or copy it
+    gm = fx.GraphModule(written, written.graph)  # not a lazy one: the caller may pickle, script or copy it
     for fold in program.folds:
         value = (folded or {})[fold.placeholder]
         node = next(n for n in gm.graph.find_nodes(op="placeholder") if n.name == fold.placeholder)
@@ -95,7 +95,7 @@ def to_plain_graph_module(
     output.args = (pytree.tree_unflatten(flat, spec),)
     if program.autocast:
         _switch_autocast_off(gm.graph)
-    _check_inputs(gm, original)  # before autocast is off: inputs that do not fit leave it as it was
+    _check_inputs(gm, original)  # before the nodes that disable autocast: a failed check leaves autocast as it was
     gm.graph.set_codegen(original.graph._codegen)
     _keep_state(gm, original)
     gm.meta = dict(original.meta)
@@ -105,7 +105,7 @@ def to_plain_graph_module(
 
 
 def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Gives ``gm`` the original's state dict: weights that are no longer read, too, but no non-persistent buffers."""
+    """Give ``gm`` the original's state dict: with weights that are no longer read, without non-persistent buffers."""
     present = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     for name, tensor in (
         *original.named_parameters(remove_duplicate=False),
@@ -120,7 +120,7 @@ def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
 
 
 def _switch_autocast_off(graph: fx.Graph) -> None:
-    """Runs the graph without autocast: its casts are written out, and products that are float32 on purpose stay so."""
+    """Disable autocast in the graph, whose casts are explicit: products that are float32 on purpose have to stay so."""
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     devices = dict.fromkeys(v.device.type for v in values if torch.amp.is_autocast_available(v.device.type))
     for device in devices:
@@ -132,7 +132,7 @@ def _switch_autocast_off(graph: fx.Graph) -> None:
 
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Keep the original's checks of its inputs; where it was captured for example inputs, reject any other shape."""
+    """Keep the original's input checks; if it was captured for example inputs, reject any other shape."""
     by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     known = [node for node in original.graph.find_nodes(op="placeholder") if node.name in by_name]
     inputs = {node: by_name[node.name] for node in known}
@@ -210,10 +210,10 @@ def to_exported(
 
 
 def _with_writes(program: Program) -> fx.GraphModule:
-    """A copy whose graph writes its mutated inputs just before the output and returns the caller's values only.
+    """A copy whose graph writes its mutated inputs just before the output, and returns only the caller's values.
 
     Before: ``return (index_copy, y)``. After: ``copy_ = aten.copy_(cache, index_copy); return (y,)``. Inductor turns
-    the two into one write in place; returning the new value instead would copy the whole cache in every call.
+    the two operators into one in-place write; returning the new value instead would copy the whole cache in every call.
     """
     program = program.copy()
     _keep_old_values(program)
@@ -242,7 +242,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
 
 
 def _write_at_once(program: Program) -> None:
-    """Writes appended rows where they are made: nothing reads what was there before, so nothing needs to be copied."""
+    """Write appended rows where they are computed: nothing reads that part of the buffer before, so no copy is made."""
     graph, named = program.gm.graph, program.named()
     for one in program.appends:
         if one.input is None or not one.grows:
@@ -259,7 +259,7 @@ def _write_at_once(program: Program) -> None:
 
 
 def _return_shares(program: Program) -> None:
-    """Returns this rank's rows of the buffers that begin here, in memory of their own."""
+    """Return only this rank's rows of the buffers that begin in this call, in memory of their own."""
     graph, outputs = program.gm.graph, list(program.outputs)
     gone = [one.output for one in program.appends if one.input is not None and one.output is not None]
     for one in program.appends:
@@ -268,7 +268,7 @@ def _return_shares(program: Program) -> None:
         assert program.sharing is not None
         at = len(program.mutations) + one.output - sum(place < one.output for place in gone)
         buffer: fx.Node = outputs[at]
-        # Where it is made, so that all of it is there no longer than its readers need it.
+        # Sliced where the buffer is made, so that the whole buffer lives no longer than its readers need.
         call = Builder(buffer.next, program.fake_mode).call
         own = call(aten.slice.Tensor, buffer, one.axis, program.sharing.rank, one.total, program.sharing.size)
         outputs[at] = call(aten.clone.default, own, memory_format=torch.contiguous_format)
@@ -276,7 +276,7 @@ def _return_shares(program: Program) -> None:
 
 
 def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:
-    """The chain of views from ``new`` to ``value``, repeated on ``written``."""
+    """Repeat the chain of views from ``new`` to ``value`` on ``written``."""
     chain = []
     node: fx.Node | None = value
     while node is not None and node is not new:
@@ -292,7 +292,7 @@ def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> 
 
 
 def _keep_old_values(program: Program) -> None:
-    """Copy every output that is a view of an input about to be overwritten: the old value is what it stands for."""
+    """Clone every output that is a view of an input about to be overwritten: the caller expects the old value."""
     graph = program.gm.graph
     output = graph.output_node()
     named = program.named()

@@ -1,4 +1,4 @@
-"""The signature of a program whose K and V became rows: where K was, there is now a tuple of the rows it holds."""
+"""The signature of a program whose K and V became rows: a tuple of the rows it holds replaces each K or V."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from mla_compile.errors import InputError
 def rows_in_place(
     program: Program, change: CacheChange, gm: fx.GraphModule
 ) -> tuple[dict[str, list[fx.Node]], list[Any]]:
-    """In ``gm``, made from the program: the row placeholders of each old cache input, and the flat outputs.
+    """The row placeholders of each old cache input, and the flat outputs, in ``gm``, a module made from the program.
 
-    Where K or V was among the outputs, there is a list of rows.
+    A list of rows replaces each K or V among the outputs.
     """
     cache = program.cache
     assert cache is not None
     nodes = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     inputs = {t.name: [nodes[cache.rows[t.rows[i]]] for i in t.holds] for t in change.inputs}
     values: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple by construction
-    values = [*[None] * (len(program.outputs) - len(values)), *values]  # new values of inputs may be written already
+    # ``gm`` may already write the new values of inputs instead of returning them
+    values = [*[None] * (len(program.outputs) - len(values)), *values]
     appended = {at for rows in cache.outputs.values() for at in rows}
     held = {index: t.holds for index, t in zip(sorted(cache.outputs), change.outputs, strict=True)}
     new: list[Any] = []
@@ -49,7 +50,7 @@ def rows_in_place(
 
 
 def order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Puts the placeholders in the order of ``names``."""
+    """Put the placeholders in the order of ``names``."""
     by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for name in names:
@@ -59,7 +60,7 @@ def order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
 def new_signature(
     program: Program, change: CacheChange, signature: ExportGraphSignature
 ) -> tuple[dict[str, list[fx.Node]], list[Any]]:
-    """Writes the row inputs and outputs into ``signature`` and the program's graph; returns :func:`rows_in_place`."""
+    """Write the row inputs and outputs into ``signature`` and the program's graph; return :func:`rows_in_place`."""
     inputs, outputs = rows_in_place(program, change, program.gm)
     specs: list[InputSpec] = []
     for spec in signature.input_specs:
@@ -82,7 +83,7 @@ def new_signature(
 
 
 def _with_written_rows(program: Program, signature: ExportGraphSignature) -> list[OutputSpec]:
-    """What the program returns, with the new rows in the place of the buffers that they stand for."""
+    """The output specs of the program, with the new rows in place of the buffers that they represent."""
     specs: list[OutputSpec] = []
     for spec in signature.output_specs:
         rows = program.cache.written.get(spec.target) if spec.kind is OutputKind.USER_INPUT_MUTATION else None
@@ -96,7 +97,7 @@ def _with_written_rows(program: Program, signature: ExportGraphSignature) -> lis
 def rows_in_graph_module(
     gm: fx.GraphModule, program: Program, change: CacheChange, original: fx.GraphModule
 ) -> tuple[Any, ...]:
-    """Orders the inputs of ``gm`` and returns its outputs, one for each of the original's, with rows in tuples."""
+    """Order the inputs of ``gm``; return its outputs, one for each output of the original, with rows in tuples."""
     if type(original.graph._codegen) is not fx.graph.CodeGen:
         raise InputError(
             'cache="latent" changes the inputs of a GraphModule, and this one takes nested ones; '
@@ -120,7 +121,7 @@ def new_calls(
     inputs: dict[str, list[fx.Node]],
     outputs: Sequence[object],
 ) -> list[ModuleCallEntry]:
-    """The call signatures, with changed trees of inputs and outputs for the program as a whole."""
+    """The call signatures; that of the whole program gets new trees of inputs and outputs."""
     top, *others = entries
     assert top.signature is not None
     in_spec = _with_tuples(top.signature.in_spec, [inputs.get(name) for name in user_inputs])
@@ -136,7 +137,7 @@ def new_examples(
     user_inputs: Sequence[str],
     change: CacheChange,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Example inputs of the new signature: rows of zeros where K and V were."""
+    """Example inputs of the new signature, with rows of zeros in place of K and V."""
     if example_inputs is None:
         return None
     known = {t.name: t for t in change.inputs}
@@ -162,9 +163,9 @@ def new_examples(
 def new_guards(
     guards: Sequence[str], signature: ModuleCallSignature, user_inputs: Sequence[str], change: CacheChange
 ) -> list[str]:
-    """The conditions on the sizes of the inputs, Python code over ``L['argument']...``, rewritten to read the rows.
+    """Rewrite the conditions on the sizes of the inputs, Python code over ``L['argument']...``, to read the rows.
 
-    A condition on a size that rows do not have (the heads of K) is dropped: the recipe fixes that number.
+    A condition on an axis that rows do not have (the heads of K) is dropped: the recipe fixes its size.
     """
     args, kwargs = pytree.tree_unflatten(list(user_inputs), signature.in_spec)
     arguments = {**dict(zip(signature.forward_arg_names or (), args, strict=False)), **kwargs}
@@ -186,7 +187,7 @@ def new_guards(
 
 
 def _with_tuples(spec: pytree.TreeSpec, rows: Sequence[Sequence[object] | None]) -> pytree.TreeSpec:
-    """The tree with each leaf that became rows replaced by a tuple of as many leaves."""
+    """The tree in which a tuple of leaves replaces each leaf that became rows."""
     leaves = [object() if own is None else tuple(object() for _ in own) for own in rows]
     return pytree.tree_structure(_rebuilt(spec, leaves))
 
@@ -194,7 +195,7 @@ def _with_tuples(spec: pytree.TreeSpec, rows: Sequence[Sequence[object] | None])
 def _rebuilt(spec: pytree.TreeSpec, leaves: Sequence[object]) -> Any:
     try:
         return pytree.tree_unflatten(leaves, spec)
-    except Exception as error:  # containers registered by others rebuild themselves and raise what they like
+    except Exception as error:  # containers that others registered may raise anything when they are rebuilt
         raise InputError(
             f"the cache is in a container that takes only tensors ({type(error).__name__}: {error}); pass it as "
             "tuples, lists or dicts when exporting"

@@ -1,8 +1,8 @@
-"""An exported program without writes in place: what it writes to its inputs becomes results, as its signature says.
+"""Functional exported programs: in-place writes to inputs become results, as the signature describes.
 
-A graph of operators that write nothing is functional as it is. ``run_decompositions`` runs any other graph twice, as
-``aot_export_module`` does; it is traced once here where :func:`mla_compile.capture.functional.traced_once` can, and the
-program put together again around it.
+A graph whose operators write nothing is already functional. For any other graph ``run_decompositions`` runs it twice,
+as ``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies, the graph is traced
+once here instead, and the program is rebuilt around it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mla_compile.capture.repeated import traced_by_kind
 
 
 def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
-    """``exported`` with the graph ``gm``, which has the same inputs and results, made functional.
+    """``exported`` with the functional form of the graph ``gm``, which has the same inputs and results.
 
     Raises whatever an operator raises.
     """
@@ -52,12 +52,12 @@ def _as_it_is(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> tor
 
 
 def _writes_nothing(node: fx.Node) -> bool:
-    """Whether a node is an input or the output, a number made of numbers, or an operator without any effect."""
+    """Whether a node is an input or the output, a function of numbers, or an operator without side effects."""
     if node.op in ("placeholder", "output"):
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return not node.target._schema.is_mutable and not has_effects(node.target)
-    # torch's verifier of exported programs knows no other functions of Python's operator and math.
+    # torch's verifier of exported programs accepts Python functions only from these modules.
     return getattr(node.target, "__module__", None) in ("_operator", "math") or node.target in _OF_SIZES
 
 
@@ -81,7 +81,7 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
         node.meta = {**origin.meta, **node.meta}
     for node in traced.gm.graph.nodes:
         if node.op == "call_function":
-            node.meta.setdefault("val", None)  # of asserts, which return nothing, as torch notes it
+            node.meta.setdefault("val", None)  # torch records None for asserts, which return nothing
     count = len(traced.written)
     found = [_write(specs[place], inputs[place], new) for place, new in zip(traced.written, results, strict=False)]
     writes = [spec for spec in found if spec is not None]
@@ -95,7 +95,7 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
 def _around(
     exported: torch.export.ExportedProgram, gm: fx.GraphModule, signature: ExportGraphSignature
 ) -> torch.export.ExportedProgram:
-    """``exported`` with another graph and the signature of that."""
+    """``exported`` with another graph and its signature."""
     return torch.export.ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -109,12 +109,12 @@ def _around(
 
 
 def _is_transform(node: fx.Node) -> bool:
-    """Whether a node enters or leaves a level of ``torch.func``, on which tensors that record writes are not known."""
+    """Whether a node enters or leaves a level of ``torch.func``, which functional tensors do not support."""
     return "_functorch" in str(getattr(node.target, "__module__", ""))
 
 
 def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
-    """That ``new`` is the value of an input after a call; None for what nobody may write to."""
+    """The output spec by which ``new`` becomes the value of an input after the call; None for a read-only input."""
     if spec.kind is InputKind.USER_INPUT:
         return OutputSpec(OutputKind.USER_INPUT_MUTATION, TensorArgument(new.name), node.name)
     if spec.kind is InputKind.BUFFER:
@@ -123,7 +123,7 @@ def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
 
 
 def _decomposed(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
-    """``exported`` with the graph ``gm``, made functional by torch."""
+    """``exported`` with the graph ``gm``, which torch makes functional."""
     functional: torch.export.ExportedProgram = _called_flat(exported, gm).run_decompositions({})
     _call_like(exported, functional)
     return functional
@@ -132,8 +132,8 @@ def _decomposed(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> t
 def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
     """``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
 
-    ``run_decompositions`` would build the containers of the inputs, and what those compute as they are built (the
-    DynamicCache of transformers appends to empty tensors) would end up in constants that nothing owns.
+    With nested inputs, ``run_decompositions`` would build their containers. What these compute when they are built (the
+    DynamicCache of transformers appends to empty tensors) would become constants that nothing owns.
     """
     first, *rest = exported.module_call_graph
     assert first.signature is not None  # the first entry is the whole program's
@@ -161,9 +161,10 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
 def _named_like(
     signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[Any]
 ) -> ExportGraphSignature:
-    """A copy of ``signature`` with the names that inputs and results have in a copy of its graph.
+    """A copy of ``signature`` with the names of the inputs and results in a copy of its graph.
 
-    What was inlined has others, and so do inputs with the name of a builtin (``input``), which a copied graph avoids.
+    Inlined nodes get new names, and so do inputs that have the name of a builtin (``input``), which a copied graph
+    avoids.
     """
     signature = copy.deepcopy(signature)
     renamed: dict[str, str] = {}
@@ -179,7 +180,7 @@ def _named_like(
 
 
 def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.ExportedProgram) -> None:
-    """Gives ``flat`` back the inputs and outputs of ``exported``."""
+    """Restore the nested inputs and outputs of ``exported`` in ``flat``."""
     nested, signature = exported.module_call_graph[0].signature, flat.module_call_graph[0].signature
     assert nested is not None
     assert signature is not None

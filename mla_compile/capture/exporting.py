@@ -1,4 +1,4 @@
-"""``torch.export``, as this library calls it."""
+"""``torch.export.export`` with the settings of this library."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ def traced_program(
     dynamic_shapes: Any = None,
     deferred: bool = False,
 ) -> torch.export.ExportedProgram:
-    """``torch.export.export`` in its mode for any Python; ``deferred``: what sizes have to be is asserted in the graph.
+    """``torch.export.export`` in non-strict mode; ``deferred``: conditions on sizes become asserts in the graph.
 
-    Fake tensors remember the results of operators by the shapes of their inputs. Sizes that are left open make such
-    a memory cost more than it saves, and the program keeps the tensors that it was traced with: with it, tracing
-    and decomposing the steps of a model takes a quarter longer.
+    The cache of fake tensors is disabled: with dynamic sizes it costs more than it saves, and the program would keep
+    the cached tensors alive. With the cache, tracing and decomposing the steps of a model takes a quarter longer.
     """
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         return torch.export.export(

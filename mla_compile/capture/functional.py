@@ -1,10 +1,10 @@
-"""A traced module as a functional graph: what it writes to its inputs becomes results.
+"""A traced module as a functional graph: its in-place writes to inputs become results.
 
 ``aot_export_module(pre_dispatch=True)`` runs the module twice, the first time only to learn which inputs it writes to.
-That is up to a third of the time that a capture takes, so the graph is traced once here, with the tensors of torch that
-record what is written, and the inputs are looked at afterwards. What this cannot know to be the same graph goes through
+That takes up to a third of a capture, so the graph is traced once here with torch's functional tensors, which record
+writes, and the inputs are inspected afterwards. Cases in which the two graphs might differ go through
 ``aot_export_module``: writes to inputs that share memory, inputs whose shape or memory is replaced, operators with side
-effects, streams, and sizes that only the trace shows to be constant, which would be open in what was traced before.
+effects, streams, and sizes that the trace specialises to a constant after they were used as symbols.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Functional:
     """A functional graph of (parameters, buffers, inputs).
 
     Attributes:
-        gm: returns the new value of each input that is written to, then what the module returns.
-        written: the place of these among the inputs, in the order of the values.
-        tokens: how many further inputs come first, and results beside them, that order side effects.
+        gm: returns the new value of each input that is written to, then the results of the module.
+        written: the positions of these inputs, in the order of their values.
+        tokens: the number of tokens that order side effects; they precede the inputs and the results.
     """
 
     gm: fx.GraphModule
@@ -55,13 +55,13 @@ class Functional:
 
 
 def functionalized(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
-    """The functional graph of ``gm`` for ``values``, one for each placeholder; raises whatever an operator raises."""
+    """The functional graph of ``gm`` for ``values``, one per placeholder; raises whatever an operator raises."""
     return traced_once(gm, values) or _by_aot_export(gm, values)
 
 
 @contextmanager
 def _whole_operators() -> Iterator[None]:
-    """A library's operator without a kernel of its own stays one node, as it should, and torch does not warn of it."""
+    """Silence torch's warning about library operators without a kernel of their own, which should stay one node."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
         yield
@@ -85,7 +85,7 @@ def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
 
 @dataclass(frozen=True)
 class FakeInputs:
-    """What a graph is traced with: a value for each parameter, buffer and placeholder, and their mode."""
+    """The inputs of a trace: a fake value for each parameter, buffer and placeholder, and their mode."""
 
     state: tuple[str, ...]
     fakes: list[Any]
@@ -93,7 +93,7 @@ class FakeInputs:
 
 
 def fake_inputs(gm: fx.GraphModule, values: Sequence[Any]) -> FakeInputs | None:
-    """The inputs of a trace of ``gm`` for ``values``; None for a graph or values that only torch's own trace knows."""
+    """The inputs of a trace of ``gm`` for ``values``; None for a graph or values that need torch's own trace."""
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
     given = [*state.values(), *values]
     mode = detect_fake_mode(given)
@@ -105,7 +105,7 @@ def fake_inputs(gm: fx.GraphModule, values: Sequence[Any]) -> FakeInputs | None:
 
 
 def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
-    """The functional graph, traced once; None where it might not be the one that torch makes. Raises as above."""
+    """The functional graph, traced once; None if torch might trace another one. Raises whatever an operator raises."""
     given = fake_inputs(gm, values)
     if given is None:
         return None
@@ -114,18 +114,18 @@ def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
     written: list[int] = []
 
     def run(*args: Any) -> Any:
-        # torch's own functionalization stays off: that of the tensors made here records what it does.
+        # torch's own functionalization is off: the functional tensors made here record writes.
         with maybe_enable_thunkify(), _without_functionalization():
             functionals[:] = [to_fun(arg) for arg in args]
             named = dict(zip(state, functionals, strict=False))
             with stateless._reparametrize_module(gm, named), maybe_disable_thunkify(), preserve_node_meta():
-                fake_mode.epoch += 1  # sizes that were read from tensors before are read anew
+                fake_mode.epoch += 1  # invalidates memoized sizes that were read from tensors
                 returned = PropagateUnbackedSymInts(gm).run(*functionals[len(state) :])
             written[:] = [place for place, one in enumerate(functionals) if has_data_mutation(one)]
             return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
 
-    run._orig_mod = gm  # type: ignore[attr-defined]  # where make_fx looks for the module of a node
-    # For each operator torch looks through all that this process ever dispatched, for what it never keeps there.
+    run._orig_mod = gm  # make_fx looks here for the modules of nodes
+    # For each operator, torch would scan its cache of everything dispatched in this process, without adding to it.
     torch._ops.reset_cached_ops()
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)
@@ -142,7 +142,7 @@ def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is a dense tensor without another in it, or a number."""
+    """Whether a value is a plain dense tensor or a number."""
     if isinstance(value, Tensor):
         known = type(value) in (Tensor, torch.nn.Parameter, FakeTensor)
         return known and value.layout is torch.strided and not value.is_nested
@@ -154,7 +154,7 @@ def _has_streams(graph: fx.Graph) -> bool:
 
 
 def _fake(mode: FakeTensorMode, value: Any, *, of_module: bool) -> Any:
-    """``value`` as a tensor of ``mode``: that of Dynamo, where it made one."""
+    """``value`` as a fake tensor of ``mode``: the one that Dynamo made, if any."""
     if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
         return value
     context = TracingContext.try_get()
@@ -165,13 +165,13 @@ def _fake(mode: FakeTensorMode, value: Any, *, of_module: bool) -> Any:
 
 
 def _constants(mode: FakeTensorMode) -> int:
-    """How many sizes that were open are known to be one number."""
+    """The number of symbolic sizes that have been specialised to a constant."""
     known = {} if mode.shape_env is None else mode.shape_env.replacements
     return sum(1 for value in known.values() if value.is_number)
 
 
 def _apart(fakes: Sequence[Any]) -> list[Any]:
-    """Each tensor as one of its own, so that a trace knows which of two inputs is read: weights may be tied."""
+    """Detach repeated tensors, so that a trace can tell which of two tied inputs is read."""
     first = {id(fake): place for place, fake in reversed(list(enumerate(fakes)))}
     return [
         fake.detach() if isinstance(fake, Tensor) and first[id(fake)] < place else fake
@@ -180,13 +180,13 @@ def _apart(fakes: Sequence[Any]) -> list[Any]:
 
 
 def _share_memory(fakes: Sequence[Any], written: Sequence[int]) -> bool:
-    """Whether a write shows in an input that was traced as one of its own."""
+    """Whether a written input shares memory with another input, which would not show the write."""
     storages = Counter(fake.untyped_storage()._cdata for fake in fakes if isinstance(fake, Tensor))
     return any(storages[fakes[place].untyped_storage()._cdata] > 1 for place in written)
 
 
 def _replaced(functionals: Sequence[Any], fakes: Sequence[Any]) -> bool:
-    """Whether an input has another shape or memory than before."""
+    """Whether the shape or the memory of an input was replaced."""
     return any(
         has_metadata_mutation(one, fake, check_only_storage_mutation=False)
         for one, fake in zip(functionals, fakes, strict=True)

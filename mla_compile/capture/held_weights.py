@@ -1,12 +1,12 @@
 """Weights that modules hold in plain attributes: tensors that are neither parameters nor buffers.
 
 Serving code splits an up-projection once after loading and keeps the halves like that (``self.w_uk = w[:, :N]``). A
-cache in an attribute looks the same to whoever traces the model, so that what a graph does with a tensor has to tell. A
-weight is multiplied with rows of this call, and nothing else is done to it. A cache is written to, joined to new rows,
-returned, read by an attention, or multiplied with queries before a softmax and with probabilities behind it.
+trace cannot tell such a tensor from a cache in an attribute, except by its use in the graph. A weight is only
+multiplied by rows of this call. A cache is written to, joined to new rows, returned, read by an attention, or
+multiplied by queries before a softmax and by probabilities after it.
 
-What is taken for a weight here is read anew in every call, like a parameter: a tensor that is put in its place is the
-next call's input, and products that are made ahead are compared with it.
+A held weight is read anew in every call, like a parameter: the next call reads the tensor that is in the attribute
+then, and values computed ahead of time from it are checked against it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mla_compile.passes.ir.walk import nearest, weight_nodes
 aten = torch.ops.aten
 
 _SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.exp}
-"""What scores are made probabilities by; with ``exp``, also where that is written out."""
+"""The operators that turn scores into probabilities; ``exp`` covers a softmax that is written out."""
 
 
 def is_held(source: Any) -> bool:
-    """Whether Dynamo reached an input through a module: an attribute of it, an item of a list or dict, and so on."""
+    """Whether Dynamo reached an input through a module: as an attribute, as an item of a list in one, and so on."""
     while source is not None:
         if isinstance(source, NNModuleSource):
             return True
@@ -39,9 +39,9 @@ def is_held(source: Any) -> bool:
 
 
 def held_weights(graph: fx.Graph, known: Collection[str], held: Mapping[str, torch.Tensor]) -> set[str]:
-    """Which of the inputs ``held`` are weights; ``known`` names those that are weights in any case.
+    """The inputs among ``held`` that are weights; ``known`` names the inputs that certainly are.
 
-    ``held`` are inputs of a fixed size that the graph does not write to. (Where it writes to one under another name, it
+    ``held`` are inputs of a fixed size that the graph does not write to. (A graph that writes to one under another name
     cannot be made functional.)
     """
     plain = {name for name, value in held.items() if isinstance(value, FakeTensor) or type(value) is torch.Tensor}
@@ -57,7 +57,7 @@ def _is_weight(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _readers(node: fx.Node, constant: Collection[fx.Node]) -> Iterable[fx.Node]:
-    """What reads ``node``, or something that constants alone make of it, beside something of this call."""
+    """The nodes of this call that read ``node``, or that read a node computed from it and constants alone."""
     found: dict[fx.Node, None] = {}
     queue = [node]
     for one in queue:
@@ -70,7 +70,7 @@ def _readers(node: fx.Node, constant: Collection[fx.Node]) -> Iterable[fx.Node]:
 
 
 def _projects(node: fx.Node, constant: Collection[fx.Node]) -> bool:
-    """Whether ``node`` multiplies rows of this call by a weight: it neither makes scores nor weighs values by them."""
+    """Whether ``node`` multiplies rows of this call by a weight, and neither computes scores nor uses probabilities."""
     if not is_contraction(node):
         return False
     scores, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)
@@ -78,7 +78,7 @@ def _projects(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _weigh(rows: fx.Node) -> bool:
-    """Whether what is multiplied may be probabilities: no product is between it and a softmax."""
+    """Whether a multiplied operand may be probabilities: no product lies between it and a softmax."""
     if _is_softmax(rows) or is_contraction(rows):
         return _is_softmax(rows)
     return bool(nearest(rows, lambda n: n.all_input_nodes, _is_softmax, is_contraction)[0])

@@ -1,9 +1,9 @@
-"""Graphs nested in a Dynamo graph, inlined where they are called.
+"""Inlines graphs nested in a Dynamo graph.
 
-Two kinds prevent ``aot_export_module(pre_dispatch=True)``: operators that call one nested graph once
+Two kinds of nested graphs prevent ``aot_export_module(pre_dispatch=True)``: operators that call one nested graph once
 (``torch.utils.checkpoint``, regions marked for compilation), and the levels of ``torch.func`` (vmap), whose batched
-tensors exist only below the dispatcher. The inlined graph computes what the original does; a graph that is not
-rewritten is compiled from the original all the same.
+tensors exist only below the dispatcher. The inlined graph computes the same; if nothing is rewritten, the original
+graph is compiled nevertheless.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from mla_compile.errors import CaptureError
 
 # Operator -> the positions of its nested graph and of its first operand among its arguments.
 _CALLERS = {"tag_activation_checkpoint": (0, 1), "wrap_activation_checkpoint": (0, 1), "wrap": (0, 1)}
-_CALLERS["invoke_subgraph"] = (0, 2)  # in between: the name of the region
-_CALLERS["wrap_with_autocast"] = (4, 5)  # before it: the device, the dtype, whether it is on, whether casts are kept
-_CALLERS["wrap_with_set_grad_enabled"] = (1, 2)  # before it: the mode, which means nothing without gradients
+_CALLERS["invoke_subgraph"] = (0, 2)  # between the two: the name of the region
+# before the graph: the device, the dtype, whether autocast is on, whether casts are cached
+_CALLERS["wrap_with_autocast"] = (4, 5)
+_CALLERS["wrap_with_set_grad_enabled"] = (1, 2)  # before the graph: the mode, which is irrelevant without gradients
 
 
 def written_out(gm: fx.GraphModule) -> fx.GraphModule:
@@ -38,7 +39,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
     if not regions:
         return gm
     if autocast.is_active() or autocast.has_regions(gm):
-        raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func cannot be seen")
+        raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func are not visible")
     owner = graph_module(gm, graph)
     for region in regions:
         write_out(owner, region)
@@ -62,7 +63,7 @@ def calls_written_out(gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextmanager
 def levels_restored() -> Iterator[None]:
-    """Pops the levels of ``torch.func`` that a trace leaves behind when it fails."""
+    """Pop the levels of ``torch.func`` that a failed trace leaves behind."""
     functorch = torch._C._functorch
     before = functorch.get_dynamic_layer_stack_depth()
     try:
@@ -110,7 +111,7 @@ def _write_out_call(graph: fx.Graph, node: fx.Node, nested: fx.GraphModule, oper
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes from where a level of ``torch.func`` is entered to where it is left; outermost levels only."""
+    """The nodes between entering and leaving each outermost level of ``torch.func``."""
     depth = 0
     region: list[fx.Node] = []
     for node in list(graph.nodes):

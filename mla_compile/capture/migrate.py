@@ -1,4 +1,4 @@
-"""An existing cache of K and V, converted to the latent rows that a program takes now."""
+"""Converts an existing cache of K and V to the latent rows that a program now takes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from mla_compile.passes.cache.recipe import ColumnBlock, at_once, evaluate, expa
 
 
 class Migrated(NamedTuple):
-    """A converted cache: for each cache input, in order, the tuple of rows that now stands there; and its error."""
+    """A converted cache: the tuple of rows for each cache input, in order, and the error."""
 
     inputs: tuple[tuple[torch.Tensor, ...], ...]
     error: float
 
 
 def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
-    """The rows behind the K and V of an existing cache, recovered with the weights that expand them.
+    """Recover the rows behind the K and V of an existing cache from the weights that expand them.
 
-    Least squares in float64 over all tensors that are computed from the same rows. The error is the largest relative
-    difference (2-norm) between a given tensor and the one recomputed from its rows. Raises :class:`InputError` where it
-    exceeds ``tolerance`` (64 times the rounding error of the dtype by default): these weights did not make the tensor.
+    The rows are the least-squares solution in float64 over all tensors that are computed from the same rows. The error
+    is the largest relative difference (2-norm) between a given tensor and the one recomputed from its rows. Raises
+    :class:`InputError` if it exceeds ``tolerance`` (64 times the rounding error of the dtype by default): these weights
+    did not make the tensor.
     """
     if len(cached) != len(change.inputs):
         names = ", ".join(t.name for t in change.inputs)
@@ -39,7 +40,7 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
     for tensor, given in zip(change.inputs, cached, strict=True):
         recipe = tensor.recipe
         plain = [_in_precision(solved[r], change.dtypes[r], recipe.dtype) for r in tensor.rows]
-        # Whether the weights made it is asked of the rows themselves, before float8 adds an error of its own.
+        # This check uses the unpacked rows: float8 would add an error of its own.
         again = expand(replace(recipe, packed=()), plain, tensor.leaves, at_once)
         one = _relative(again.double() - given.double(), given.double())
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(given.dtype).eps
@@ -56,7 +57,7 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
 
 
 def _in_precision(rows: torch.Tensor, held: torch.dtype, computed: torch.dtype) -> torch.Tensor:
-    """Rows in the dtype that they are held in; those that are held as bytes, in that of K and V."""
+    """Rows in the dtype in which they are held; packed rows, which are bytes, in the dtype of K and V."""
     return rows.to(held if held.is_floating_point else computed)
 
 
@@ -77,7 +78,7 @@ class _Equation(NamedTuple):
 
 
 def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
-    """What one K or V says of its rows: an equation for each range of its columns."""
+    """The linear equations that one K or V imposes on its rows, one for each range of its columns."""
     recipe = tensor.recipe
     heads, outer = recipe.heads, recipe.outer
     sizes = [int(recipe.kinds[k]) for k in heads]
@@ -87,7 +88,7 @@ def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
         matrix = _matrix(part, sizes, tensor.leaves) * part.scale
         start, stop = (start, stop) if part.added else (stop, stop + matrix.shape[-2])
         b = given.double().narrow(recipe.columns, start, stop - start)
-        if part.bias is not None:  # of the first part of a sum alone
+        if part.bias is not None:  # only the first part of a sum has a bias
             own = evaluate(part.bias, tensor.leaves, at_once, {}).double()
             b = b - own.expand([own.shape[k] if k != recipe.columns else stop - start for k in range(own.dim())])
         rows, flat = tensor.rows[part.rows], matrix.reshape(-1, part.width)
@@ -100,7 +101,7 @@ def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
 
 
 def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The part's weight for every head, [heads..., columns, width]."""
+    """The weight of a block of columns for every head, [heads..., columns, width]."""
     matrix: torch.Tensor
     if part.weight is None:
         matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)
@@ -113,7 +114,7 @@ def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tens
 
 
 def _solve(equations: Sequence[_Equation]) -> dict[int, torch.Tensor]:
-    """The rows of all ``equations``: those that meet in none are solved for by themselves."""
+    """Solve the ``equations``; groups that share no unknown are solved separately."""
     solved: dict[int, torch.Tensor] = {}
     left = list(equations)
     while left:

@@ -1,6 +1,6 @@
-"""A part of a Dynamo graph, replaced by the operators that it runs below the dispatcher.
+"""Replaces a part of a Dynamo graph by the operators that it runs below the dispatcher.
 
-For values that exist only below it: the batched tensors of ``torch.func``, and the tensors of several ranks.
+This serves values that exist only there: the batched tensors of ``torch.func``, and DTensors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def write_out(
     enter: Converted = lambda node, value: value,
     leave: Converted = lambda node, value: value,
 ) -> list[fx.Node]:
-    """Replaces ``region`` by the operators that it runs, traced on fake values; the nodes that stand for its results.
+    """Replace ``region`` by the operators that it runs, traced on fake values; return the nodes of its results.
 
-    The nodes of ``region`` are in the order of the graph, of which ``owner`` has the constants. ``enter`` makes of what
-    a node outside of it gives what the region reads, and ``leave`` of what the region makes what is read outside. The
-    new operators stand where the last of the region stood. ``sizes``: symbolic numbers that the operators may be told
-    of, though nothing in the region reads them.
+    The nodes of ``region`` are in graph order; ``owner`` has the constants of the graph. ``enter`` converts the value
+    of a node outside the region to the value that the region reads, and ``leave`` converts a result of the region to
+    the value that is read outside. The new operators are inserted after the last node of the region. ``sizes``:
+    symbolic numbers that the new operators may use although the region itself does not read them.
     """
     graph = region[0].graph
     inside = set(region)
@@ -52,35 +52,35 @@ def write_out(
 
     def run(*values: Any, numbers: Any = maybe_enable_thunkify) -> Any:
         given = dict(zip(operands, values, strict=True))
-        # The fused attention operators below the dispatcher depend on the device; written as products they do not.
-        # Sizes that only metadata is made of are not traced.
+        # Below the dispatcher, the fused attention operators depend on the device; the math backend does not. Sizes
+        # that are used only in metadata are not traced.
         with sdpa_kernel(SDPBackend.MATH), numbers():
             read = [enter(n, given.get(n, n.meta["example_value"])) for n in inputs if n.op != "get_attr"]
             results = fx.Interpreter(module).run(*read)
         return tuple(leave(n, value) for n, value in zip(outputs, results, strict=True))
 
     values = [n.meta["example_value"] for n in operands]
-    # Not the tracing context's mode: Dynamo makes a new one for the compiler that it calls.
+    # The tracing context's mode does not fit: Dynamo makes a new one for the compiler that it calls.
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     with next(modes, nullcontext()), torch.no_grad(), fx.traceback.preserve_node_meta():
         try:
             traced = make_fx(run)(*values)
         except RecursionError:
-            # A number that DTensor remembers of another trace, n = s + 1, was read as n - 1 before anything asked what
-            # it is, and put off; since then the tracer takes s for n - 1. Traced at once, n is made of the s that
-            # comes in. Not the first choice, because no number is left out then, and not all can be traced.
+            # DTensor caches symbolic numbers across traces. If n = s + 1 comes from another trace, a lazily traced read
+            # makes the tracer express s as n - 1 and n by s, which never ends. Tracing numbers eagerly computes n from
+            # the input s. That is only the fallback, because it traces every number, and not all of them can be traced.
             traced = make_fx(functools.partial(run, numbers=nullcontext))(*values)
     results = splice(owner, region[-1], traced, operands)
     for node, result in zip(outputs, results, strict=True):
         node.replace_all_uses_with(result)
     for node in reversed(region):
         graph.erase_node(node)
-    for node in graph.nodes:  # a later region may read these
+    for node in graph.nodes:  # a later region may read these values
         if "example_value" not in node.meta and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     return list(results)
 
 
 def _is_traced(node: fx.Node) -> bool:
-    """Whether its value is a tensor or a number, and no object that the operators are told of."""
+    """Whether the value of a node is a tensor or a number, as opposed to a Python object."""
     return isinstance(node.meta["example_value"], (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int))

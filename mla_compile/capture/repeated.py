@@ -1,9 +1,10 @@
-"""A graph made functional layer by layer: a stretch that repeats itself is traced once, and copied for each repetition.
+"""Makes a graph functional by layers: a repeated stretch is traced once, and its trace is copied for each repetition.
 
-A trace takes milliseconds for every operator, and the layers of a model are two or three kinds of the same code. Equal
-calls of equal inputs (:func:`mla_compile.repeats.find.form`: dtypes, sizes with their symbols, places in memory) make
-equal traces, with equal guards. Stretches are traced apart, so a write shows in the graph only where it is seen in the
-stretch that writes: what is written has to be an input of the graph whose memory nothing else shows that is handed on.
+A trace takes milliseconds per operator, and the layers of a model are two or three kinds of the same code. Equal calls
+on equal inputs (:func:`mla_compile.repeats.find.form`: dtypes, sizes with their symbols, places in memory) make equal
+traces with equal guards. Because stretches are traced separately, a write is visible only in the stretch that writes.
+The written value therefore has to be an input of the graph, and no other value passed between stretches may show its
+memory.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from mla_compile.core.program import copy_graph, graph_module
 from mla_compile.repeats.stretches import Stretch, alone, is_closed, memory_of, stretches
 
 _LABELS = ("stack_trace", *_COPY_META_FIELDS)
-"""What a trace takes over from the node that it runs."""
+"""The labels that a trace copies from the node that it runs."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The trace of a kind of stretch, and which of its calls each node came from."""
+    """The trace of a kind of stretch, with the call from which each node came."""
 
     traced: Functional
     origins: dict[fx.Node, int]
 
 
 def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
-    """The functional graph of ``gm`` for ``values``, one for each placeholder, every kind of stretch traced once.
+    """The functional graph of ``gm`` for ``values``, one per placeholder; each kind of stretch is traced once.
 
-    ``gm``: as Dynamo or ``torch.export`` makes it, with ``meta["example_value"]`` or ``meta["val"]`` on every call.
-    None where nothing repeats itself and where the graph might not be that of one trace. Raises whatever an operator
+    ``gm`` is as Dynamo or ``torch.export`` makes it, with ``meta["example_value"]`` or ``meta["val"]`` on every call.
+    Returns None if nothing repeats, or if the graph might differ from that of one trace. Raises whatever an operator
     raises.
     """
     given = fake_inputs(gm, values)
@@ -51,7 +52,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
     inputs = dict(zip(graph.find_nodes(op="placeholder"), range(len(places), len(given.fakes)), strict=True))
     for node in graph.find_nodes(op="get_attr"):
         if node.target not in places:
-            return None  # a graph within the graph
+            return None  # a nested graph
         inputs[node] = places[str(node.target)]
     for node in graph.nodes:
         seen = node.meta.get("example_value", node.meta.get("val"))
@@ -67,7 +68,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
             try:
                 piece = _traced(one)
             except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
-                piece = None  # the value may be known where it was made, in another stretch
+                piece = None  # another stretch may know the value
             if piece is None:
                 return None
             pieces[one.kind] = piece
@@ -77,7 +78,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
 
 
 def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
-    """The calls that compute sizes from sizes that come in: Dynamo has some in the first layer that needs them."""
+    """The calls that compute sizes from input sizes: Dynamo puts some of them in the first layer that needs them."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         of_sizes = all(
@@ -89,7 +90,7 @@ def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
 
 
 def _traced(one: Stretch) -> _Piece | None:
-    """The trace of a stretch; None where it might not be what a trace of the whole has there."""
+    """The trace of a stretch; None if it might differ from that part of a trace of the whole graph."""
     module = graph_module({}, alone(one, one.inputs))
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     places = {node.name: place for place, node in enumerate(calls)}
@@ -100,18 +101,18 @@ def _traced(one: Stretch) -> _Piece | None:
     for place, result in zip(one.outputs, results[len(traced.written) :], strict=True):
         made = result.meta["val"] if isinstance(result, fx.Node) else result
         if known_of(made, begins=False) != known_of(one.steps[place].meta["val"], begins=False):
-            return None  # the next stretch would be traced for something else
+            return None  # the next stretch was analysed for other values
     origins: dict[fx.Node, int] = {}
     for node in traced.gm.graph.nodes:
         if node.meta.get("nn_module_stack") or "stack_trace" in node.meta:
             if not (sources := node.meta.get("from_node")) or sources[-1].name not in places:
-                return None  # whose module and line it is could not be told
+                return None  # its module and source line would be lost
             origins[node] = places[sources[-1].name]
     return _Piece(traced, origins)
 
 
 class _Copies:
-    """The graph of all stretches, in order, as it is made."""
+    """Builds the graph of all stretches, in order."""
 
     def __init__(
         self, fakes: Sequence[Any], inputs: dict[fx.Node, int], sizes: Sequence[fx.Node], found: Sequence[Stretch]
@@ -124,7 +125,7 @@ class _Copies:
             self.placeholders[-1].meta["val"] = fake
         self.values: dict[fx.Node, Any] = {node: self.placeholders[place] for node, place in inputs.items()}
         self.known = {node for node in self.placeholders if isinstance(node.meta["val"], torch.SymInt)}
-        self.sizes: dict[Any, fx.Node] = {}  # what is known, by its expression
+        self.sizes: dict[Any, fx.Node] = {}  # nodes of known sizes, by expression
         for node in sizes:
             self.values[node] = self._size(node, self.values)
         self.constants: dict[str, Any] = {}
@@ -137,7 +138,7 @@ class _Copies:
         self.given = Counter(memory_of(fake) for fake in fakes if isinstance(fake, Tensor))
 
     def add(self, one: Stretch, piece: _Piece) -> bool:
-        """Copies what a stretch does; False where others would not see what it writes."""
+        """Copy the trace of a stretch; return False if another stretch would miss one of its writes."""
         source = piece.traced.gm.graph
         inside = dict(zip(source.find_nodes(op="placeholder"), (self.values[node] for node in one.inputs), strict=True))
         for node in source.nodes:
@@ -150,7 +151,7 @@ class _Copies:
         returned = Counter(_memory(one.steps[place]) for place in one.outputs)
         for place, value in zip(piece.traced.written, new, strict=False):
             node = one.inputs[place]
-            # What this stretch returns shows what it wrote; what others are given of that memory does not.
+            # Results of this stretch show its write; values that other stretches receive of that memory do not.
             if not self._is_alone(node, returned):
                 return False
             self.values[node] = self.written[self.inputs[node]] = value
@@ -159,7 +160,7 @@ class _Copies:
         return True
 
     def _is_alone(self, node: fx.Node, returned: Counter[int | None]) -> bool:
-        """Whether nothing but an input of the graph, and what a stretch has ``returned``, shows a memory."""
+        """Whether a memory is shown only by an input of the graph and by the results of the current stretch."""
         memory = _memory(node)
         if node not in self.inputs or memory is None or not self.told:
             return False
@@ -171,7 +172,7 @@ class _Copies:
         return self._labelled(self.graph.node_copy(node, inside.__getitem__), node, one, piece)
 
     def _size(self, node: fx.Node, inside: dict[fx.Node, Any]) -> fx.Node:
-        """A size, written down once where it follows from the sizes that come in, as one trace does."""
+        """The node of a size; like one trace, it is emitted once if it follows from the input sizes."""
         size = node.meta["val"].node.expr
         known = all(inside[given] in self.known for given in node.all_input_nodes)
         if known and size in self.sizes:
@@ -207,16 +208,16 @@ class _Copies:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """What tells apart the memory of the tensors that Dynamo saw, of which views share that of what they show.
+    """The identity of the memory of a tensor that Dynamo saw, which views share with their base.
 
-    Of an exported program nobody knows: its values may have been written down and read again.
+    It is unknown for an exported program, whose values may have been serialised and loaded again.
     """
     seen = node.meta.get("example_value")
     return memory_of(seen) if isinstance(seen, Tensor) else None
 
 
 def _as_traced(name: str, value: Any) -> Any:
-    """A label of a node as a trace writes it: the classes of modules by name."""
+    """A label of a node in the form of a trace, in which classes of modules are names."""
     if name != "nn_module_stack":
         return value
     return {

@@ -1,7 +1,7 @@
-"""Weights that a module holds twice: as a parameter, and in an object beside it that is no module.
+"""Weights that a module holds twice: as a parameter, and in another object that is not a module.
 
-That is how bitsandbytes keeps int8 weights: ``forward`` computes with ``state.CB`` and ``state.SCB``, and then writes
-``weight.data = state.CB``, which is where the parameter lies already.
+bitsandbytes keeps int8 weights like that: ``forward`` computes with ``state.CB`` and ``state.SCB``, and then sets
+``weight.data = state.CB``, which is the parameter's memory already.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
-    """Removes every ``a.set_(b)`` from ``gm`` where ``a`` is that memory already; ``values``: of its inputs."""
+    """Remove every ``a.set_(b)`` from ``gm`` in which ``a`` already has the memory of ``b``; ``values``: its inputs."""
     for node, one, other in _sets(gm, values):
         if _memory(one) is None or _memory(one) != _memory(other):
             continue
         written: Any = node.args[0]
-        for user in list(node.users):  # Dynamo counts such a write back: it is none to whoever watches the version
+        for user in list(node.users):  # the node by which Dynamo resets the version counter: nothing was written
             user.replace_all_uses_with(written)
             gm.graph.erase_node(user)
         node.replace_all_uses_with(written)
@@ -36,7 +36,7 @@ def replaced_weights(gm: fx.GraphModule, values: Sequence[object]) -> list[torch
 
 
 def _sets(gm: fx.GraphModule, values: Sequence[object]) -> Iterator[tuple[fx.Node, object, object]]:
-    """Every ``a.set_(b)`` of ``gm``, with a and b where they are inputs."""
+    """Every ``a.set_(b)`` of ``gm``, with the values of a and b if they are inputs."""
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), values, strict=True))
     for node in list(gm.graph.nodes):
         if getattr(node.target, "__name__", node.target) == "set_" and len(node.args) == 2:
@@ -45,7 +45,7 @@ def _sets(gm: fx.GraphModule, values: Sequence[object]) -> Iterator[tuple[fx.Nod
 
 
 def state_beside_parameters(inputs: Sequence[fx.Node], values: Sequence[object]) -> set[str]:
-    """The names of inputs that objects hold of which one tensor lies in the memory of a parameter."""
+    """The names of inputs held by an object that also holds a tensor in the memory of a parameter."""
     parameters = {_memory(v) for v in values if isinstance(v, torch.nn.Parameter)} - {None}
     bases = {node.name: getattr(getattr(node, "_dynamo_source", None), "base", None) for node in inputs}
     holders: list[Any] = [
@@ -57,8 +57,8 @@ def state_beside_parameters(inputs: Sequence[fx.Node], values: Sequence[object])
 
 
 def _memory(tensor: object) -> Hashable:
-    """What says which numbers of which memory ``tensor`` shows; None where that cannot be told."""
-    # Fake tensors, those that are made of others, and empty ones lie nowhere.
+    """The identity of the part of memory that ``tensor`` shows; None if that is unknown."""
+    # Fake tensors, wrapper subclasses and empty tensors have no memory of their own.
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return None
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():

@@ -1,7 +1,8 @@
-"""Inputs that are tensor subclasses (quantized weights): the plain tensors inside them become visible to the passes.
+"""Inputs that are tensor subclasses (quantized weights): makes the plain tensors inside them visible to the passes.
 
 A subclass that ``torch.compile`` can trace names its plain tensors and can be rebuilt from them. The graph is traced
-over the plain tensors; afterwards they are read from the input with ``getattr``, so that callers pass what they did.
+over the plain tensors. Afterwards it reads them from the subclass with ``getattr``, so that callers pass the same
+inputs as before.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from mla_compile.errors import CaptureError
 
 @dataclass(frozen=True)
 class Opened:
-    """One input that is a subclass, and its plain tensors under the names that they have while the graph is traced."""
+    """An input that is a subclass, with its plain tensors under the names they have during the trace."""
 
     name: str
     value: Any
-    parts: tuple[tuple[str, tuple[str, ...], torch.Tensor], ...]  # name, the attributes that lead to it, the tensor
+    parts: tuple[tuple[str, tuple[str, ...], torch.Tensor], ...]  # name, attribute path, tensor
 
 
 class _Rebuild:
@@ -49,7 +50,7 @@ class _Rebuild:
 
 
 def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[Any], list[Opened]]:
-    """Changes ``gm`` to take plain tensors for each subclass among ``values``; the new values, and what was opened."""
+    """Make ``gm`` take plain tensors for each subclass among ``values``; return the new values and the subclasses."""
     plain: list[Any] = []
     opened: list[Opened] = []
     graph = gm.graph
@@ -78,9 +79,9 @@ def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[
 def close_subclasses(
     graph: fx.Graph, opened: Sequence[Opened], mutated: Sequence[str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Puts the opened inputs back and reads their plain tensors from them.
+    """Restore the opened inputs and read their plain tensors from them.
 
-    Returns for each of these inputs the plain tensors, by the names of the nodes that read them.
+    Returns for each of these inputs its plain tensors, by the names of the nodes that read them.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {one.name: {} for one in opened}
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -102,12 +103,12 @@ def close_subclasses(
             old.replace_all_uses_with(part)
             graph.erase_node(old)
             part._rename(name)
-            parts[one.name][part.name] = tensor  # which may be another: a graph gives no name twice
+            parts[one.name][part.name] = tensor  # the graph may have changed the name to a unique one
     return parts
 
 
 def _plain(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """The plain tensors in a subclass, with the attributes that lead to them."""
+    """The plain tensors in a subclass, with the attribute paths to them."""
     names, _ = value.__tensor_flatten__()
     found: list[tuple[tuple[str, ...], torch.Tensor]] = []
     for name in names:

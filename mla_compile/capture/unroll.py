@@ -1,9 +1,9 @@
-"""Traces loops over the experts that were hit, which depend on data, as loops over all experts.
+"""Traces loops over the experts that have tokens, which depend on data, as loops over all experts.
 
-Mixture-of-experts layers written as a loop ask which experts have tokens (``nonzero``), and which tokens each of them
-has (``where``). An export has no values to ask for. An expert without tokens adds nothing, so the loop may visit every
-expert; and without tokens its products have no rows, so code that skips that case may continue as if there were some.
-Neither can be proved from the outside, so what is exported in this mode is compared with the original.
+Mixture-of-experts layers that are written as a loop ask which experts have tokens (``nonzero``), and which tokens each
+of them has (``where``). An export has no values to answer that. An expert without tokens adds nothing, so the loop may
+visit every expert. Its products have no rows then, so code that skips this case may run as if there were some. Neither
+can be proved from the outside, so a program that is exported in this mode is compared with the original.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class UnrolledExperts(TorchFunctionMode):
-    """While it is active, ``nonzero`` of a vector of known length returns every index, in order."""
+    """While this mode is active, ``nonzero`` of a vector of known length returns every index, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class UnrolledExperts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Replaces ``nonzero`` and the iteration over its result; everything else runs unchanged."""
+        """Replace ``nonzero`` and the iteration over its result; everything else runs unchanged."""
         given = dict(kwargs or {})
         if func in (torch.nonzero, torch.Tensor.nonzero) and not given.get("as_tuple") and _is_vector(args):
             self._every = torch.tensor([[index] for index in range(args[0].shape[0])])

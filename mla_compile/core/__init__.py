@@ -1,1 +1,1 @@
-"""Leaf records and figures that every room may read: they import nothing of ours but the errors."""
+"""Basic records and helpers that every package may import; they import nothing of ours but the errors."""

@@ -1,4 +1,4 @@
-"""What can be told apart of values: calls that are told the same compute the same, whatever tensors they are given."""
+"""Structural keys of values: calls with equal keys compute the same function, whatever tensors they are given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.m
 
 
 def known_of(value: Any, *, begins: bool = True) -> Hashable:
-    """What is known of a value: expressions of its sizes, and how it lies in memory, where it ``begins`` included."""
+    """The key of a value: its sizes as expressions, its layout in memory, and with ``begins`` its storage offset."""
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
         numbers = (*value.shape, None, *value.stride()) if strided else ()
@@ -24,7 +24,7 @@ def known_of(value: Any, *, begins: bool = True) -> Hashable:
 
 
 def each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
-    """``value`` with what its lists, tuples, dicts and slices hold as ``read`` tells it."""
+    """``value`` with every leaf of its nested lists, tuples, dicts and slices replaced by its key from ``read``."""
     if isinstance(value, (tuple, list)):
         return type(value).__name__, *(each(one, read) for one in value)
     if isinstance(value, dict):
@@ -35,14 +35,14 @@ def each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
 
 
 def constant_of(value: Any) -> Hashable:
-    """1, 1.0 and True differ, and NaN equals itself; what cannot be told apart by its text is itself alone."""
+    """A key that tells 1, 1.0 and True apart and equates NaN with itself; any other object equals only itself."""
     if isinstance(value, (float, complex)):
         return type(value), str(value)
     return (type(value), value) if isinstance(value, _PLAIN) else ("object", id(value))
 
 
 def number_of(value: Any) -> Hashable:
-    """A number, or what a symbolic one is computed by."""
+    """The key of a number: the expression of a symbolic one, else its value."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         expression: Hashable = value.node.expr
         return expression

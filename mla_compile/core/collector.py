@@ -1,7 +1,7 @@
-"""Python's collector of cycles, out of the way while a deep model is traced and rewritten.
+"""Pauses Python's cycle collector while a deep model is traced and rewritten.
 
-Millions of small objects are made and kept then. The collector takes that for a reason to look through all objects of
-the process, torch's own included, again and again, and finds nothing.
+Tracing makes and keeps millions of small objects. The collector would respond by scanning all objects of the process,
+torch's own included, again and again, and find nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 
 
 class _State:
-    """How many are inside, and whether the collector ran before the first of them."""
+    """The number of pauses in effect, and whether the collector was enabled before the first of them."""
 
     inside = 0
     ran = False
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 def pause() -> None:
-    """No cycles are collected until as many have called :func:`resume`; counted references are, as always."""
+    """Disable the cycle collector until :func:`resume` was called as often; reference counting goes on."""
     with _lock:
         if not _State.inside:
             _State.ran = gc.isenabled()
@@ -30,7 +30,7 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """The end of what :func:`pause` began; whoever had switched the collector off finds it off."""
+    """End one :func:`pause`; the last one re-enables the collector if it was enabled before the first."""
     with _lock:
         _State.inside -= 1
         if not _State.inside and _State.ran:

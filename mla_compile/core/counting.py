@@ -1,4 +1,4 @@
-"""What has happened in this process, counted for whoever watches it: :func:`mla_compile.metrics`."""
+"""Process-wide counters and distributions, which :func:`mla_compile.metrics` exposes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """One figure: what it means, its labels, and the bounds of its buckets (s) if it is a distribution."""
+    """One metric: its meaning, its labels, and the bounds of its buckets (s) if it is a distribution."""
 
     meaning: str
     labels: tuple[str, ...] = ()
@@ -22,7 +22,7 @@ class Kind:
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _NEXT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 KINDS: Mapping[str, Kind] = {
-    # As vLLM calls them.
+    # Named as in vLLM.
     "prompt_tokens": Kind("Tokens of the prompts of requests that were taken."),
     "generation_tokens": Kind("Tokens that were generated."),
     "num_preemptions": Kind("Requests that were put back because the pool was full, and read again what they had."),
@@ -30,7 +30,7 @@ KINDS: Mapping[str, Kind] = {
     "time_to_first_token_seconds": Kind("From the arrival of a request to its first token.", bounds=_FIRST),
     "inter_token_latency_seconds": Kind("From one token of a request to its next.", bounds=_NEXT),
     "e2e_request_latency_seconds": Kind("From the arrival of a request to its last token.", bounds=_FIRST),
-    # Ours.
+    # Our own.
     "compilations": Kind("Graphs that code was made for, by what they compute.", ("graph",)),
     "fallbacks": Kind("What ran in a slower way than was meant, by the reason.", ("reason",)),
     "kernels": Kind("Kernels for CPU that were loaded: native, or torch's operators.", ("kind",)),
@@ -55,7 +55,7 @@ _distributions: dict[str, _Distribution] = {}
 
 
 def count(name: str, by: float = 1, **labels: str) -> None:
-    """Adds ``by`` to the figure ``name`` of :data:`KINDS`."""
+    """Add ``by`` to the counter ``name`` of :data:`KINDS`."""
     key = tuple(sorted(labels.items()))
     with _lock:
         of = _counts.setdefault(name, {})
@@ -63,19 +63,19 @@ def count(name: str, by: float = 1, **labels: str) -> None:
 
 
 def observe(name: str, seconds: float) -> None:
-    """Adds a value to the distribution ``name``."""
+    """Add a value to the distribution ``name``."""
     with _lock:
         _distributions.setdefault(name, _Distribution(KINDS[name].bounds)).add(seconds)
 
 
 def counted() -> dict[str, dict[Labels, float]]:
-    """All figures so far, by their labels."""
+    """All counters so far, by their labels."""
     with _lock:
         return {name: dict(of) for name, of in _counts.items()}
 
 
 def distributed() -> dict[str, tuple[list[tuple[float, int]], float]]:
-    """All distributions so far: how many values are up to each bound, infinity last, and the sum of all (s)."""
+    """All distributions so far: the cumulative count up to each bound, infinity last, and the sum of the values (s)."""
     with _lock:
         return {name: (_up_to(one), one.sum) for name, one in _distributions.items()}
 

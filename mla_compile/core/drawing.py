@@ -1,4 +1,4 @@
-"""An attention as it can be drawn: nodes of a traced graph around it and what flows between them, as plain data."""
+"""Drawings of attentions as plain data: nodes of a traced graph and the values that flow between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["attention", "op", "weight", "cache", "latent", "input"]
-"""``input``: computed outside of what is drawn. ``latent``: the rows that all heads read."""
+"""``input``: computed outside of the drawing. ``latent``: the rows that all heads read."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,13 @@ class DrawnNode:
     """One node of the graph, or a chain of views shown as one.
 
     Attributes:
-        name: of the node in the graph, the last one of a chain.
-        label: its operators, or where an input or a weight comes from.
+        name: the name of the node in the graph, or of the last node of a chain.
+        label: its operators, or the origin of an input or a weight.
         shape: sizes as they are written, symbols included.
-        dtype: of its value.
-        role: what it is to the attention.
-        source, code: the line of the user's source, where the trace recorded it.
-        blamed: whether this is the node that prevents absorption.
+        dtype: the dtype of its value.
+        role: its role in the attention.
+        source, code: the line of the user's source, if the trace recorded it.
+        blamed: whether this node prevents absorption.
     """
 
     name: str
@@ -35,7 +35,7 @@ class DrawnNode:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Nodes, and edges as pairs of their positions: from a value to what reads it."""
+    """Nodes, and edges as pairs of node positions: from a value to its reader."""
 
     nodes: tuple[DrawnNode, ...]
     edges: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class SiteDrawing:
-    """One attention before the rewrite and after it; ``after`` is ``None`` where it was left as it is."""
+    """One attention before and after the rewrite; ``after`` is ``None`` if it was not rewritten."""
 
     before: Drawing
     after: Drawing | None = None

@@ -1,4 +1,4 @@
-"""What several rooms need to write files."""
+"""Helpers for writing files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def umask() -> int:
-    """The permissions that new files of this process do not get; they can only be read by setting them."""
+    """The permissions that new files of this process do not get. The only way to read the mask is to set it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,7 +1,8 @@
-"""What a graph of open sizes was made under, as a question that can be asked of other sizes.
+"""The guards of a graph with dynamic sizes, as a predicate on other sizes.
 
-torch has the same as ``ShapeEnv.produce_guards_expression``, which joins its guards with ``and`` as they are. Where one
-of them says ``or``, the whole then says: all before it, or all after it (torch 2.13 and 2.15).
+torch has the same as ``ShapeEnv.produce_guards_expression``, which joins its guards with ``and`` without parentheses. A
+guard that contains ``or`` then splits the whole expression: all guards before it, or all after it (torch 2.13 and
+2.15).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ Holds = Callable[[Sequence[Any]], bool]
 
 
 def guards_of(env: ShapeEnv, placeholders: Sequence[Any], *, ignore_static: bool = True) -> Holds:
-    """Whether values in the place of ``placeholders`` (fake tensors or symbolic numbers) fit what was assumed of them.
+    """A predicate: whether values in place of ``placeholders`` (fake tensors or symbolic numbers) satisfy the guards.
 
-    ``ignore_static``: sizes that were numbers when the graph was made are not asked for.
+    ``ignore_static``: sizes that were constants when the graph was made are not checked.
     """
     sources = [LocalSource(f"t{index}") for index in range(len(placeholders))]
     guards = env.produce_guards(list(placeholders), sources, ignore_static=ignore_static)

@@ -1,11 +1,11 @@
-"""Layers that compiled code calls as one operator, because their library wrapped a forward that Dynamo cannot follow.
+"""Layers that compiled code calls as one operator, because their library wrapped a forward that Dynamo cannot trace.
 
-``mla_compile::call_layer(rows, weights, layer) -> y`` is the layer's own forward, whatever that does, called with rows
-[..., in]; it returns y [..., out] in the dtype of the rows. ``layer`` names it among those of this process. Its tensors
-stand in the graph as ``weights``, so that the passes can say what the layer multiplies by.
+``mla_compile::call_layer(rows, weights, layer) -> y`` is the layer's own forward, called with rows [..., in]. It
+returns y [..., out] in the dtype of the rows. ``layer`` is the layer's name in this process. Its tensors are in the
+graph as ``weights``, so that the passes can identify the weight.
 
-``mla_compile::layer_weight(weights, layer) -> W`` is the weight [out, in] that a layer rounds in each call, computed by
-its library: in another precision it would be rounded to other numbers.
+``mla_compile::layer_weight(weights, layer) -> W`` is the weight [out, in] that a layer rounds in each call. The layer's
+library computes it, since another precision would round it to other numbers.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class CalledLayer:
     """A layer and its name in graphs. A copy calls a copy of the layer.
 
     Attributes:
-        layer: the library's object, with all that it wrapped the forward in. It is what is called.
-        plain: a module that holds the same tensors in dicts, where the library may have something else.
-        inner: the function below the wrappers that only place tensors, which takes the layer and its rows. None: it is
-            not known, and the layer computes with its own tensors whatever it is given.
-        width: that of what the layer returns.
-        parts: of the tensors that are of a library's own class, by name, how to reach what each is made of: no operator
-            takes them as they are.
-        rounded: the weight of a module like it, where it rounds one in each call.
+        layer: the library's object, with all its wrappers around the forward. This object is called.
+        plain: a module that holds the same tensors in dicts, where the library may use another container.
+        inner: the function below the wrappers that only place tensors; it takes the layer and its rows. None if it is
+            not known: the layer then always computes with its own tensors.
+        width: the width of the layer's result.
+        parts: for each tensor of a library's own class, by name, the attribute paths to its plain tensors: no operator
+            takes such a tensor directly.
+        rounded: computes the rounded weight of a module like the layer, if the layer rounds its weight in each call.
     """
 
     rounded: Callable[[nn.Module], Tensor] | None = None
@@ -70,7 +70,7 @@ class CalledLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of the layer, as they are now, and what those of a library's own class are made of."""
+        """The current tensors of the layer; a tensor of a library's own class is replaced by its plain tensors."""
         named = [(t, self.parts.get(name, ((),))) for name, t in self._named() if t is not None]
         return [functools.reduce(getattr, path, t) for t, paths in named for path in paths]
 
@@ -78,7 +78,7 @@ class CalledLayer:
         return [*self.plain._parameters.items(), *self.plain._buffers.items()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> nn.Module:
-        """A module with the attributes of the layer, the inner forward, and these tensors in the place of its own."""
+        """A module with the attributes of the layer, the inner forward, and these tensors in place of its own."""
         made: nn.Module = object.__new__(type(self.layer))
         vars(made).update(vars(self.layer))
         given = iter(tensors)
@@ -91,20 +91,20 @@ class CalledLayer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CalledLayer:
         layer, plain = copy.deepcopy((self.layer, self.plain), memo)
-        return CalledLayer(layer, plain, self.inner, self.width, self.parts)  # which are not complete yet
+        return CalledLayer(layer, plain, self.inner, self.width, self.parts)  # the copies are still incomplete
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CalledLayer, (self.layer, self.plain, self.inner, self.width, self.parts)
 
 
 def is_of_library(tensor: object) -> bool:
-    """Whether it is made of other tensors, in a library's own class; those that are spread over ranks are torch's."""
-    spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # there is none before it is imported
+    """Whether a tensor is of a library's own class, made of other tensors. DTensors are torch's and do not count."""
+    spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # DTensor exists only after its import
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, spread)
 
 
 def _parts(tensor: Tensor) -> Paths:
-    """The attributes that lead from a tensor to those that it is made of."""
+    """The attribute paths from a tensor to its plain tensors."""
     if not is_of_library(tensor):
         return ((),)
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def _parts(tensor: Tensor) -> Paths:
 
 
 def _made(tensor: Tensor, given: Iterator[Tensor]) -> Tensor:
-    """A tensor like it, made of the next ones of ``given``."""
+    """A tensor of the same class as ``tensor``, made of the next tensors of ``given``."""
     if not is_of_library(tensor):
         return next(given)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def _made(tensor: Tensor, given: Iterator[Tensor]) -> Tensor:
 
 
 def find(name: str) -> CalledLayer:
-    """The layer of that name. Raises :class:`InputError` where it is of another process, or is gone."""
+    """The layer of that name. Raises :class:`InputError` if it belongs to another process or no longer exists."""
     found = _called.get(name)
     if found is None:
         raise InputError(f"{CALL} calls the layer {name}, which is not in this process: optimize the model again here")
@@ -130,9 +130,9 @@ def find(name: str) -> CalledLayer:
 
 
 def run(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
-    """What the operator computes."""
+    """Implement ``call_layer``."""
     called = find(layer)
-    # Values that were drawn for a check, for one, are not the layer's own.
+    # A check, for example, passes random values instead of the layer's own tensors.
     own = called.inner is None or all(
         a.data_ptr() == b.data_ptr() for a, b in zip(called.tensors, weights, strict=True)
     )
@@ -147,12 +147,12 @@ def run(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
 
 
 def fake(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
-    """Its shape and dtype."""
+    """The shape and dtype of the result of ``call_layer``."""
     return rows.new_empty(*rows.shape[:-1], find(layer).width)
 
 
 def run_weight(weights: list[Tensor], layer: str) -> Tensor:
-    """What the other operator computes."""
+    """Implement ``layer_weight``."""
     called = find(layer)
     assert called.rounded is not None
     with torch.no_grad():
@@ -160,7 +160,7 @@ def run_weight(weights: list[Tensor], layer: str) -> Tensor:
 
 
 def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
-    """Its shape and dtype: those of the weight that is not rounded, which comes first."""
+    """The shape and dtype of the unrounded weight, which is the first tensor."""
     return torch.empty_like(weights[0])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package; ``owners`` maps each name to the module that has it, or is it."""
+    """``__getattr__`` and ``__dir__`` of a package. ``owners``: name -> its module, or the module of that name."""
     namespace = vars(sys.modules[package])
 
     def get(name: str) -> Any:

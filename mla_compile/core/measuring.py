@@ -1,4 +1,4 @@
-"""Measuring: what the machine is, calls timed in turns, and statistics of their times."""
+"""Measurement: a description of the machine, calls timed in turns, and statistics of their times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mla_compile.version import __version__
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on: processor, threads, versions, the date."""
+    """The facts that measurements depend on: processor, threads, versions, the date."""
     return {
         "cpu": _cpu_name(),
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -42,7 +42,7 @@ def _cpu_name() -> str:
 
 
 def available_bytes(device: torch.device | None = None) -> int:
-    """Memory that can be taken now: of a CUDA device, or of the machine without swapping."""
+    """The free memory of a CUDA device, or of the machine without swapping."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -53,8 +53,8 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 
 def require_compiler() -> None:
-    """Raise :class:`InputError` where Inductor, which is compared with, can compile nothing for the CPU."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # on use: all of Inductor
+    """Raise :class:`InputError` if Inductor, the baseline, has no C++ compiler for the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # on use: imports all of Inductor
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
@@ -67,7 +67,7 @@ def require_compiler() -> None:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of one call."""
+    """The seconds that one call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -80,10 +80,10 @@ def in_turns(
     least: int = 3,
     times: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds that each of ``calls`` reports, taken in turns, so that a disturbance meets all of them.
+    """The seconds that each of ``calls`` reports, taken in turns, so that a disturbance affects all of them.
 
-    Stops after ``rounds``, or once ``budget_s`` is spent and every call has been taken ``least`` times. ``times`` is
-    filled on the way, for a caller who may be interrupted.
+    Stops after ``rounds``, or once ``budget_s`` is spent and every call ran ``least`` times. ``times`` is filled as the
+    calls run, for a caller who may be interrupted.
     """
     times = {} if times is None else times
     times.update({name: [] for name in calls})
@@ -110,12 +110,13 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
-        """From at least one measurement."""
+        """The statistics of at least one measurement, given in seconds."""
         ms = sorted(1e3 * s for s in seconds)
         if len(ms) == 1:
             return cls(ms[0], ms[0], ms[0], ms[0], 1, ms[0], ms[0])
         low, _, high = statistics.quantiles(ms, n=4)
-        tenths = statistics.quantiles(ms, n=10, method="inclusive")  # within what was measured, however few
+        # never outside the measured range, however few the samples
+        tenths = statistics.quantiles(ms, n=10, method="inclusive")
         return cls(statistics.median(ms), ms[0], low, high, len(ms), tenths[0], tenths[-1])
 
     def __str__(self) -> str:
@@ -123,5 +124,5 @@ class Times:
 
 
 def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Median of a/b over the rounds: what was measured side by side is compared side by side."""
+    """The median of a/b over the rounds: values of the same round are compared."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))

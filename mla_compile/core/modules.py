@@ -1,4 +1,4 @@
-"""Copies of module objects."""
+"""Shallow copies of modules."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def shallow(module: Module) -> Module:
-    """Another object of the class of ``module`` with the same attributes: ``copy.copy``.
+    """A new object of the class of ``module`` with the same attributes, as ``copy.copy`` makes it.
 
-    That calls ``__new__``, which a class that was put over the module's own may have taken for itself: FSDP2 makes
-    modules of the class below there. Such a class is asked for an object as ``object`` makes it.
+    ``copy.copy`` calls ``__new__``. FSDP2 puts a class over the module's own whose ``__new__`` returns modules of the
+    class below; in that case the object is made with ``object.__new__``.
     """
     if type(module).__new__ is object.__new__:
         return copy.copy(module)
@@ -34,15 +34,15 @@ _originals: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakr
 
 
 def remember_original(made: nn.Module, original: nn.Module) -> None:
-    """Notes which module a copy shares its layers with."""
+    """Record the module whose layers a copy shares."""
     _originals[made] = weakref.ref(original)
 
 
 def share_marks(copies: Iterable[nn.Module]) -> None:
-    """Tells each copy and its original that the layers they share have the hooks of transformers already.
+    """Mark each copy and its original as hooked by transformers if either of them is.
 
-    These record attentions and hidden states. A model puts them on its layers once and marks itself; a copy and an
-    original that know nothing of each other would both do so, and everything would be recorded twice.
+    These hooks record attentions and hidden states. A model installs them on its layers once and marks itself. A copy
+    shares the layers but not the mark, so both would install hooks, and everything would be recorded twice.
     """
     for one in copies:
         known = _originals.get(one)
@@ -53,13 +53,16 @@ def share_marks(copies: Iterable[nn.Module]) -> None:
 
 @dataclass
 class HookOf:
-    """A hook in a copy of a module: that of the module, as long as it has it. Hooks may remove themselves."""
+    """A hook in a copy of a module: it runs the original's hook as long as that exists.
+
+    Hooks may remove themselves.
+    """
 
     hooks: dict[int, Callable[..., Any]]
     key: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the hook returns; None, by which nothing is changed, where it is gone."""
+        """The result of the hook; None, which changes nothing, once the original hook is gone."""
         hook = self.hooks.get(self.key)
         return None if hook is None else hook(*args, **kwargs)
 
@@ -69,10 +72,10 @@ NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINE
 
 
 def copy_models(root: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
-    """Puts ``copied(model)`` in the place of each model within ``root`` that its methods may call by themselves.
+    """Replace each model within ``root`` that its methods may call on their own by ``copied(model)``.
 
-    ``root`` and the copies get dicts of submodules of their own; all else is shared. A model is what has layers: a
-    ``ModuleList``, ``ModuleDict`` or ``Sequential`` of modules that have submodules.
+    ``root`` and the copies get dicts of submodules of their own and share everything else. A model is a module with
+    layers: a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of modules that have submodules.
     """
     copies: dict[nn.Module, nn.Module] = {}
 
@@ -105,10 +108,10 @@ def models_within(root: nn.Module) -> list[nn.Module]:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    # FSDP2 puts a class of its own over a module's, and knows the module by its identity.
+    # FSDP2 puts a class of its own over a module's class, and identifies the module by its identity.
     if isinstance(module, NOT_COPIED) or type(module).__new__ is not object.__new__ or is_parametrized(module):
         return False
-    # An adapter holds its factors in containers, too, and a parametrized module its parametrizations: no layers.
+    # An adapter's factors and a parametrized module's parametrizations are in containers, too, but are no layers.
     containers = (one for one in module.modules() if isinstance(one, CONTAINERS))
     layers = (one for container in containers for one in container.children())
     return any(any(one.children()) and not isinstance(one, ParametrizationList) for one in layers)

@@ -1,4 +1,4 @@
-"""Where a model holds its tensors, and which of them nothing else in the model can reach."""
+"""Finds where a model holds its tensors, and which of these places are the only way to reach a tensor."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _MANY = 1_000_000
 
 Holder: TypeAlias = "dict[Any, Any] | list[Any]"
 Link: TypeAlias = "tuple[Holder, Any, Any]"
-"""What holds something, under which key, and the thing itself."""
+"""The container, the key in it, and the value under that key."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A buffer or plain attribute of a module, or an item of a list or dict that is one.
+    """A buffer or plain attribute of a module, or an item of a list or dict in such an attribute.
 
     Attributes:
         modules: the names of the submodules that lead to the module.
-        keys: the name of the attribute, then those of the items.
+        keys: the name of the attribute, then the keys of the items.
     """
 
     modules: tuple[str, ...]
@@ -41,7 +41,7 @@ class Place:
         return ".".join((*self.modules, str(self.keys[0]))) + "".join(f"[{key!r}]" for key in self.keys[1:])
 
     def links(self, model: nn.Module) -> list[Link]:
-        """Each thing on the way from the model to the tensor, which is the last; fewer where the way ends before."""
+        """Each link on the way from the model to the tensor, which is the last; fewer if the path is broken."""
         links: list[Link] = []
         owner = model
         for name in self.modules:
@@ -58,7 +58,7 @@ class Place:
         return links
 
     def tensor(self, model: nn.Module) -> Any:
-        """What is there; ``None`` where nothing is, or no longer."""
+        """The tensor at this place; ``None`` if there is nothing."""
         return self.links(model)[-1][2]
 
 
@@ -71,7 +71,7 @@ def item(holder: Holder, key: Any) -> Any:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Every buffer, and every tensor in a plain attribute of a module, at each place where it is found."""
+    """Every buffer, and every tensor in a plain attribute of a module, with each place that holds it."""
     for name, module in model.named_modules(remove_duplicate=False):
         path = tuple(name.split(".")) if name else ()
         for key, value in module._buffers.items():
@@ -83,7 +83,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
 
 
 def _items(value: object) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors in lists and dicts, with the keys that lead to them."""
+    """The tensors in nested lists and dicts, with the keys that lead to them."""
     left: list[tuple[tuple[Any, ...], object]] = [((), value)]
     seen: set[int] = set()
     while left:
@@ -97,22 +97,22 @@ def _items(value: object) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
 
 
 def paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The attributes that lead to each tensor of a model, by its id."""
+    """The attribute path to each tensor of a model, by the tensor's id."""
     own = {(*place.modules, *place.keys): tensor for place, tensor in tensors_of(model) if len(place.keys) == 1}
     named = {tuple(name.split(".")): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     return {id(tensor): path for path, tensor in (own | named).items()}
 
 
 def at_path(model: nn.Module, path: Iterable[str]) -> Any:
-    """What the attributes of ``path`` lead to."""
+    """The object at the end of an attribute path."""
     return functools.reduce(getattr, path, model)
 
 
 def only_here(model: nn.Module, places: Iterable[Place]) -> set[Place]:
-    """Those of ``places`` that code of the model can only reach by that place.
+    """The ``places`` that are the only way for code of the model to reach their tensors.
 
-    Their modules are found once in the model, and no attribute of a module leads to one of them, or to the memory of
-    the tensor, in another way: through a list, a dict, a closure, a bound method, a hook, another object.
+    The modules on the path occur once in the model, and no other path leads to them or to the memory of the tensor:
+    none through an attribute, a list, a dict, a closure, a bound method, a hook or another object.
     """
     modules = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     memory: Counter[int] = Counter()
@@ -135,13 +135,13 @@ def _is_only(model: nn.Module, place: Place, modules: Counter[int], memory: Coun
 
 
 def _memory(value: object) -> tuple[int, ...]:
-    """What tells whether two tensors share memory."""
+    """The identities of the memory of a tensor: tensors that share memory have equal ones."""
     if not isinstance(value, torch.Tensor):
         return ()
-    if is_traceable_wrapper_subclass(value):  # two of them may show the memory of one
+    if is_traceable_wrapper_subclass(value):  # two of them may share inner tensors
         names, _ = value.__tensor_flatten__()
         return tuple(memory for name in names for memory in _memory(getattr(value, name)))
-    # Sparse and not yet initialized tensors have no memory that a view could show.
+    # Sparse and lazy tensors have no memory that a view could share.
     if value.layout is not torch.strided or is_lazy(value):
         return (id(value),)
     return (value.untyped_storage()._cdata,)
@@ -154,7 +154,7 @@ _OPAQUE = (
 
 
 def _reached(value: object) -> Iterator[object]:
-    """All modules and tensors that an object leads to, but not what those hold in turn."""
+    """All modules and tensors that an object leads to, but not what these lead to in turn."""
     seen: dict[int, object] = {}
     left = [value]
     while left:
@@ -166,7 +166,7 @@ def _reached(value: object) -> Iterator[object]:
             yield one
         elif isinstance(one, weakref.ReferenceType):
             left.append(one())
-        elif isinstance(one, types.FunctionType):  # not its module, which may hold anything
+        elif isinstance(one, types.FunctionType):  # not its globals, which may hold anything
             left += [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
         elif len(seen) < _MANY:
             left += gc.get_referents(one)

@@ -1,4 +1,4 @@
-"""What every door leads to: a functional pre-dispatch ATen graph, and what is known about its inputs."""
+"""The program: a functional pre-dispatch ATen graph with the facts about its inputs, the same for every entry point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Compute = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 Inputs = Sequence[Any]
 """The flat inputs of a call: tensors and numbers."""
 Call = Callable[..., Any]
-"""A graph that can be called with its flat inputs, one by one; it returns one flat sequence."""
+"""A graph that is called with its flat inputs as separate arguments and returns one flat sequence."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Fold:
     """A product of weights that a graph takes as an extra input instead of computing it in every call.
 
     ``compute`` maps the live tensors of ``weights`` (names of :attr:`Program.weights`) to the value of ``placeholder``.
-    ``stored``: the value is what quantized weights stand for, and this says how it is made of them, in words that are
-    equal for equal computations: graphs share such values, and look at the versions of the weights alone.
+    ``stored`` is set if the value is the dequantized form of quantized weights. It is a key that is equal for equal
+    computations: graphs with equal keys share the value, and detect changes only by the versions of the weights.
     """
 
     placeholder: str
@@ -38,20 +38,21 @@ class Fold:
 
 @dataclass(frozen=True)
 class Append:
-    """Rows of a cache that a program adds to, in place of returning old and new ones joined.
+    """Rows of a cache that a program writes in place instead of returning old and new rows joined.
 
     Attributes:
-        input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: a cache
-            begins with this call; the program returns its rows as it did, and whoever calls it finds room behind them.
-        output: place of all rows among what the program returned before, and its caller still gets. None: they are a
-            buffer that the caller has, and the program writes to.
+        input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: the
+            cache begins with this call. The program then returns its rows as before, and its caller allocates the room
+            behind them.
+        output: the position of all rows among the values that the program returned before, and that its caller still
+            gets. None: the rows are a buffer that the caller has and the program writes to.
         axis: the axis of the tokens.
-        count: how many rows a call writes.
-        shared: each rank of the program's ``sharing`` keeps its share of the rows. Then the placeholder takes as many
-            rows as a rank holds of old and new ones together, and the program writes those that are its own.
+        count: the number of rows that a call writes.
+        shared: whether each rank of the program's ``sharing`` keeps its share of the rows. The placeholder then takes
+            as many rows as a rank holds of old and new ones together, and the program writes only the rank's own rows.
         grows: False: the rows are a buffer of full length, which needs no room.
-        total: how many rows a shared buffer has that begins with this call. What is emitted returns this rank's of
-            them: whole buffers of all layers at once would be the memory that ranks share to save. 0: not known.
+        total: the number of rows of a shared buffer that begins with this call; 0 if unknown. The emitted graph returns
+            only this rank's rows, since whole buffers of all layers would take the memory that sharing saves.
     """
 
     input: str | None
@@ -69,25 +70,26 @@ class Program:
 
     Attributes:
         gm: placeholders in the order of the captured callable's flat inputs; the output node returns one flat tuple,
-            the new values of ``mutations`` first, then what the callable returned.
+            the new values of ``mutations`` first, then the values that the callable returned.
         mutations: names of the nodes (placeholders, or get_attr of a mutated buffer) whose new values come first in the
             output.
         weights: node name (placeholder or get_attr) -> live tensor, for parameters, module buffers and constants;
-            ``None`` where there are no values (fake or meta tensors).
-        folds: extra placeholders appended after all others, filled by whoever runs the program.
-        fake_mode: the mode the metadata was made in.
-        aliases: index of a returned value -> the mutated input it is a view of. The views are made again on the input
-            after it was written, so that the caller gets the input's memory as in the original program.
-        original: what was captured, for the way back out.
+            ``None`` if there are no values (fake or meta tensors).
+        folds: extra placeholders appended after all others; whoever runs the program supplies their values.
+        fake_mode: the fake tensor mode of the metadata.
+        aliases: index of a returned value -> the mutated input of which it is a view. The view is recomputed from the
+            input after the write, so that the caller gets the input's memory as in the original program.
+        original: the captured object, from which the result is emitted.
         parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
-        own: placeholder names of the buffers that may be kept as rows: an optimized module's own.
-        cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
-        appends: the caches that new rows are written behind.
-        sharing: how the ranks of the program share the rows of caches; None: they do not.
-        shared: placeholder names of the inputs of whose rows each rank has its share.
-        autocast: whether casts of autocast, on within the graph or around its capture, are written out in it.
-        seconds: how long its capture took.
+        own: placeholder names of the buffers that may be kept as rows: those that an optimized module owns.
+        cache: the inputs and outputs that hold the rows of K and V instead of K and V (a ``LatentCache`` of the
+            passes).
+        appends: the caches to which new rows are appended in place.
+        sharing: how the ranks of the program share the rows of caches; None if they do not.
+        shared: placeholder names of the inputs whose rows are distributed over the ranks.
+        autocast: whether the graph contains the casts of an autocast that was active in it or around its capture.
+        seconds: the time of its capture.
     """
 
     gm: fx.GraphModule
@@ -134,16 +136,16 @@ class Program:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """What the output node returns: new values of the mutated inputs, then the caller's values."""
+        """The values of the output node: new values of the mutated inputs, then the caller's values."""
         (flat,) = self.gm.graph.output_node().args
         return tuple(flat)  # type: ignore[arg-type]  # a tuple by construction
 
     def named(self) -> dict[str, fx.Node]:
-        """The nodes by name, for who asks for many."""
+        """The nodes by name, for repeated look-ups."""
         return {node.name: node for node in self.gm.graph.nodes}
 
     def node(self, name: str) -> fx.Node:
-        """The node of that name; ``KeyError`` where there is none."""
+        """The node of that name; raises ``KeyError`` if there is none."""
         found: fx.Node | None = next((node for node in self.gm.graph.nodes if node.name == name), None)
         if found is None:
             raise KeyError(name)
@@ -151,7 +153,7 @@ class Program:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph with the same nodes, names and metadata, called with and returning plain positional values."""
+    """A graph with the same nodes, names and metadata, whose inputs and outputs are plain positional values."""
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     returned = copied.graph_copy(graph, nodes)
@@ -160,13 +162,13 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A module of a graph, whose Python is generated when it is first run: most are traced or rewritten, never run."""
+    """A module of a graph that generates its Python on the first run: most are traced or rewritten, never run."""
     return _LazyGraphModule(root, graph)
 
 
 def view_source(node: object) -> fx.Node | None:
-    """The tensor (or tuple of views) one step back whose memory ``node`` shows; ``None`` when ``node`` is no view."""
-    # Asked of the schema, not of the passes' decoder: graphs are read here as captured, in any spelling.
+    """The tensor (or tuple of views) of which ``node`` is directly a view; ``None`` if ``node`` is no view."""
+    # This reads the schema and does not use the passes' decoder: these graphs are as captured, in any spelling.
     if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
         return None
     source = node.args[0]

@@ -1,4 +1,4 @@
-"""Quantities as they are shown, and the bytes of a value by dtype."""
+"""Formatting of quantities, and the bytes of a value by dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def amount(number: int) -> str:
-    """Parameters in billions or millions, or as they are if they are few."""
+    """A number of parameters in billions or millions, or in full if it is small."""
     if number < 1e5:
         return f"{number:,}"
     return f"{number / 1e9:.4g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"

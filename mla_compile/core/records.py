@@ -1,4 +1,4 @@
-"""What is recorded about an attention site and about a pass: plain frozen data that knows nothing of its display."""
+"""Records about an attention site and about a pass: plain frozen data, independent of how it is displayed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Location:
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The part of an absorbed attention that stays as it was (``keys``, ``values``, some columns), and why."""
+    """The part of an absorbed attention that stays expanded (``keys``, ``values``, some columns), and why."""
 
     part: str
     code: Code
@@ -64,21 +64,21 @@ class SiteReport:
         index: position of the site in its report, from 0.
         where: the attention core.
         verdict: ``absorbed``, ``kept``, ``refused`` or ``not_mla``.
-        form: the form that the site runs in now (``expanded``, ``chained``, ``folded``), ``None`` if it has none.
-        code: stable reason; ``mla_compile.codes.section(code)`` is where it is explained.
-        reason: the same in words, for this site.
-        fix: what the user could change; ``None`` leaves the code's generic advice, and an empty text says
-            that it does not apply.
+        form: the form in which the site now runs (``expanded``, ``chained``, ``folded``), ``None`` if it has none.
+        code: stable reason; ``mla_compile.codes.section(code)`` is the page that explains it.
+        reason: the reason in words, for this site.
+        fix: what the user could change; ``None`` means that the code's generic advice applies, an empty text that it
+            does not.
         blame: the node that prevents absorption.
         dims: the sizes, if they were found.
-        values_read_before: values per context token that the attention reads as the model writes it: K and V of all
-            heads, H(N+R+V), which most models make anew in every call.
+        values_read_before: values per context token that the original attention reads: K and V of all heads, H(N+R+V),
+            which most models recompute in every call.
         values_read_after: values per context token that the absorbed form reads: rows, L+R.
-        values_held_before: values per token that the model's own cache holds for this attention; ``None`` where the
-            graph shows no cache, as that of a first call.
+        values_held_before: values per token that the model's own cache holds for this attention; ``None`` if the graph
+            shows no cache, as in a first call.
         values_held_after: values per token that the cache holds now.
         graph: the name of the graph, in a report of several graphs.
-        stands_for: how many attentions of the model this one is traced for, all of which are like it.
+        stands_for: the number of equal attentions of the model that this traced one represents.
         decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add).
         decode_flops_after: the same in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
@@ -86,15 +86,17 @@ class SiteReport:
         break_even_S: queries per call below which the absorbed form is cheaper on a long context; ``inf``: always.
         precision_ratio: error of the rewritten site over that of the original, both against float64.
         fold_error: relative rounding error of the folded weights.
-        chosen: how many keys each query attends to, of a sparse attention, which then costs the same for any context.
-        choosing_flops: FLOPs of one decode step per context token to choose them; ``None`` where what chooses is not in
-            the graph, or is counted in a report before this one, whose list of keys this attention takes.
-        choosing_bytes: bytes of cached rows that it reads, and of products of heads that it writes and reads, likewise.
-        choosing_fused: whether no such product goes through memory, because one operator makes the scores.
+        chosen: the number of keys to which each query of a sparse attention attends; the cost is then independent of
+            the context.
+        choosing_flops: FLOPs of one decode step per context token to choose these keys. ``None`` if the indexer is not
+            in the graph, or if an earlier report, whose index list this attention reuses, counts it.
+        choosing_bytes: bytes of cached rows that the indexer reads, and of per-head products that it writes and reads;
+            ``None`` as above.
+        choosing_fused: whether one operator computes the scores, so that no per-head product goes through memory.
         parts: the sides that are absorbed (``keys``, ``values``), with the heads if not for all (``heads 0-7 of 16``,
             ``values of heads 8-15 of 16``); empty for the whole attention.
-        kept: what is not absorbed of an attention that is absorbed in part, and why.
-        notes: anything else worth a line.
+        kept: the parts of a partly absorbed attention that stay expanded, and why.
+        notes: further notes, one line each.
         drawing: its nodes before and after, from ``explain``; neither compared nor part of the JSON.
     """
 
@@ -132,15 +134,15 @@ class SiteReport:
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict is {self.verdict!r}, expected one of {', '.join(VERDICTS)}")
-        object.__setattr__(self, "code", Code(self.code))  # a plain string will do, an unknown one will not
+        object.__setattr__(self, "code", Code(self.code))  # accepts a plain string, raises for an unknown one
 
     @property
     def latent(self) -> bool:
-        """Whether it has a latent of which more is made than its own code reads."""
+        """Whether the attention expands K or V from a latent, as opposed to MHA and to attention over shared rows."""
         return self.verdict != "not_mla" and self.code not in OVER_ROWS
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, with every field; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""
+        """The fields as JSON-serialisable values; an infinite or NaN float becomes the string ``inf`` or ``nan``."""
         record = dataclasses.asdict(dataclasses.replace(self, drawing=None))
         del record["drawing"]
         record["code"] = str(self.code)
@@ -152,13 +154,13 @@ class SiteReport:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> SiteReport:
-        """Inverse of ``to_dict``; ``TypeError``, ``KeyError`` or ``ValueError`` on anything else."""
+        """Inverse of ``to_dict``; raises ``TypeError``, ``KeyError`` or ``ValueError`` for anything else."""
         fields = dict(record)
         fields["where"] = Location(**fields["where"])
         fields["blame"] = None if fields["blame"] is None else Location(**fields["blame"])
         fields["dims"] = None if fields["dims"] is None else Dims(**fields["dims"])
         fields["notes"] = tuple(fields["notes"])
-        fields["parts"] = tuple(fields.get("parts", ()))  # reports of 0.1 have neither
+        fields["parts"] = tuple(fields.get("parts", ()))  # reports of version 0.1 have neither parts nor kept
         fields["kept"] = tuple(_kept_part(k) for k in fields.get("kept", ()))
         for name in _FLOATS:
             fields[name] = None if fields[name] is None else float(fields[name])
@@ -167,7 +169,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one graph: how many places it changed and how long it took."""
+    """One pass over one graph: the number of changes it made and its time."""
 
     name: str
     changes: int

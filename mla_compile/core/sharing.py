@@ -1,4 +1,4 @@
-"""How ranks share the rows of a cache: which rank has which token, and where."""
+"""How ranks share the rows of a cache: which rank holds which token, and at which position."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 class Sharing:
     """The rows of a cache over ``size`` ranks, round robin: rank ``t % size`` has token t, as its row ``t // size``.
 
-    All ranks hold as many rows, of which the last one may be nobody's yet: collectives need equal shapes, and every
-    rank has to compile for the same ones.
+    All ranks hold the same number of rows, of which the last may not belong to a token yet: collectives need equal
+    shapes, and all ranks have to compile for the same shapes.
 
     Attributes:
         group: name of the process group, as functional collectives take it.
-        ranks: their numbers in the whole program, in the order of the group.
-        rank: which of them this one is.
-        heads: whether each rank computes other heads, so that queries have to be exchanged. Right in any case, and
-            more work than needed where all compute the same.
+        ranks: the global rank numbers, in the order of the group.
+        rank: the position of this rank in ``ranks``.
+        heads: whether ranks compute different heads, so that they have to exchange queries. ``True`` is always correct,
+            but does more work than needed if all ranks compute the same heads.
     """
 
     group: str
@@ -30,21 +30,21 @@ class Sharing:
 
     @property
     def size(self) -> int:
-        """How many ranks share."""
+        """The number of ranks that share."""
         return len(self.ranks)
 
     def capacity(self, tokens: Any) -> Any:
-        """Rows that each rank holds of so many tokens (a number, or a symbolic one)."""
+        """The number of rows that each rank holds of ``tokens`` tokens (a number, or a symbolic one)."""
         return (tokens + self.size - 1) // self.size
 
     def owned(self, tokens: Any) -> Any:
-        """Rows of these that are this rank's tokens."""
+        """The number of these rows that belong to this rank's tokens."""
         return (tokens + self.size - 1 - self.rank) // self.size
 
     def all_rows(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The first ``tokens`` rows [tokens,...] of all ranks, which each give as many: their first rows.
+        """The first ``tokens`` rows [tokens,...], gathered from all ranks; each rank gives equally many rows.
 
-        A collective: every rank that shares them has to call it.
+        This is a collective: every rank that shares the rows has to call it.
         """
         c10d = torch.ops._c10d_functional
         sent = c10d.all_gather_into_tensor(own.contiguous(), self.size, self.group)
@@ -53,5 +53,5 @@ class Sharing:
         return rows
 
     def same_ranks(self, other: Sharing) -> bool:
-        """Whether rows that are shared like this lie where ``other`` looks for them."""
+        """Whether ``other`` has the same ranks, and so finds rows of this sharing where it expects them."""
         return self.ranks == other.ranks

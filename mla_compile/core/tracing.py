@@ -1,8 +1,8 @@
-"""One thread traces at a time.
+"""A lock by which one thread traces at a time.
 
-Whoever traces changes torch for the whole process: what a call of a module does, which fake tensors are made of what.
-Dynamo has a lock for that, under which it compiles, our backend included. Everything else here that traces, or makes
-code of a graph, takes the same one, so that threads wait for each other, whichever door they came through.
+Tracing changes torch for the whole process, such as the call of a module and the fake tensors of a weight. Dynamo
+compiles under a lock for that reason, and so does our backend. All other code here that traces or compiles takes the
+same lock, so that threads wait for each other whichever entry point they use.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Waits until no other thread traces, and has them wait meanwhile. A thread that has it may take it again.
+    """Hold the lock while the block runs; it is reentrant.
 
-    No other lock may be held that a thread could ask for while it traces.
+    The caller must not hold another lock that a thread could acquire while it traces.
     """
-    from torch._dynamo.convert_frame import compile_lock  # on use: all of Dynamo
+    from torch._dynamo.convert_frame import compile_lock  # on use: imports all of Dynamo
 
     with compile_lock:
         yield

@@ -1,7 +1,7 @@
-"""Compiled code on disk: loaded only from folders that nobody else may write to, and only if it is whole.
+"""Loads compiled code from disk only if it is complete and in folders that nobody else can write to.
 
-The dynamic linker runs a library's constructors and maps its file: code of another user would run as this one, and a
-file that was cut short ends the process with SIGBUS.
+The dynamic linker runs a library's constructors and maps its file: another user's code would run as this user, and a
+truncated file ends the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 
 class NotWholeError(Exception):
-    """The library at this path is not the one that was built; ``args`` has the path alone."""
+    """The library at this path is not the one that was built; ``args`` holds only the path."""
 
 
 def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctypes.CDLL:
-    """A library of compiled code, which is looked at before the dynamic linker runs it.
+    """Load a compiled library after checking it.
 
-    ``built_since``: it has a seal; without one it is whole only if it was built after that time (s), by this process or
-    by one that it waited for, and gets one. Raises :class:`PermissionError` for a file that others may write,
-    :class:`NotWholeError` for one that is cut short, and :class:`OSError` for one that cannot be loaded.
+    ``built_since`` (s): the library must have a valid seal. One without a seal is accepted, and sealed, only if it was
+    built after that time, by this process or by one that it waited for. Raises :class:`PermissionError` for a file that
+    others may write, :class:`NotWholeError` for a truncated one, and :class:`OSError` for one that cannot be loaded.
     """
     if (told := refusal(path)) is not None:
         raise PermissionError(told)
@@ -36,15 +36,15 @@ def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctyp
 
 
 def refusal(path: str | os.PathLike[str]) -> str | None:
-    """What to say where :func:`distrust` has a reason."""
+    """The message for a file that :func:`distrust` rejects; ``None`` if it does not."""
     why = distrust(path)
     return None if why is None else f"{os.fspath(path)} is not loaded, because {why}; have it in a folder of your own"
 
 
 def distrust(path: str | os.PathLike[str]) -> str | None:
-    """Why a file is not to be run by this user, in words; ``None`` if only this user and root can have written it.
+    """Why this user must not run a file, in words; ``None`` if only this user and root can have written it.
 
-    Every folder on the way to it counts: who may write to one can put another file in its place.
+    Every parent folder counts: whoever can write to one can replace the file.
     """
     file = Path(path).resolve()
     for one in (file, *file.parents):
@@ -53,7 +53,8 @@ def distrust(path: str | os.PathLike[str]) -> str | None:
         status = one.stat()
         if status.st_uid not in (0, os.geteuid()):
             return f"{one} belongs to {_user(status.st_uid)}"
-        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot replace what is in it
+        # sticky: others cannot replace its entries
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
         if status.st_mode & stat.S_IWOTH and not sticky:
             return f"everybody may write to {one}"
         if status.st_mode & stat.S_IWGRP and not sticky and not _private(status.st_gid):
@@ -62,14 +63,14 @@ def distrust(path: str | os.PathLike[str]) -> str | None:
 
 
 def seal(path: str | os.PathLike[str]) -> None:
-    """Writes the checksum of a file beside it, for :func:`is_whole`."""
+    """Write the checksum of a file beside it, for :func:`is_whole`."""
     seal_of, draft = _seal(path), _seal(path).with_suffix(f".{os.getpid()}")
     draft.write_text(_digest(path))
     os.replace(draft, seal_of)
 
 
 def is_whole(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is the one that was sealed."""
+    """Whether a file matches its seal."""
     try:
         return _seal(path).read_text() == _digest(path)
     except OSError:
@@ -89,7 +90,7 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 
 def _private(group: int) -> bool:
-    """Whether nobody else is in a group: many systems give each user one of that name."""
+    """Whether nobody else is in a group: many systems give each user a group of the same name."""
     if group == 0:
         return True
     try:

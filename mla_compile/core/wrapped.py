@@ -1,12 +1,12 @@
-"""Copies of modules without what libraries wrapped around their forwards, where Dynamo does not follow that.
+"""Copies of modules without the wrappers that libraries put around their forwards and that Dynamo cannot trace.
 
-Two kinds of wrappers are taken off. Some only place tensors (accelerate's hooks, the offloading of compressed-tensors):
-where everything is on one device already they move nothing, and the forward below them runs. Others compute (roundings
-of compressed-tensors, functions under ``torch.compiler.disable``): a layer of rows in one of these is called as one
-operator, :mod:`mla_compile.core.layers`.
+Two kinds of wrappers are removed. Some only place tensors (accelerate's hooks, the offloading of compressed-tensors):
+if everything is on one device already, they move nothing, and the forward below them runs instead. Others compute
+(roundings of compressed-tensors, functions under ``torch.compiler.disable``): a layer of rows with such a wrapper is
+called as one operator, :mod:`mla_compile.core.layers`.
 
-The originals stay as they are. A copy has the very dicts of tensors and hooks of its original, so that whoever changes
-these changes both.
+The originals are not changed. A copy shares the dicts of tensors and hooks with its original, so that a change to
+either affects both.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from mla_compile.core.modules import shallow
 _CLOSED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule)
 Function = Callable[..., Any]
 IsKnown = Callable[[nn.Module, Function], bool]
-"""Whether a function that stands for the forward of a layer is known as one that Dynamo does not follow."""
+"""Whether the function that replaces a layer's forward is known to be one that Dynamo cannot trace."""
 IsCaptured = Callable[[Function, Tensor], bool]
-"""Whether the forward of a layer of rows becomes one graph; called with a row."""
+"""Whether the forward of a layer of rows is captured as one graph; called with a row."""
 
 
 class OwnForward:
-    """The forward of a module that is a copy already."""
+    """The forward of a module that is already a copy."""
 
     def below(self, forward: Function | None) -> None:
-        """From now on this is the module's own forward; None: that of its class."""
+        """Set the module's own forward; None stands for that of its class."""
         raise NotImplementedError
 
     @property
     def __func__(self) -> Function:
-        """A function of the module and its arguments, for libraries that wrap what else is a bound method."""
+        """A function of the module and its arguments, for libraries that expect a bound method."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)  # type: ignore[operator]
@@ -51,18 +51,19 @@ class OwnForward:
 
 @dataclass
 class Unwrapped:
-    """What came of the wrappers of a model.
+    """The result of unwrapping a model.
 
     Attributes:
-        device: where everything is, if wrappers that place tensors were taken off: inputs belong there.
-        left: what is still in Dynamo's way, in words: who does what, and around how many modules.
+        device: the device of all tensors, if wrappers that place tensors were removed: inputs belong there.
+        left: the wrappers that remain and that Dynamo cannot trace, described in words, and the number of modules with
+            each.
     """
 
     device: torch.device | None = None
     left: dict[str, int] = field(default_factory=dict)
 
     def note(self, what: str) -> None:
-        """Adds a wrapper to those that are left."""
+        """Count a wrapper that remains."""
         self.left[what] = self.left.get(what, 0) + 1
 
 
@@ -71,11 +72,11 @@ class _Placing:
     """A wrapper that places tensors.
 
     Attributes:
-        inner: the forward below it, which takes the module and its arguments; None: not known.
-        devices: those that it moves to or from.
-        library: whose it is.
-        moves: what else it does than to place everything on one device, in words.
-        tensors: the parameters and buffers by name, where it keeps them in something else than a dict.
+        inner: the forward below it, which takes the module and its arguments; None if unknown.
+        devices: the devices to or from which it moves tensors.
+        library: the library that installed it.
+        moves: what it does besides placing everything on one device, in words.
+        tensors: the parameters and buffers by name, if it keeps them in another container than a dict.
     """
 
     inner: Function | None
@@ -86,9 +87,9 @@ class _Placing:
 
 
 def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
-    """Puts copies in the place of wrapped modules below ``root``, a copy, which gets a dict of submodules of its own.
+    """Replace wrapped modules below ``root``, itself a copy, by copies; ``root`` gets its own dict of submodules.
 
-    Wrappers around ``root`` itself that only place tensors are taken off its :class:`OwnForward`.
+    Wrappers around ``root`` itself that only place tensors are removed from its :class:`OwnForward`.
     """
     found = Unwrapped()
     placing = {m: w for m in root.modules() if (w := _placing(m)) is not None}
@@ -101,7 +102,7 @@ def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
 
 
 def _moves_nothing(placing: Mapping[nn.Module, _Placing], found: Unwrapped) -> bool:
-    """Whether all tensors are where each wrapper moves them to; else what is moved is noted."""
+    """Whether all tensors are already where each wrapper moves them; if not, ``found`` notes what is moved."""
     tensors = [t for m in placing for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     devices = {d for wrapper in placing.values() for d in wrapper.devices} | {_name(t.device) for t in tensors}
     busy = [w for w in placing.values() if w.moves]
@@ -124,21 +125,21 @@ def _placing(module: nn.Module) -> _Placing | None:
 
 
 def _of_accelerate(hook: Any, below: Any) -> _Placing:
-    """``add_hook_to_module``: a hook before and after the forward that the module had."""
+    """The wrapper of ``add_hook_to_module``: a hook before and after the module's former forward."""
     devices, moves = set[str](), ""
     for one in getattr(hook, "hooks", (hook,)):
         kind = type(one).__name__
         if kind != "AlignDevicesHook":
             moves = f"runs its {kind}"
         elif one.offload:
-            moves = "loads weights before each call and drops them behind it (offload)"
+            moves = "loads weights before each call and drops them after it (offload)"
         elif one.execution_device is not None:
             devices.add(_name(one.execution_device))
     return _Placing(getattr(below, "__func__", None), frozenset(devices), "accelerate", moves)
 
 
 def _of_compressed_tensors(own: Mapping[str, Any]) -> _Placing:
-    """``offload_module``: tensors come to one device when they are read, and inputs when the module is called."""
+    """The wrapper of ``offload_module``: tensors move to one device when read, inputs when the module is called."""
     caches = {kind: own[kind] for kind in ("_parameters", "_buffers")}
     places = {_name(place) for c in caches.values() for place in (c.onload_device, c.offload_device)}
     tensors = {kind: cache.offloaded_values for kind, cache in caches.items()}
@@ -146,7 +147,7 @@ def _of_compressed_tensors(own: Mapping[str, Any]) -> _Placing:
 
 
 def _name(place: Any) -> str:
-    """A device by name, with its index where it has one; "disk" is no device of torch's."""
+    """The name of a device, with its index if it has one; "disk" is not a device of torch."""
     if place == "disk":
         return "disk"
     device = torch.device(place)
@@ -169,7 +170,7 @@ class _Copier:
         self.followed: dict[object, bool] = {}
 
     def is_wrapped(self, module: nn.Module) -> bool:
-        """Whether Dynamo may not see what the module's class says that it does."""
+        """Whether the forward that runs may be hidden from Dynamo."""
         replaced = vars(module).get("forward")
         if replaced is None:
             forward = type(module).forward
@@ -180,11 +181,11 @@ class _Copier:
         return not isinstance(replaced, (OwnForward, _Call))
 
     def in_place(self, module: nn.Module) -> None:
-        """Takes the wrappers off a module that is a copy already, and off all below it."""
+        """Remove the wrappers of a module that is already a copy, and of all modules below it."""
         forward, wrapper = vars(module).get("forward"), self.placing.get(module)
         if wrapper is not None:
             own = getattr(wrapper.inner, "own", None)
-            if isinstance(own, OwnForward):  # a hook that ran on the copy wrapped it
+            if isinstance(own, OwnForward):  # the wrapper was installed on the copy itself
                 vars(module)["forward"] = own
             elif isinstance(forward, OwnForward):
                 forward.below(self._bound(module, wrapper.inner))
@@ -194,14 +195,14 @@ class _Copier:
             vars(module)["_modules"] = children
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """The module, or a copy of it that Dynamo follows."""
+        """The module, or a copy of it that Dynamo can trace."""
         if module not in self.copies:
-            self.copies[module] = module  # if it is its own descendant
+            self.copies[module] = module  # ends the recursion if the module is its own descendant
             self.copies[module] = self._copied(module)
         return self.copies[module]
 
     def _children(self, module: nn.Module) -> dict[str, nn.Module | None] | None:
-        """The submodules by name, some of them copies; None where all are what they were."""
+        """The submodules by name, with copies where needed; None if no submodule needs one."""
         new = {name: None if child is None else self.copy(child) for name, child in module._modules.items()}
         return new if any(child is not module._modules[name] for name, child in new.items()) else None
 
@@ -219,7 +220,7 @@ class _Copier:
             if called is None:
                 self.found.note(_who(module, inner or forward))
             return called or module
-        if inner is None:  # a function that may hold the original: what is below it stays as it is
+        if inner is None:  # the function may hold the original module: its submodules stay as they are
             return module
         children = self._children(module)
         if wrapper is None and children is None:
@@ -236,14 +237,14 @@ class _Copier:
         return None if inner is None or inner is type(module).forward else types.MethodType(inner, module)
 
     def _follows(self, module: nn.Module, inner: Function | None) -> bool:
-        """Whether Dynamo can look into the forward of a layer: tried once for each function."""
+        """Whether Dynamo can trace the forward of a layer: tried once for each function."""
         forward = vars(module).get("forward", inner) if inner is None else inner
         if _is_disabled(forward):
             return False
         if inner is not None and self.known(module, inner):
             return False
         own = _of_library(module)
-        # What is no layer of rows is left to the trace of the model.
+        # The trace of the whole model decides about modules that are no layer of rows.
         if (inner is type(module).forward and not own) or (rows := _one_row(module)) is None or rows.is_meta:
             return True
         key = type(module), getattr(forward, "__code__", forward), own
@@ -252,7 +253,7 @@ class _Copier:
         return self.followed[key]
 
     def _called(self, module: nn.Module, inner: Function | None, wrapper: _Placing | None) -> nn.Module | None:
-        """A copy that calls ``module`` as one operator; None where that is not known to be a layer of rows."""
+        """A copy that calls ``module`` as one operator; None unless ``module`` is known to be a layer of rows."""
         width = _width(module)
         if width is None or module._modules:
             return None
@@ -274,7 +275,7 @@ class _Call:
         self.called = called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One operator where Dynamo traces it without gradients; else the original, as it is."""
+        """Call the operator if Dynamo traces without gradients; else call the original."""
         if len(args) != 1 or kwargs or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.called.layer.forward(*args, **kwargs)
         (rows,) = args
@@ -284,7 +285,7 @@ class _Call:
 
 
 def _bare(module: nn.Module, wrapper: _Placing | None) -> nn.Module:
-    """A copy that shares the dicts of tensors and of hooks, without the marks of a wrapper."""
+    """A copy that shares the dicts of tensors and of hooks, without the attributes that mark a wrapper."""
     made = shallow(module)
     for name in ("forward", "_hf_hook", "_old_forward", "_original_forward_func"):
         vars(made).pop(name, None)
@@ -294,7 +295,7 @@ def _bare(module: nn.Module, wrapper: _Placing | None) -> nn.Module:
 
 
 def _function(module: nn.Module) -> Function | None:
-    """What runs as the module's forward, as a function of the module and its arguments; None: it is no method of it."""
+    """The module's current forward as a function of the module and its arguments; None if it is not a method of it."""
     own = vars(module).get("forward")
     if own is None:
         forward: Function = type(module).forward
@@ -308,7 +309,7 @@ def _method(module: nn.Module, inner: Function | None) -> Function:
 
 
 def _width(module: nn.Module) -> int | None:
-    """How many features a layer of rows returns."""
+    """The number of features that a layer of rows returns; None for another module."""
     width = getattr(module, "out_features", None)
     return width if isinstance(width, int) and isinstance(getattr(module, "in_features", None), int) else None
 
@@ -323,17 +324,17 @@ def _one_row(module: nn.Module) -> Tensor | None:
 
 
 def _of_library(module: nn.Module) -> tuple[type, ...]:
-    """The classes of its tensors that a library made: Dynamo may follow the forward with the one and not the other."""
+    """The classes of its tensors that a library defines: whether Dynamo can trace a forward may depend on them."""
     return tuple(type(t) for t in (*module._parameters.values(), *module._buffers.values()) if is_of_library(t))
 
 
 def _is_disabled(function: object) -> bool:
-    """Whether ``torch.compiler.disable`` made a function, or a method of it."""
+    """Whether ``torch.compiler.disable`` wraps a function or method."""
     return bool(getattr(getattr(function, "__func__", function), "_torchdynamo_disable", False))
 
 
 def _who(module: nn.Module, forward: object) -> str:
-    """Who stands in the way, by the function that was written: ``functools.wraps`` copies the names of another."""
+    """Describe the wrapper by its defining module: ``functools.wraps`` copies the names of the wrapped function."""
     function = getattr(getattr(forward, "__func__", forward), "_torchdynamo_orig_callable", forward)
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", {})

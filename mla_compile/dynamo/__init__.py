@@ -1,1 +1,1 @@
-"""All that goes through Dynamo: the backend's compiler, an optimized module's forward, the trace for a report."""
+"""Everything that uses Dynamo: the backend's compiler, an optimized module's forward, the trace for a report."""

@@ -1,4 +1,4 @@
-"""Which inputs of a graph come from before a graph break: what Dynamo computed in the graph that the break ended."""
+"""Finds the inputs of a graph that were computed before a graph break."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mla_compile.passes.ir.graph import HANDED_OVER
 
 
 def mark_handed_over(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> None:
-    """Marks those of ``placeholders``, which stand for the inputs of Dynamo's graph ``gm``, that a break hands over.
+    """Mark the ``placeholders`` whose values an earlier graph of the same call passes across a graph break.
 
-    Behind a break Dynamo compiles the rest of a function, or a function that it could not look into, while code that it
-    made itself is running. What is handed on are local variables, and items of tuples; what is read from a dict or from
-    an object may be there since an earlier call.
+    ``placeholders`` correspond to the inputs of Dynamo's graph ``gm``. After a break, Dynamo compiles the rest of a
+    function, or a function that it skipped, while code that it generated is running. Values cross the break as local
+    variables and items of tuples. A value that is read from a dict or an object may stem from an earlier call.
     """
     if not any(code in output_codes for code in _running()):
         return

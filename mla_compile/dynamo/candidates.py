@@ -1,4 +1,4 @@
-"""Whether a graph of Dynamo's could have an attention, with a softmax or not: a look at names, before any capture."""
+"""A cheap test, before any capture, whether a Dynamo graph could contain an attention, with a softmax or without."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAPS = (
     "threshold", "erf", "abs", "maximum", "max",
 )  # fmt: skip
 _REACH = 24
-"""Operators between two products: scales, masks, casts and a function of the scores."""
+"""The number of operators searched between two products: scales, masks, casts and a function of the scores."""
 
 
 def has_attention(gm: fx.GraphModule) -> bool:
-    """Whether a graph (or one nested in it) calls something that could be the core of an attention. Cheap."""
+    """Whether a graph or a graph nested in it calls something that could be the core of an attention. Cheap."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -43,9 +43,9 @@ def _takes_three_tensors(target: object) -> bool:
 
 
 def joined_by_a_function(graph: fx.Graph) -> bool:
-    """Whether a product of activations reads, through a function of each number, what another one made.
+    """Whether a product of activations reads the result of another one through an elementwise function.
 
-    Products with parameters do not count, so that the layers of an MLP or a router are none.
+    Products with parameters do not count, so the layers of an MLP or a router do not match.
     """
     products = {n for n in graph.nodes if _is_product(n)}
     return len(products) > 1 and any(_behind_a_function(n, products) for n in products)

@@ -1,4 +1,4 @@
-"""Why Dynamo keeps recompiling a function, in words: read from the failed guard in its log line."""
+"""Explains why Dynamo keeps recompiling a function, from the failed guard in its log line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SIZE = re.compile(
     r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)"
 )
 _WITHIN = re.compile(r"(?:L\['\w+'\]|args\[\d+\]|kwargs\['\w+'\]|(?!(?:L|args|kwargs)\[)\w+)[.\[]")
-"""The name of what an argument holds, and not of an argument itself."""
+"""The name of a value inside an argument, as opposed to an argument itself."""
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
 
 _ADVICE: dict[Kind, str] = {
-    "number": "pass it as a tensor, or as an argument of the model; where it is the only index of an axis, Dynamo "
-    "makes a constant of it: write a slice, cache[:, n : n + 1] = ..., or by a tensor of positions",
-    "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
+    "number": "pass it as a tensor, or as an argument of the model; if it is the only index of an axis, Dynamo "
+    "makes it a constant: write to a slice, cache[:, n : n + 1] = ..., or index by a tensor of positions",
+    "length": "keep its contents in one tensor, or read and change it only in a method decorated with "
     "@torch.compiler.disable, outside the attention",
     "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",
     "layers": "compile the model as a whole, or call mla_compile.optimize(model); to go on layer by layer, give "
@@ -31,12 +31,12 @@ _ADVICE: dict[Kind, str] = {
     "other": "keep it the same in every call, or raise torch._dynamo.config.recompile_limit",
 }
 _OPTIMIZE = "call mla_compile.optimize(model), which compiles for any value of it"
-_DYNAMIC = "leave out the option dynamic; without it, whatever changes is compiled for any value"
+_DYNAMIC = "leave out the option dynamic; without it, values that change are compiled for any value"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What changes from call to call, and where, as ``file:line in function: code``, if that is known."""
+    """The value that changes from call to call, and where it is used, as ``file:line in function: code``, if known."""
 
     kind: Kind
     what: str
@@ -51,12 +51,12 @@ class Cause:
 
 
 def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Cause:
-    """Reads a failed guard as Dynamo logs it: ``0/7: GUARD  # CODE  # PLACE``, perhaps followed by the user's stack.
+    """Parse a failed guard as Dynamo logs it: ``0/7: GUARD  # CODE  # PLACE``, perhaps followed by the user's stack.
 
     Args:
         reason: the text of the log.
         places: where each tensor is used, for guards that come without a stack.
-        root: what the guard calls the model, where that is one of our own names.
+        root: the name of the model in the guard, if it is one of our own names.
     """
     guard = _guard(reason)
     where = place(reason) or _commented(reason)
@@ -75,9 +75,9 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
 
 
 def changed_source(reason: str) -> str | None:
-    """The int attribute or the tensor that failed the guard; ``None`` where it was anything else.
+    """The int attribute or the tensor whose guard failed; ``None`` for any other guard.
 
-    It is a regular expression for Dynamo's own name (``L['model'].layers[0].pos``), in whichever layer.
+    The result is a regular expression for Dynamo's own name (``L['model'].layers[0].pos``) with any layer number.
     """
     guard = _guard(reason)
     found = _SIZE.match(guard) or _NUMBER.fullmatch(guard)
@@ -90,7 +90,7 @@ def changed_source(reason: str) -> str | None:
 
 
 def drained(reason: str) -> bool:
-    """Whether a tensor that is kept between calls was or became empty along an axis other than the first one."""
+    """Whether a tensor that is kept between calls was or became empty along an axis other than the first."""
     found = _SIZE.match(_guard(reason))
     if found is None or found["axis"] == "0" or _WITHIN.match(found["name"]) is None:
         return False
@@ -98,7 +98,7 @@ def drained(reason: str) -> bool:
 
 
 def failed(reason: str) -> tuple[str, str]:
-    """What failed a guard, and what it was compiled for; both together are the guard."""
+    """The source whose guard failed, and the value it was compiled for; together they identify the guard."""
     guard = _guard(reason)
     if found := _SIZE.match(guard):
         return f"{found['name']}:{found['axis']}", found["old"]
@@ -112,8 +112,8 @@ def _guard(reason: str) -> str:
 
 
 def of_layers(count: int) -> Cause:
-    """Why a function that ``count`` layers share is compiled again and again: Dynamo counts them all together."""
-    return Cause("layers", f"{count} layers were compiled that share this code, and Dynamo has one limit for all", None)
+    """The cause if ``count`` layers share a function: Dynamo counts the compilations of all of them together."""
+    return Cause("layers", f"{count} layers that share this code were compiled, and Dynamo has one limit for all", None)
 
 
 def place(stack: str) -> str | None:
@@ -126,7 +126,7 @@ def place(stack: str) -> str | None:
 
 
 def _commented(reason: str) -> str | None:
-    """The same from the comment behind a guard, which has the end of the path alone."""
+    """The place in the comment after a guard, which has only the end of the path."""
     found = _COMMENT.search(reason.partition("\n")[0])
     return None if found is None else "{file}:{line} in {function}: {code}".format(**found.groupdict())
 

@@ -1,4 +1,4 @@
-"""Code for a graph: Inductor's, or the graph itself. Layers of one kind are compiled once and called for each."""
+"""Code generation for a graph: Inductor, or the graph itself. Each kind of layer is compiled once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mla_compile.repeats.split import split
 
 
 class CodeGenerator:
-    """Inductor with a user's mode and options, or nothing with ``codegen="eager"``."""
+    """Inductor with a user's mode and options, or no code generation with ``codegen="eager"``."""
 
     def __init__(self, options: Options, mode: str | None, compilations: Compilations) -> None:
         self.options = options
@@ -25,7 +25,7 @@ class CodeGenerator:
         self.compilations = compilations
 
     def whole(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        """One piece of code for the graph."""
+        """Compile the graph as a whole."""
         if self.options.codegen == "eager":
             return gm
         self.compilations.stage("code")
@@ -39,14 +39,14 @@ class CodeGenerator:
                 raise
             count("fallbacks", reason="no C++ compiler")
             warn(
-                "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
-                'or ask for that with codegen="eager"'
+                "torch finds no C++ compiler, which Inductor needs: graphs run uncompiled, and slower; install g++, "
+                'or choose codegen="eager"'
             )
             return gm
         return cast("Call", code)
 
     def by_parts(self, emitted: Callable[[], fx.GraphModule], example_inputs: Inputs) -> Call | None:
-        """Code for the layers of a graph, one for each kind, and what calls it; None where that is not to be done.
+        """Compile the layers of a graph, one per kind, and return the code that calls them; None if that is impossible.
 
         ``emitted`` makes the graph: ATen with ``meta["val"]`` on every node.
         """
@@ -59,23 +59,23 @@ class CodeGenerator:
             calls, examples = found
             for name, values in examples.items():
                 code = self.whole(cast("fx.GraphModule", calls.get_submodule(name)), values)
-                # A plain attribute: a user's global hooks of modules are not to see ours.
+                # A plain attribute and not a submodule: a user's global module hooks must not see our calls.
                 delattr(calls, name)
                 setattr(calls, name, code.forward if isinstance(code, fx.GraphModule) else code)
-        except RestartAnalysis:  # no failure: Dynamo is to trace again, knowing more
+        except RestartAnalysis:  # no failure: Dynamo has to trace again with what it has learnt
             raise
-        except Exception as error:  # whatever goes wrong with the parts, the whole graph is still as it was
+        except Exception as error:  # whatever goes wrong with the parts, the whole graph is untouched
             if self.options.strict:
                 raise
-            message = f"the layers of a graph are compiled as one, because of a failure: {brief(error)}"
+            message = f"a graph is compiled as a whole instead of layer by layer, because of a failure: {brief(error)}"
             warn(message)
             return None
         return calls.forward
 
     def _whole_is_asked(self) -> bool:
-        """Whether Inductor was asked for what it does to a graph as such.
+        """Whether the user's Inductor options require the graph as a whole.
 
-        A CUDA graph holds the addresses of one layer's weights, and folded constants are those of one layer.
+        A CUDA graph holds the addresses of one layer's weights, and folded constants belong to one layer.
         """
         from torch._inductor import config  # on use: all of Inductor
 

@@ -1,9 +1,9 @@
-"""The compiler behind ``backend="mla"``: absorb what can be absorbed, then give every graph to Inductor.
+"""The compiler behind ``backend="mla"``: it absorbs what it can, then gives every graph to Inductor.
 
-A graph that is not rewritten (it has no attention, gradients are wanted, nothing can be absorbed, or something failed)
-reaches Inductor exactly as it came, with the user's mode and Inductor options, unless it has layers that are compiled
-once (:mod:`mla_compile.dynamo.code`). The first rows of a cache that it returns may be moved to memory with room after
-it ran (:mod:`mla_compile.runtime.growing`).
+A graph that is not rewritten (it has no attention, gradients are needed, nothing can be absorbed, or something failed)
+reaches Inductor unchanged, with the user's mode and Inductor options. There are two exceptions: equal layers are
+compiled once (:mod:`mla_compile.dynamo.code`), and the first rows of a cache that the graph returns may be moved to
+memory with spare capacity after it ran (:mod:`mla_compile.runtime.growing`).
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ GRADIENTS = (
 
 _Carrier = TypeVar("_Carrier", LatentTensor, SharedRows)
 Latents = Mapping[str, LatentTensor]
-"""The inputs of a graph that hold latent rows, by the name of their placeholder."""
+"""Placeholder name -> the input that holds latent rows."""
 
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """A graph as it was captured, what the passes made of it, and its folded weights where it has any."""
+    """A captured graph, the outcome of the passes, and its folded weights, if any."""
 
     captured: Program
     outcome: Outcome
@@ -76,15 +76,15 @@ class _Rewritten:
 
     @property
     def changed(self) -> bool:
-        """Whether another graph runs than the one that came."""
+        """Whether a rewritten graph runs instead of the captured one."""
         done = self.outcome
         return bool(done.absorbed or done.by_heads or done.fused) or done.base is not self.captured
 
 
 class Compiler:
-    """A backend with fixed options that keeps the report of every graph with attention in it."""
+    """A backend with fixed options that keeps the report of every graph with an attention."""
 
-    __name__ = "mla"  # what Dynamo shows in its messages
+    __name__ = "mla"  # Dynamo shows this name in messages
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Compiler:
         self.code = CodeGenerator(options, mode, self.compilations)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        """The compiled graph. Our own failures are raised only with ``strict``; else the original graph is compiled."""
+        """Compile a graph. Our own failures raise only with ``strict``; else the original graph is compiled."""
         if self.finishing.takes(gm, example_inputs):
             return gm
         self.graphs += 1
@@ -178,7 +178,7 @@ class Compiler:
         shared: Iterable[str],
         sharing: Sharing | None,
     ) -> _Rewritten | None:
-        """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
+        """The captured and the rewritten program; ``None`` after a warning if the graph has to stay as it is."""
         self.compilations.stage("capture")
         ranks = None if self.explain_only else meeting(gm, example_inputs, self.options)
         try:
@@ -222,7 +222,7 @@ class Compiler:
         return done
 
     def _add_seconds(self) -> None:
-        """Adds what a graph took outside of our capture and passes to its report."""
+        """Add the time that a graph took outside of our capture and passes to its report."""
         trace, code = (self.compilations.seconds.get(stage) for stage in ("trace", "code"))
         report = self.reports[-1]
         before = () if trace is None else (PassRecord("trace", 0, trace),)
@@ -230,7 +230,7 @@ class Compiler:
         self.reports[-1] = replace(report, passes=(*before, *report.passes, *after))
 
     def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
-        """The inputs that are buffers of the module which may be, or are, kept as rows."""
+        """The inputs that are buffers of the module and that are, or may be, kept as rows."""
         known = {name for name, tensor in latents.items() if tensor.is_own and tensor.recipe is not None}
         if self.buffers is not None:
             named = zip(program.placeholders, example_inputs, strict=True)
@@ -250,7 +250,7 @@ class Compiler:
             return pipeline.run(program, without, name, recompiles=True, refused=left), None
 
     def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
-        """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
+        """The folded weights, computed now: if one cannot be folded, the graph can still be rewritten without folds."""
         if not program.folds or self.explain_only:
             return None
         folds = FoldedWeights(program)
@@ -258,7 +258,7 @@ class Compiler:
         return folds
 
     def _unchanged(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten | None) -> Call:
-        """Code for a graph that nothing was done to. Its layers are looked for in the captured graph."""
+        """Compile a graph that was not rewritten. Its repeated layers are found in the captured graph."""
         if done is not None and not is_active():
             with torch.no_grad():
                 call = self.code.by_parts(partial(emit.to_graph_module, done.captured), example_inputs)
@@ -267,15 +267,15 @@ class Compiler:
         return self.code.whole(gm, example_inputs)
 
     def _assembled(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten, *, alone: bool) -> Call | None:
-        """The rewritten graph, compiled; ``None`` where Inductor fails with it, after saying so.
+        """Compile the rewritten graph; ``None`` after a warning if Inductor fails.
 
-        ``alone``: no other rank takes part, which would go on with a form, or with rows, that this one does not have.
+        ``alone``: no other rank takes part. Another rank would continue with a form, or with rows, that this one lacks.
         """
         try:
             return self._assemble(gm, example_inputs, done)
-        except RestartAnalysis:  # no failure: Dynamo is to trace again, knowing more
+        except RestartAnalysis:  # no failure: Dynamo has to trace again with what it has learnt
             raise
-        except Exception as error:  # whatever goes wrong behind us, the graph that came is untouched
+        except Exception as error:  # whatever goes wrong in code generation, the original graph is untouched
             if self.options.strict or not alone:
                 raise
             logger.debug("a rewritten graph could not be compiled", exc_info=error)
@@ -292,9 +292,9 @@ class Compiler:
             return None
 
     def _assemble(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten) -> Call:
-        """One callable of the graph's inputs: the compiled programs, and what runs around them in each call."""
+        """One callable of the graph's inputs: the compiled programs and the code that runs around them in each call."""
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
-            native.load()  # built while everything else is, not in the first decode step
+            native.load()  # built during compilation, not in the first decode step
         program, base = done.outcome.program, done.outcome.base
         autocast = is_active()
         layouts = layouts_of(program)
@@ -307,12 +307,12 @@ class Compiler:
             inputs = examples_of(one, done.captured, example_inputs, layouts)
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call
-            # Under autocast the captured program and not its graph, which has no casts: it runs where autocast is off.
+            # Under autocast the captured program, whose casts are explicit, is compiled: it runs with autocast off.
             if one is done.captured and not autocast:
                 return self.code.whole(gm, example_inputs)
             return self.code.whole(emitted(), inputs)
 
-        # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
+        # This is no training graph: if gradients are enabled outside, the captured graph itself disables them.
         with torch.no_grad(), without_autocast():
             call = generate(program if done.changed else done.captured)
             if done.folds is not None:
@@ -321,7 +321,7 @@ class Compiler:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(done.outcome.long))
             if program.appends or program.shared:
                 call = with_room(call, program)
-        if autocast:  # Dynamo compiles again when it is switched off
+        if autocast:  # Dynamo recompiles when autocast is switched off
             call = _outside_autocast(call)
         if base.cache is not None:
             names = [node.name for node in done.captured.placeholders]
@@ -330,7 +330,7 @@ class Compiler:
 
 
 def _outside_autocast(call: Call) -> Call:
-    """``call`` with autocast off: the casts are in its graph, and products that are float32 on purpose stay so."""
+    """``call`` with autocast off: its graph contains the casts, and products that are float32 on purpose stay so."""
 
     def outside(*inputs: Any) -> Any:
         with without_autocast():
@@ -340,13 +340,13 @@ def _outside_autocast(call: Call) -> Call:
 
 
 def _carrying(gm: fx.GraphModule, example_inputs: Inputs, kind: type[_Carrier]) -> dict[str, _Carrier]:
-    """The inputs of a graph that carry rows in a tensor of a ``kind``, by the name of their placeholder."""
+    """The inputs of a graph that carry rows in a tensor of class ``kind``, by the name of their placeholder."""
     named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return {node.name: value for node, value in named if isinstance(value, kind)}
 
 
 def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
-    """Whether the graph is to be differentiated, decided as AOTAutograd does: by its outputs where they are known."""
+    """Whether the graph will be differentiated, decided as in AOTAutograd: by its outputs, if these are known."""
     if not torch.is_grad_enabled():
         return False
     if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
@@ -357,9 +357,9 @@ def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
 
 
 def tell(report: Report, told: set[str]) -> None:
-    """One line about a graph at INFO, the whole report at DEBUG; a warning where it has attention, none absorbed.
+    """Log a line about a graph at INFO and the report at DEBUG; warn if it has attentions and none was absorbed.
 
-    ``told`` are the warnings of other graphs of the model, which are not repeated.
+    ``told`` holds the warnings about other graphs of the model, which are not repeated.
     """
     count_sites(report)
     logger.info("%s", report.summary())
@@ -375,7 +375,7 @@ def tell(report: Report, told: set[str]) -> None:
 
 
 def _trace(report: Report) -> None:
-    """Adds the report to this compilation's trace, for tlparse; does nothing unless torch writes a trace."""
+    """Add the report to this compilation's trace, for tlparse; does nothing unless torch writes a trace."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "mla_compile_report", "encoding": "json"},
@@ -384,7 +384,7 @@ def _trace(report: Report) -> None:
 
 
 def _all_kept_by_choice(report: Report) -> bool:
-    """Every site was left alone because that is cheaper here, the user asked for it, or nothing is left to absorb."""
+    """Whether every site was left because that is cheaper, was asked for, or because nothing can be absorbed."""
     choices = (
         Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
     )  # fmt: skip
@@ -392,7 +392,7 @@ def _all_kept_by_choice(report: Report) -> bool:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """The error without tracebacks: their frames would keep the model alive for as long as torch keeps the backend."""
+    """The error without tracebacks, whose frames would keep the model alive as long as torch keeps the backend."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

@@ -21,19 +21,19 @@ _numbers = itertools.count()
 def compiled_entry(compiler: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class; ``compiler``: a backend.
 
-    Dynamo counts recompilations per code object, and all models of a library may enter through the same one (a
-    decorator's wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore has a
-    code object of its own; functions called after a graph break are kept apart too where torch can (2.13 and later).
+    Dynamo counts recompilations per code object. All models of a library may enter through the same one (a decorator's
+    wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore gets its own code
+    object. Where torch supports it (2.13 and later), functions that are called after a graph break are kept apart, too.
     """
 
     def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
         comptime(begin_with_one)
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
-    # Equal code objects are one to Python's dicts, so the name has to differ as well.
+    # Python's dicts do not tell equal code objects apart, so the name has to differ as well.
     code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
     own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
-    # Its compiled graphs refer back to it through C, a cycle that the garbage collector does not see.
+    # Its compiled graphs refer back to it through C, in a cycle that the garbage collector does not see.
     weakref.finalize(own, reset_code, code).atexit = False
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True

@@ -1,4 +1,4 @@
-"""Example inputs of rewritten programs, from which code is made."""
+"""Example inputs of rewritten programs, from which code is generated."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from mla_compile.runtime.latent_calls import example_in_order
 def examples_of(
     program: Program, captured: Program, example_inputs: Inputs, layouts: Mapping[str, Sequence[int]]
 ) -> list[Any]:
-    """Example inputs of a rewritten program: those of the captured one, and fakes for what was added, as it lies."""
+    """Example inputs of a rewritten program: those of the captured one, and fake tensors for added inputs.
+
+    ``layouts``: the order of the axes in memory of inputs that were made by another graph.
+    """
     given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
     grown = {one.input for one in program.appends if one.input is not None}
     for name in grown.intersection(given):
-        del given[name]  # of another size than the caller's
+        del given[name]  # the program takes more rows than the caller passes
     for node in program.placeholders:
         if (order := layouts.get(node.name)) is not None:
             given[node.name] = example_in_order(node.meta["val"], order)
@@ -27,7 +30,7 @@ def examples_of(
 
 
 def _as_sizes_say(value: Any) -> Any:
-    """A symbolic number by the name that sizes have for it now: Inductor knows no other in those of rows with room."""
+    """A symbolic number with its current expression: Inductor knows only the current symbols of sizes."""
     if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
         return value
     now: Any = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)

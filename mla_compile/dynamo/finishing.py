@@ -1,7 +1,7 @@
-"""Libraries that finish a model in its first call, which then runs as it came.
+"""Handles libraries that finish a model in its first call, which then runs uncompiled.
 
-bitsandbytes packs 4-bit weights for the CPU on which a layer first runs (``weight.data = packed``). No functional graph
-has this, and what is compiled for the weights as they were loaded holds for no later call.
+bitsandbytes packs 4-bit weights when a layer first runs on a CPU (``weight.data = packed``). A functional graph cannot
+express that, and code that is compiled for the loaded weights fits no later call.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ logger = logging.getLogger("mla_compile")
 
 
 class UnfinishedError(CaptureError):
-    """The first call of a model would replace weights that somebody else has."""
+    """The first call of a model would replace weights that someone else uses."""
 
 
 class Finishing:
-    """The weights of a model that were replaced by a call of it.
+    """The weights of a model that a call has replaced.
 
     Attributes:
         allowed: whether weights may be replaced.
-        happened: whether any were since this was last set to False.
+        happened: whether any were replaced since this was last set to False.
     """
 
     def __init__(self) -> None:
@@ -36,16 +36,16 @@ class Finishing:
         self._finished = WeakIdKeyDictionary()
 
     def takes(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
-        """Whether ``gm`` is to run as it came, because it replaces weights. This is granted once for each weight.
+        """Whether ``gm`` has to run uncompiled because it replaces weights. Each weight may be replaced once.
 
-        Raises :class:`UnfinishedError` where it is not allowed.
+        Raises :class:`UnfinishedError` if replacing is not allowed.
         """
         weights = [w for w in replaced_weights(gm, example_inputs) if w not in self._finished]
         if not weights:
             return False
         if not self.allowed:
-            raise UnfinishedError(f"the first call replaces {len(weights)} weights of the model: call it once before")
+            raise UnfinishedError(f"the first call replaces {len(weights)} weights: call the model once before")
         self._finished.update(dict.fromkeys(weights))
         self.happened = True
-        logger.info("a call replaced %d weights of the model and ran as it came; the next is compiled", len(weights))
+        logger.info("a call replaced %d weights of the model and ran uncompiled; the next is compiled", len(weights))
         return True

@@ -1,4 +1,4 @@
-"""The forward of an optimized module: the original's, compiled with our backend, in a Dynamo cache of its own."""
+"""The forward of an optimized module: the original's forward, compiled with our backend, with its own Dynamo cache."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ from mla_compile.report.report import NOTHING_YET, Report
 from mla_compile.runtime.own_buffers import FindKept, KeptBuffer, OwnBuffers
 
 _GLOBAL_HOOKS = (
-    "a hook for all modules is registered (register_module_forward_hook), and compiled code would not call one that is "
-    "registered later; as long as there is one, the model runs in its original, uncompiled form"
+    "a global module hook is registered (register_module_forward_hook), and compiled code would not call another that "
+    "is registered later; as long as there is one, the model runs in its original, uncompiled form"
 )
 
 
 class CompiledForward(OwnForward):
-    """The ``forward`` of an optimized module, through ``copy.deepcopy`` and pickling of the module.
+    """The ``forward`` of an optimized module; it survives ``copy.deepcopy`` and pickling of the module.
 
     A deep copy and an unpickled copy are optimized with the same options, and compile anew.
 
-    ``outer``: the optimized module that ``module`` is a part of. Methods of that one may call the part by itself
-    (``generate()`` of a wrapper): then it is compiled by itself. Within a call of ``outer`` it is what it was.
+    ``outer``: the optimized module that contains ``module``. If a method of ``outer`` calls ``module`` directly
+    (``generate()`` of a wrapper), ``module`` is compiled separately. Within a call of ``outer``, its plain forward
+    runs.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CompiledForward(OwnForward):
         self.options = options
         self.mode = mode
         self.settings = settings
-        # torch keeps every backend until it is reset; a strong reference here would keep the weights alive too.
+        # torch keeps every backend until it is reset; a strong reference here would also keep the weights alive.
         report = weakref.WeakMethod(self._report)
 
         def tell() -> None:
@@ -86,7 +87,7 @@ class CompiledForward(OwnForward):
         self._buffers = self._own_buffers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; compiled, unless gradients are wanted or another compiler is tracing it."""
+        """Run the module's forward; compiled, unless gradients are needed or another compiler is tracing it."""
         if _is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
         device = self._device_of_all()
@@ -108,9 +109,9 @@ class CompiledForward(OwnForward):
         return [self.module, *models_within(self.module)]
 
     def _device_of_all(self) -> torch.device | None:
-        """Where wrappers put the inputs of this call, if they were taken off; None: there are none.
+        """The device to which removed wrappers moved inputs; None if there are none.
 
-        They are looked for in the first call and not before: libraries finish a model by hooks that run then.
+        Wrappers are removed in the first call and not earlier, because libraries finish a model by hooks that run then.
         """
         if self.outer is not None:
             outer = vars(self.outer).get("forward")
@@ -122,7 +123,7 @@ class CompiledForward(OwnForward):
 
     @one_at_a_time()
     def _take_off(self) -> None:
-        if self._unwrapped is None:  # nor has another thread done it
+        if self._unwrapped is None:  # another thread may have done it meanwhile
             found = take_off(self.module)
             for part in (self, *self._parts()):
                 part.compiler.wrapped = found
@@ -139,13 +140,13 @@ class CompiledForward(OwnForward):
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             done = self._run(self.module, args, kwargs, self._replaced)
-        if self.compiler.finishing.happened:  # Dynamo would take the sizes of the weights for ones that vary
+        if self.compiler.finishing.happened:  # Dynamo would treat the sizes of the replaced weights as dynamic
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
 
     def install(self) -> None:
-        """Make this the forward of its module, whose ``mla_report`` is kept up to date with what is compiled."""
+        """Make this the forward of its module, whose ``mla_report`` is updated after each compilation."""
         if self.outer is None and not hasattr(self.module, "mla_report"):
             self._report()
         vars(self.module)["forward"] = self
@@ -155,11 +156,11 @@ class CompiledForward(OwnForward):
             vars(self.module)["warm_up"] = self.warm_up
 
     def warm_up(self, batch: int = 1, prompt: int = 16, context: int | None = None) -> None:
-        """Compiles what ``generate()`` meets for ``batch`` prompts of about ``prompt`` tokens, by generating a few.
+        """Compile the graphs that ``generate()`` needs for ``batch`` prompts of about ``prompt`` tokens, by generating.
 
-        Sizes that were seen to change are open afterwards. ``context``: also for prompts of so many tokens, where
-        another form may be cheaper. ``warm_up`` of an optimized language model of transformers, as long as its class
-        has no method of that name. Raises :class:`InputError` for numbers below 1.
+        Sizes that differ between these calls are dynamic afterwards. ``context``: also use prompts of this length, for
+        which another form may be cheaper. This is ``warm_up`` of an optimized language model of transformers, unless
+        its class has a method of that name. Raises :class:`InputError` for numbers below 1.
         """
         lengths = [prompt, prompt + 1, *(() if context is None else (context,))]
         if batch < 1 or min(lengths) < 1:
@@ -174,24 +175,24 @@ class CompiledForward(OwnForward):
             model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
     def below(self, forward: Callable[..., Any] | None) -> None:
-        """From now on this is the module's own forward; None: that of its class."""
+        """Set the module's own forward; None stands for that of its class."""
         self._replaced = forward
         self._buffers = self._own_buffers()
 
     def _own_buffers(self) -> OwnBuffers | None:
-        # A forward that was set on the object is bound to the original, whose buffers it would read.
+        # A forward that was set on the object is bound to the original, and would read the original's buffers.
         if self.compiler.options.cache != "latent" or self._replaced is not None:
             return None
         return OwnBuffers(self.module, self._plain, _kept_buffers(replace(self.options, verify=False)))
 
     def _plain(self) -> torch.nn.Module:
-        """The module as it was before: the same weights, buffers and submodules."""
+        """The module as it was before optimization: the same weights, buffers and submodules."""
         plain = shallow(self.module)
         self.uninstall(plain)
         return plain
 
     def uninstall(self, module: torch.nn.Module) -> None:
-        """Give a copy of the module back the forward that it had before."""
+        """Restore the previous forward in a copy of the module."""
         del vars(module)["forward"]
         if self._replaced is not None:
             vars(module)["forward"] = self._replaced
@@ -217,7 +218,7 @@ class CompiledForward(OwnForward):
         return [one for one in found if isinstance(one, CompiledForward)]
 
     def _is_within(self) -> bool:
-        """Whether this is called by the model that it is a part of, whose compiler it is left to."""
+        """Whether the call comes from the outer model, whose compiler then handles it."""
         return self.outer is not None and running() is not None
 
     def call_module(self, *_: Any) -> Callable[..., Any]:
@@ -254,7 +255,7 @@ class CompiledForward(OwnForward):
 
 
 def _kept_buffers(options: Options) -> FindKept:
-    """Which buffers may be kept as rows, by a trace with these options."""
+    """A function that finds, by a trace with these options, the buffers that may be kept as rows."""
 
     def kept(
         module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], empty: Collection[Place]
@@ -263,7 +264,7 @@ def _kept_buffers(options: Options) -> FindKept:
             return trace(module, args, kwargs, options, empty).kept
         except InputError:
             raise
-        except MlaCompileError:  # the compilation of the call says why
+        except MlaCompileError:  # the compilation of the call reports the reason
             return []
 
     return kept
@@ -277,7 +278,7 @@ def _is_traced() -> bool:
 
 
 def _forward_of(module: torch.nn.Module) -> str:
-    """What messages call the forward of a module's class."""
+    """The name of the forward of a module's class in messages."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"'{type(module).__name__}.forward'{place}"

@@ -1,7 +1,7 @@
-"""What libraries log once in a process (``logger.warning_once``), left out of compiled code.
+"""Omits messages that libraries log once per process (``logger.warning_once``) from compiled code.
 
-Dynamo breaks the graph at a call of a logger. In the middle of an attention the break costs the absorption, for a line
-that is written once at most. A call that logs each time is part of what the model does, and keeps its break.
+Dynamo breaks the graph at a call of a logger. A break within an attention prevents its absorption, for a line that is
+written at most once. A call that logs every time is part of the model's behaviour and keeps its break.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from types import MethodType
 from torch._dynamo import config
 
 SETTING = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
-"""Dynamo's setting: the functions whose calls compiled code leaves out. torch 2.11 has the second name."""
+"""The Dynamo setting for functions whose calls compiled code omits; torch 2.11 has the second name."""
 
 
 class SaidOnce(set[Callable[..., object]]):
-    """The user's set of functions to leave out, and every method of a logger that remembers what it said.
+    """The user's set of functions to omit, extended by every logger method that logs a message only once.
 
-    ``on_met`` is called with the name of the logger and of the method. Releases of torch that do not ask the set itself
+    ``on_met`` is called with the names of the logger and the method. Releases of torch that do not query the set itself
     break the graph as before.
     """
 
@@ -33,7 +33,7 @@ class SaidOnce(set[Callable[..., object]]):
             return True
         if not isinstance(method, MethodType) or not isinstance(method.__self__, logging.Logger):
             return False
-        # A cache around a function that returns nothing is there to call it once.
+        # A cache around a function that returns nothing only serves to call it once.
         if not isinstance(method.__func__, functools._lru_cache_wrapper):
             return False
         self.on_met(method.__self__.name, getattr(method.__func__, "__name__", "a method"))

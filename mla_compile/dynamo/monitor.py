@@ -1,8 +1,8 @@
 """Warns when Dynamo gives up on code that this package compiled.
 
-Dynamo keeps a limited number of compiled variants of a function (8 by default) and beyond that runs it uncompiled: the
-results are the same, the speed is gone, and only a log line says so. There is no hook, so a handler on that logger is
-the hook. Where logging is off, the warning comes with the last variant that there is room for.
+Dynamo keeps a limited number of compiled variants of a function (8 by default), and beyond that runs the function
+uncompiled. Results stay the same, decode becomes slow, and only a log line says so. As there is no hook for that, a
+handler on that logger serves as one. If logging is off, the warning comes with the last variant below the limit.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from mla_compile.dynamo.recompiles import parameters_of, running
 from mla_compile.errors import warn
 
 _KEPT = 1024
-_ENTRY = str(Path(__file__).with_name("entry.py"))  # where Dynamo sees the entry to an optimized module
+_ENTRY = str(Path(__file__).with_name("entry.py"))  # the file in which Dynamo sees the entry to an optimized module
 _logger = logging.getLogger("torch._dynamo.convert_frame")
 
 
 @dataclass(frozen=True)
 class _Function:
-    """What was compiled of one function: whether a graph had an attention, where inputs are used, for which weights."""
+    """What is known of one function: whether a graph had an attention, where inputs are used, which layers ran it."""
 
     attention: bool = False
     places: dict[str, str] = field(default_factory=dict)
     layers: WeakValueDictionary[int, torch.nn.Parameter] = field(default_factory=WeakValueDictionary)
-    """One parameter of each layer or model that it was compiled for and that is still there."""
+    """One parameter of each live layer or model for which the function was compiled."""
 
 
 _ours: OrderedDict[str, _Function] = OrderedDict()
-"""By function, as Dynamo's log spells it."""
+"""Function, as Dynamo's log spells it -> facts about its compilations."""
 
 _attention = threading.Event()
 """Whether any graph so far had an attention."""
@@ -50,8 +50,8 @@ _attention = threading.Event()
 def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attention: bool) -> int:
     """Called inside a backend: warn if Dynamo later gives up on the function that it is compiling now.
 
-    A function without attention counts as soon as any graph has one: Dynamo gives up on what it calls, too. Returns for
-    how many layers or models the function was compiled so far.
+    A function without attention counts as soon as any graph has one, because Dynamo also gives up on the functions that
+    it calls. Returns the number of layers or models for which the function was compiled so far.
     """
     if attention:
         _attention.set()
@@ -60,7 +60,7 @@ def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attent
     traced = TracingContext.get_traced_code()
     if not traced:
         return 0
-    function = _spelled(traced[0])  # the function itself first, then what was inlined into it
+    function = _spelled(traced[0])  # the function itself comes first, then the inlined ones
     before = _ours.get(function, _Function())
     before.layers.update((id(weight), weight) for weight in parameters_of(gm, example_inputs)[:1])
     _ours[function] = _Function(attention or before.attention, _places(gm), before.layers)
@@ -83,7 +83,8 @@ class _LimitHandler(logging.Handler):
             return
         known = _ours.get(str(function), _Function())
         why = cause(str(reason), known.places, "module" if running() else None)
-        # Each layer needs a variant for a prompt and one for decoding at least: what differs is the layer.
+        # Each layer needs at least one variant for a prompt and one for decoding, so the number of layers alone can be
+        # the cause.
         count = len(known.layers)
         if running() is None and count > 1 and 2 * count >= int(str(value)):
             why = of_layers(count)
@@ -96,7 +97,7 @@ class _LimitHandler(logging.Handler):
 
 def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
     module = running()
-    slow = "decode is as slow as before" if attention else "attention in what it calls may run in its original form"
+    slow = "decode is as slow as before" if attention else "attention that it calls may run in its original form"
     message += f": results are right, but {slow}. "
     if why is None:
         message += 'TORCH_LOGS="recompiles" shows what changes from call to call'
@@ -108,7 +109,7 @@ def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
 
 
 def _named(function: str) -> str:
-    """A function as Dynamo names it, or the user's forward where it is the entry to an optimized module."""
+    """A function as Dynamo names it, or the user's forward if it is the entry to an optimized module."""
     module = running()
     return module.function if module is not None and f"({_ENTRY}:" in function else function
 

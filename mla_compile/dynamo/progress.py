@@ -1,7 +1,7 @@
-"""What is being compiled, how long that has taken so far, and how long each stage of it took.
+"""Progress of compilations: what is being compiled, the time so far, and the time of each stage.
 
-Stages follow one another: ``trace`` (Dynamo, and the guards that it makes in the end), ``capture`` and ``passes``
-(ours), ``code`` (Inductor).
+The stages follow one another: ``trace`` (Dynamo, with its guards at the end), ``capture`` and ``passes`` (ours),
+``code`` (Inductor).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _ALL_KEPT = (
     "trace",
     "capture",
     "passes",
-)  # what these make is mostly kept; generating code makes tensors and drops them
-_TOLD_SECONDS = 1.0  # what compiled faster than this is not told of afterwards
+)  # objects of these stages are mostly kept; code generation makes and drops tensors
+_TOLD_SECONDS = 1.0  # no line is printed for compilations that were faster
 
 
 class Compilations:
     """The compilations of one model.
 
     Args:
-        name: of what is compiled.
-        show: on stderr, a spinner with the stage while it lasts and a line when it is done; without a terminal the line
-            alone. ``None``: only on a terminal.
+        name: the name of the compiled function.
+        show: whether stderr shows a spinner with the stage and a line at the end; without a terminal, only the line.
+            ``None``: only on a terminal.
     """
 
     def __init__(self, name: str, *, show: bool | None = False) -> None:
@@ -56,7 +56,7 @@ class Compilations:
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Follows what Dynamo compiles in the block."""
+        """Follow what Dynamo compiles in the block."""
         thread = threading.get_ident()
 
         def started(what: CallbackArgs) -> None:
@@ -72,7 +72,7 @@ class Compilations:
         try:
             yield
         finally:
-            if self._thread == thread:  # a reset of Dynamo within the call forgets the callbacks
+            if self._thread == thread:  # a reset of Dynamo within the call drops the callbacks
                 self.end()
             for callbacks, ours in (
                 (callback_handler.start_callbacks, started),
@@ -83,7 +83,7 @@ class Compilations:
 
     @contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """A compilation of one stage."""
+        """Record a compilation of one stage."""
         self.begin(stage)
         try:
             yield
@@ -91,7 +91,7 @@ class Compilations:
             self.end()
 
     def begin(self, stage: str) -> None:
-        """A compilation begins with this stage."""
+        """Begin a compilation with this stage."""
         self.end()
         self.count += 1
         self.seconds = {}
@@ -102,7 +102,7 @@ class Compilations:
         self._describe()
 
     def stage(self, name: str) -> None:
-        """From here on it is another stage; nothing happens outside of a compilation."""
+        """Enter another stage; does nothing outside of a compilation."""
         if not self._stage:
             return
         now = time.perf_counter()
@@ -112,13 +112,13 @@ class Compilations:
         self._describe()
 
     def _collect(self, *, wanted: bool) -> None:
-        """Whether cycles are collected in this stage."""
+        """Run or pause the cycle collector in this stage."""
         if wanted == self._paused:
             (collector.resume if wanted else collector.pause)()
             self._paused = not wanted
 
     def end(self) -> None:
-        """The compilation that began has ended, or failed."""
+        """End the compilation, which may have failed."""
         if not self._stage:
             return
         self.stage("")
@@ -134,13 +134,13 @@ class Compilations:
         return f"{self.name}, graph {self.count}"
 
     def _visible(self) -> bool:
-        stream: Any = sys.stderr  # None, or something with less than a file has, where a program put it there
+        stream: Any = sys.stderr  # a program may have set it to None, or to an object that lacks methods of a file
         if self.show is False or stream is None or getattr(stream, "closed", False):
             return False
         return self.show is True or (hasattr(stream, "isatty") and stream.isatty())
 
     def _show(self) -> None:
-        # On use: compiling without a terminal does not pay for it.
+        # On use: only a terminal needs this import.
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

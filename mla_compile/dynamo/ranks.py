@@ -1,11 +1,11 @@
-"""What the ranks of a distributed program agree on when they compile a graph.
+"""Agreement between the ranks of a distributed program when they compile a graph.
 
-An attention is absorbed only where every rank absorbs it: each rank verifies with its own part of the weights, and may
-come to another verdict. Ranks tell each other what they decided through the store in which torch.distributed set them
-up, and run no collective for it: a rank that compiles alone (its guards failed, and those of no other) must not wait in
-one that the others answer with a step of the model.
+An attention is absorbed only if every rank absorbs it: each rank verifies it with its own part of the weights, and may
+come to another verdict. Ranks exchange their decisions through the store of torch.distributed, and run no collective
+for it. If only one rank compiles, because only its guards failed, it must not wait in a collective that the others
+answer with a collective of the model.
 
-Only graphs that need other ranks are told of: those with collectives in them, or with tensors of several ranks.
+Ranks exchange decisions only about graphs with collectives or with tensors of several ranks.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from mla_compile.pass_state import Outcome
 from mla_compile.version import __version__
 
 Told = dict[int, dict[str, Any]]
-"""What each rank said, by its number in the whole program."""
+"""Global rank -> what the rank said."""
 
 _SLICE = timedelta(seconds=5)
-"""How long a wait is, at most, in which Python hears no signal."""
+"""The longest single wait on the store, during which Python handles no signal."""
 
 _met: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""How often the ranks of a group have met, by the store in which they do."""
+"""Store -> how often the ranks of each group have met."""
 _lock = threading.Lock()
 
 
 class OtherRankFailedError(RuntimeError):
-    """Another rank could not rewrite the graph: this one leaves it as it is, too."""
+    """Another rank could not rewrite the graph, so this rank leaves it as it is, too."""
 
 
 def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Meeting | None:
-    """Where the ranks that run this graph together agree on it; None for a graph that one rank runs alone."""
+    """The meeting of the ranks that run this graph together; None for a graph that one rank runs alone."""
     return _meeting(_groups(gm, example_inputs), options)
 
 
 def meeting_of(model: torch.nn.Module, options: Options) -> Meeting | None:
-    """Where the ranks that hold the weights of a model together agree on what becomes of it; None where one has all."""
+    """The meeting of the ranks that together hold the weights of a model; None if one rank holds all of them."""
     return _meeting(_groups_of(model), options)
 
 
 def _meeting(of: Iterable[dist.ProcessGroup], options: Options) -> Meeting | None:
     if options.ranks == "alone" or not (dist.is_available() and dist.is_initialized()):
         return None
-    if dist.get_backend() == "fake":  # of one process that plays a rank of many
+    if dist.get_backend() == "fake":  # a single process that plays one of many ranks
         return None
     own = dist.get_rank()
     groups = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in of)
@@ -73,16 +73,16 @@ def _meeting(of: Iterable[dist.ProcessGroup], options: Options) -> Meeting | Non
 
 
 def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Sharing | None:
-    """How this rank shares rows with those of ``options.context_parallel``; None where nobody does.
+    """How this rank shares rows with those of ``options.context_parallel``; None if rows are not shared.
 
-    Ranks whose tensors or collectives are in the graph may compute other heads each. Of others the weights tell
-    (:meth:`Meeting.alike`).
+    Ranks that share tensors or collectives of the graph may compute different heads. For other ranks, a comparison of
+    the weights decides that (:meth:`Meeting.alike`).
     """
     return _sharing(_groups(gm, example_inputs), options)
 
 
 def sharing_of_model(model: torch.nn.Module, options: Options) -> Sharing | None:
-    """The same of ranks that run a model: those that hold its weights together may compute other heads each."""
+    """As :func:`sharing_of`, for the ranks that run a model: ranks that share its weights may differ in heads."""
     return _sharing(_groups_of(model), options)
 
 
@@ -105,7 +105,7 @@ def ranks_of(options: Options) -> tuple[int, ...]:
 
 
 def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.ProcessGroup]:
-    """The groups of ranks that hold the inputs of a Dynamo graph together, or that its operators name."""
+    """The groups of ranks that hold inputs of a Dynamo graph together, or that its operators name."""
     for value in example_inputs:
         if isinstance(value, dist.ProcessGroup):
             yield value
@@ -123,8 +123,8 @@ def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.Process
 class Meeting:
     """The ranks that compile one graph: ``groups`` that share its collectives, in the order in which it names them.
 
-    Each rank says what it decided to its first group, then what it has heard so far to the next one. As the groups of a
-    program are the axes of a mesh, all ranks have heard of all others after the last.
+    Each rank sends its decision to its first group, then everything it has received so far to the next one. The groups
+    of a program are the axes of a mesh, so after the last group all ranks have heard from all others.
     """
 
     def __init__(self, groups: list[tuple[int, ...]], rank: int, options: Options) -> None:
@@ -135,18 +135,18 @@ class Meeting:
             "mla_compile": __version__,
             "torch": torch.__version__,
             **{name: repr(value) for name, value in vars(options).items() if name != "context_parallel"},
-            # Each row of a mesh shares its own rows.
+            # Only the size is compared: each group of the mesh shares rows of its own.
             "context_parallel": repr(options.context_parallel and options.context_parallel.size()),
         }
 
     def refused(self, outcome: Outcome) -> dict[str, str] | None:
-        """The attentions to leave, by their names in ``outcome.sites``, because another rank does; None: all agree.
+        """The attentions to leave, by their names in ``outcome.sites``, because another rank does; None if all agree.
 
-        Every rank gets None in the same round, and otherwise has to come back with what it decides then.
+        Every rank gets None in the same round. Otherwise it has to call again with its new decisions.
 
         Raises:
             OtherRankFailedError: another rank failed.
-            RankError: on all ranks, where they compile different things or one of them does not come.
+            RankError: on all ranks, if they compile different programs or one of them does not come.
         """
         sites = [_said_of(site) for site in outcome.report.sites]
         told = self._heard({"sites": sites, "rows": list(outcome.warnings)})
@@ -165,26 +165,26 @@ class Meeting:
         return left if again else None
 
     def failed(self, error: Exception) -> None:
-        """Tells the other ranks that this one leaves the graph as it is."""
+        """Tell the other ranks that this one leaves the graph as it is."""
         self._exchange({"program": self.program, "problem": brief(error)})
 
     def ready(self) -> None:
-        """Returns when all ranks have come as far.
+        """Return when all ranks have reached this point.
 
-        Raises what :meth:`refused` does.
+        Raises the errors of :meth:`refused`.
         """
         self._heard({})
 
     def alike(self, program: Program, group: tuple[int, ...]) -> bool:
-        """Whether the ranks of a group have the same weights, as far as a look at a few numbers of each can tell.
+        """Whether the ranks of a group have the same weights, judged by a few values of each weight.
 
-        Raises what :meth:`refused` does.
+        Raises the errors of :meth:`refused`.
         """
         told = self._heard({"weights": _mark(program.weights.values())})
         return len({told[rank]["weights"] for rank in group}) == 1
 
     def _heard(self, mine: dict[str, Any]) -> Told:
-        """What all ranks say where none has failed."""
+        """The messages of all ranks; raises if one of them failed."""
         told = self._exchange({"program": self.program, "problem": None, **mine})
         problems = {rank: one["problem"] for rank, one in told.items() if one["problem"] is not None}
         if problems:
@@ -215,7 +215,7 @@ class Meeting:
         return told
 
     def _wait(self, store: Any, keys: Mapping[int, str]) -> None:
-        """Until all have spoken, for as long as the process group waits for its ranks."""
+        """Wait for all ranks, at most for the timeout of the process group."""
         end = time.monotonic() + store.timeout.total_seconds()
         missing = list(keys)
         while missing := [rank for rank in missing if not store.check([keys[rank]])]:
@@ -227,11 +227,11 @@ class Meeting:
                     f"it within {store.timeout}: it ended, or its call needed no compilation; ranks that compile at "
                     'different points need the option ranks="alone"'
                 )
-            with suppress(RuntimeError):  # what all stores raise when the time is over
+            with suppress(RuntimeError):  # all stores raise it on timeout
                 store.wait([keys[rank] for rank in missing], min(left, _SLICE))
 
     def _check(self, told: Told) -> None:
-        """Raises, on all ranks alike, where what was compiled is not the same program."""
+        """Raise, on all ranks alike, if they compiled different programs."""
         _same({rank: len(one["sites"]) for rank, one in told.items()}, "attentions in the graph")
         for index in range(len(told[self.rank]["sites"])):
             _same({rank: one["sites"][index]["source"] for rank, one in told.items()}, f"attention {index}")
@@ -241,7 +241,7 @@ class Meeting:
 
 
 def _mark(weights: Iterable[torch.Tensor | None]) -> str:
-    """A few numbers of each weight: of other heads, they are others."""
+    """A fingerprint of a few values of each weight, which differs for the weights of other heads."""
     found = hashlib.sha256()
     for weight in weights:
         if weight is not None and not weight.is_meta and weight.layout is torch.strided:
@@ -270,7 +270,7 @@ def _same(found: Mapping[int, object], what: str) -> None:
 
 
 def _each(found: Mapping[int, object]) -> str:
-    """What each rank says, ranks that say the same together."""
+    """The message of each rank; ranks with equal messages are listed together."""
     by_text: dict[str, list[int]] = {}
     for rank, said in sorted(found.items()):
         by_text.setdefault(str(said), []).append(rank)

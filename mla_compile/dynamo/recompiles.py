@@ -1,12 +1,12 @@
 """Keeps an optimized module within Dynamo's recompile limit, beyond which the original code runs uncompiled.
 
-Some decode state changes in every step, and under torch's own settings Dynamo takes it for constant and recompiles
-each time: int attributes of modules (``self.pos += 1``), and the sizes of registered buffers that grow by ``cat``.
-While an optimized module runs, both are treated like any other size: constant until seen to change, then symbolic.
+Some decode state changes in every step: int attributes of modules (``self.pos += 1``), and the sizes of registered
+buffers that grow by ``cat``. Under torch's own settings Dynamo takes both for constants and recompiles each time. While
+an optimized module runs, both are treated like any other size: constant until seen to change, then symbolic.
 
-Code that several layers share after a graph break does settle, but may be compiled once for each layer, so a deep model
-exceeds the limit before its first token. Each layer therefore gets the limit to itself. So do layers that are compiled
-one by one with ``torch.compile``, where no setting of the user's is touched (:func:`guard_module`).
+Code that several layers share after a graph break does settle, but may be compiled once per layer, so that a deep model
+exceeds the limit before its first token. Each layer therefore gets the full limit. So do layers that are compiled one
+by one with ``torch.compile``, for which none of the user's settings is changed (:func:`guard_module`).
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shape
 """Dynamo settings that let int attributes and the sizes of buffers become symbolic."""
 
 HOOKS = {"skip_nnmodule_hook_guards": False}
-"""Compiled code must notice a hook that is added later; by default torch skips that check to save guards."""
+"""Makes compiled code notice a hook that is added later; by default torch skips that check to save guards."""
 
 PHASES = 4
-"""For how many values of one thing code is compiled before it counts as one that changes in every call.
+"""The number of values of one source for which code is compiled before it counts as changing in every call.
 
-A tensor that fills and drains is empty, has one row, is full, and anything between. Several together take several times
-as many graphs as Dynamo's limit, all of them in the first tokens."""
+A tensor that fills and drains is empty, has one row, is full, or has a length in between. Several such tensors need
+several times as many graphs as Dynamo's limit, all of them within the first tokens.
+"""
 
 _ACCUMULATED = "accumulated_recompile_limit"
 
 
 def parameters_of(gm: fx.GraphModule, example_inputs: Inputs) -> list[torch.nn.Parameter]:
-    """The parameters that a graph is compiled for: layers that run the same code differ in them."""
+    """The parameters that a graph is compiled for; layers that run the same code differ in them."""
     return [value for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)]
 
 
 def guard_module(gm: fx.GraphModule) -> None:
-    """Called inside a backend: what is compiled now holds for that very module alone whose parameters the graph reads.
+    """Called inside a backend: guard the identity of the module whose parameters the graph reads.
 
-    Dynamo has one limit for all modules that share a function, except where their identity is guarded: then each has
-    one to itself.
+    Dynamo has one limit for all modules that share a function, unless their identity is guarded: then each has a limit
+    of its own.
     """
     context = TracingContext.try_get()
     sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
@@ -68,7 +69,7 @@ def guard_module(gm: fx.GraphModule) -> None:
 def _module_of(source: object) -> LocalSource | None:
     """The local variable that holds the module in which Dynamo found an input."""
     while isinstance(source, ChainedSource):
-        # In anything else, such as a dict of arguments, it may be another one in each call.
+        # Any other container, such as a dict of arguments, may hold another module in each call.
         if isinstance(source, UnspecializedNNModuleSource) and isinstance(source.base, LocalSource):
             return source.base
         source = source.base
@@ -88,18 +89,18 @@ def running() -> Recompiles | None:
 
 
 def why_again() -> str | None:
-    """Why Dynamo compiles again what it compiles now, in its own words; ``None`` for what it compiles first."""
+    """Dynamo's reason for the current recompilation; ``None`` for a first compilation."""
     reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
     return reason if isinstance(reason, str) else None
 
 
 class Recompiles:
-    """One optimized module: Dynamo's settings during its calls, and how often it was compiled for each layer.
+    """Dynamo's settings during the calls of one optimized module, and the compilations for each of its layers.
 
     Args:
         dynamic: as for ``torch.compile``. ``True`` makes every int attribute symbolic from the start, numbers of heads
-            too; ``False`` never makes one symbolic. Either is the user's choice and left alone.
-        function: the module's forward, as messages name it.
+            too; ``False`` never makes one symbolic. Either is the user's choice and is not overridden.
+        function: the name of the module's forward in messages.
         on_note: called when Dynamo gives up on code of the module.
     """
 
@@ -121,7 +122,7 @@ class Recompiles:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """The settings for one call of the module; the user's are restored after it."""
+        """Apply the settings for one call of the module, and restore the user's settings after it."""
         outer = running()
         _thread.running = self
         try:
@@ -132,7 +133,7 @@ class Recompiles:
             _thread.running = outer
 
     def add(self, gm: fx.GraphModule, example_inputs: Inputs) -> None:
-        """Counts a graph that is compiled during such a call."""
+        """Count a graph that is compiled during such a call."""
         traced = TracingContext.get_traced_code()
         layer = tuple(map(id, parameters_of(gm, example_inputs)))
         if not traced or not layer:
@@ -150,26 +151,27 @@ class Recompiles:
         change(self._limits())
 
     def _left_out(self, name: str, method: str) -> None:
-        """Says that compiled code will not log what a logger says once: without it the model would have said it."""
-        note = f"compiled code leaves out what the logger {name} says once ({method}), which would break the graph"
+        """Report that compiled code omits a message that a logger would have logged once."""
+        note = f"compiled code omits what the logger {name} logs once ({method}), which would break the graph"
         if note not in self.left_out:
             self.left_out.append(note)
             logger.warning("%s", note)
 
     def given_up(self, note: str) -> bool:
-        """Records what Dynamo gave up on, and why; returns whether it is the first time."""
+        """Record that Dynamo gave up on code, and why; return whether this is the first time."""
         self.notes.append(note)
         if self.on_note is not None:
             self.on_note()
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        """The user's limit for each layer, as Dynamo counts per code object that all share, and for what has phases."""
+        """The user's limit per layer, as Dynamo counts per shared code object; a higher one for draining tensors."""
         given = limit = user_value("recompile_limit")
         if self._drains and all(len(values) <= PHASES for values in self._failed.values()):
             limit *= PHASES
         elif self._layers == 1:
             return {}
-        # A layer above the limit never settles: from there on the user's limit holds, and what is compiled runs on.
+        # A layer above the limit never settles: from then on the user's limit applies, and compiled variants stay in
+        # use.
         room = limit * self._layers if self._most <= limit else given
         return {"recompile_limit": room, _ACCUMULATED: max(room, user_value(_ACCUMULATED))}

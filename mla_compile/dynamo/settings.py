@@ -1,8 +1,9 @@
-"""Dynamo settings that hold while an optimized module runs, and nowhere else.
+"""Sets Dynamo settings while an optimized module runs, and only then.
 
-Newer releases of torch keep them per thread, older ones (2.11) per process. In the latter several threads can be inside
-at once, so the first one in saves what the last one out restores. ``torch._dynamo.config.patch`` would not do: a thread
-that enters second saves our settings as if they were the user's, and leaves them behind for good.
+Newer releases of torch keep the settings per thread, older ones (2.11) per process. In the latter several threads can
+be inside at once, so the first one to enter saves the values that the last one to leave restores.
+``torch._dynamo.config.patch`` would not work: a thread that enters second would save our settings as if they were the
+user's, and would leave them set.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _lock = threading.RLock()
 
 
 class _Shared:
-    """How many are inside, and the values that were there before the first of them."""
+    """The number of callers inside, and the settings before the first of them entered."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -32,7 +33,7 @@ class _OfThread(threading.local, _Shared):
 
 @contextmanager
 def held(wanted: Mapping[str, object]) -> Iterator[None]:
-    """Sets ``wanted`` for the block and restores the user's values after it, whatever happens inside."""
+    """Set ``wanted`` for the block, and restore the user's values after it, whatever happens inside."""
     state = _state()
     with _lock:
         state.inside += 1
@@ -49,7 +50,7 @@ def held(wanted: Mapping[str, object]) -> Iterator[None]:
 
 
 def change(wanted: Mapping[str, object]) -> None:
-    """Changes settings from here on; only to be called inside :func:`held`."""
+    """Change settings from here on; call it only inside :func:`held`."""
     state = _state()
     with _lock:
         for name, value in wanted.items():
@@ -58,14 +59,14 @@ def change(wanted: Mapping[str, object]) -> None:
 
 
 def user_value(name: str) -> Any:
-    """The user's own value of a setting, whether we are inside or not."""
+    """The user's own value of a setting, inside :func:`held` and outside."""
     with _lock:
         return _state().outside.get(name, getattr(config, name))
 
 
 @cache
 def _state() -> _Shared:
-    """Where values are saved: per thread if torch keeps settings per thread. It does not say, so we try it, once."""
+    """The saved values: per thread if torch keeps settings per thread, which is found out by a trial, once."""
     changed, seen = threading.Event(), []
 
     def read() -> None:

@@ -1,13 +1,13 @@
-"""What a function with attention was compiled again for is compiled for any value, with either door.
+"""Declares dynamic what caused recompilations of functions with attention, for ``optimize`` and ``torch.compile``.
 
-Dynamo takes int attributes of modules and the sizes of buffers for constant, compiles a step eight times, and then runs
-it uncompiled. An optimized module has settings against that for its own calls; with ``torch.compile`` the settings are
-the user's. So what a function with attention was compiled again for is named as dynamic while Dynamo compiles that
-function, and at no other time.
+Dynamo takes int attributes of modules and the sizes of buffers for constants, compiles a step eight times, and then
+runs it uncompiled. An optimized module changes settings against that during its own calls; with ``torch.compile`` the
+settings belong to the user. So the sources that caused a recompilation of a function with attention are declared
+dynamic while Dynamo compiles that function, and at no other time.
 
-Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and of one row in others, and
-for both sizes Dynamo compiles a graph of its own, beside each size of each other one. Once such a tensor was seen, 0
-and 1 are sizes like others, with either door.
+Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and have one row in others.
+Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor has been
+seen, 0 and 1 are treated like other sizes, for both entry points.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mla_compile.dynamo.causes import changed_source, drained
 from mla_compile.dynamo.recompiles import running, why_again
 
 _sources: dict[str, list[str]] = {}
-"""By Dynamo's number of the function, what made Dynamo compile it again."""
+"""Dynamo's number of a function -> the sources for which it was recompiled."""
 _draining: set[str] = set()
-"""The numbers of functions of which a tensor was seen empty."""
+"""The numbers of functions with a tensor that was seen empty."""
 
 
 class _Thread(threading.local):
@@ -39,18 +39,18 @@ _thread = _Thread()
 
 
 def settle() -> None:
-    """Called inside the backend, for a graph with attention: the function is followed when it is compiled again."""
+    """Called inside the backend, for a graph with attention: watch later recompilations of the function."""
     current = CompileContext.current_compile_id()
     if current is None:
         return
     _sources.setdefault(_forget_others(str(current)), [])
-    if _started not in callback_handler.start_callbacks:  # a reset of Dynamo forgets them
+    if _started not in callback_handler.start_callbacks:  # a reset of Dynamo drops the callbacks
         callback_handler.register_start_callback(_started)
         callback_handler.register_end_callback(_ended)
 
 
 def _forget_others(compile_id: str) -> str:
-    """The number of the function. What was known of another one, which had this number before a reset, is forgotten."""
+    """The number of the function. Drops the state of a function that had this number before a reset of Dynamo."""
     function = compile_id.rpartition("/")[0]
     if compile_id.endswith("/0"):
         _sources.pop(function, None)
@@ -62,7 +62,8 @@ def _started(what: CallbackArgs) -> None:
     if what.callback_trigger is not CallbackTrigger.DYNAMO:
         return
     function, reason = _forget_others(what.compile_id), why_again()
-    if function not in _sources or reason is None or not config.automatic_dynamic_shapes:  # dynamic=False
+    # the user chose dynamic=False
+    if function not in _sources or reason is None or not config.automatic_dynamic_shapes:
         return
     patches = ExitStack()
     if function in _draining or drained(reason):

@@ -1,7 +1,7 @@
-"""One symbol for the lengths of caches that grow together.
+"""Gives caches that grow together one symbol for their length.
 
-Dynamo gives the length of each layer's cache a symbol of its own. Then whatever is computed of a size is computed anew
-in each layer, from Dynamo's fake tensors to the end of the passes, and two lengths are compared again and again.
+Dynamo gives the length of each layer's cache its own symbol. Everything that is computed from a size is then computed
+anew in each layer, from Dynamo's fake tensors to the end of the passes, and lengths are compared again and again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from mla_compile.passes.ir.graph import argument
 
 
 def begin_with_one(ctx: ComptimeContext) -> None:
-    """For ``comptime``, before what is traced looks at a tensor: lengths that are equal in this call get one symbol.
+    """For ``comptime``, before the trace reads a tensor: lengths that are equal in this call get one symbol.
 
-    It is what torch does with ``dynamic=True``, guard included, for those floating-point inputs that have one open axis
-    each, by that axis: :func:`share_lengths` says the rest when the trace is done.
+    torch does the same with ``dynamic=True``, guard included. Here it applies to floating-point inputs with exactly one
+    dynamic axis; only inputs with equal numbers of axes share a symbol, and only for the same axis.
+    :func:`share_lengths` handles the rest after the trace.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -48,7 +49,7 @@ def begin_with_one(ctx: ComptimeContext) -> None:
 
 
 def _opened(context: object) -> int | None:
-    """The only open axis of a tensor, whose symbol may be that of another size from now on."""
+    """The only dynamic axis of a tensor; from now on it may share its symbol with another size."""
     if not isinstance(context, StatefulSymbolicContext):
         return None
     inner = context.inner_contexts.values() if isinstance(context, SubclassSymbolicContext) else ()
@@ -62,7 +63,7 @@ def _opened(context: object) -> int | None:
 
 
 def _open_axes(context: StatefulSymbolicContext) -> list[int]:
-    """The axes that may be of any size; not those of which the user says so."""
+    """The axes of dynamic size, without those that the user marked."""
     asked = zip(context.dynamic_sizes, context.constraint_sizes, strict=True)
     return [
         axis
@@ -73,10 +74,11 @@ def _open_axes(context: StatefulSymbolicContext) -> list[int]:
 
 
 def share_lengths(gm: fx.GraphModule) -> None:
-    """Guards that sizes which are equal in this call stay equal: from then on they have one symbol.
+    """Guard that sizes which are equal in this call stay equal, so that they have one symbol from then on.
 
-    Asked of floating-point inputs of one rank, along one axis. Where such sizes part later, as that of a full window
-    does from that of the whole text, the guard fails once, and the graph is compiled with a symbol for each.
+    Sizes are compared between floating-point inputs with equal numbers of axes, along the same axis. If such sizes
+    diverge later, as the length of a full window does from that of the text, the guard fails once, and the graph is
+    compiled with a symbol for each.
     """
     first: dict[tuple[int, int, int], torch.SymInt] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -85,8 +87,8 @@ def share_lengths(gm: fx.GraphModule) -> None:
             continue
         for axis, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and size.node.has_hint():
-                bool(first.setdefault((value.dim(), axis, size.node.hint), size) == size)  # true, and guarded
-    # Keys and values of an attention are as long as each other, or it fails; torch's meta kernel does not say so.
+                bool(first.setdefault((value.dim(), axis, size.node.hint), size) == size)  # true here, and adds a guard
+    # Keys and values of an attention have equal lengths, which torch's meta kernel does not guard.
     for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         key, value = (_length(argument(node, i, name)) for i, name in ((1, "key"), (2, "value")))
         if key is not None and value is not None and _hint(key) == _hint(value):
@@ -94,7 +96,7 @@ def share_lengths(gm: fx.GraphModule) -> None:
 
 
 def _length(rows: Any) -> int | torch.SymInt | None:
-    """The length of keys or values, where it is known in this call."""
+    """The length of keys or values, if it is known in this call."""
     value = rows.meta.get("example_value") if isinstance(rows, fx.Node) else None
     length = value.shape[-2] if isinstance(value, torch.Tensor) and value.dim() > 1 else None
     return length if isinstance(length, int) or (length is not None and length.node.has_hint()) else None

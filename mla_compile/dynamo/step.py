@@ -1,8 +1,8 @@
-"""The step of a model whose weights several ranks hold: traced by Dynamo, as ``torch.export`` takes no DTensors.
+"""Traces the step of a model whose weights are distributed over ranks with Dynamo: ``torch.export`` takes no DTensors.
 
-What comes out is what :func:`mla_compile.capture.capture.from_exported` makes of other models: a graph of this rank's
-part, with its collectives, that takes tokens, positions, caches and the ranks' own tensors of the weights, and sizes
-from no input of their own.
+The result is like that of :func:`mla_compile.capture.capture.from_exported` for other models: a graph of this rank's
+part, with its collectives. It takes tokens, positions, caches and the ranks' own tensors of the weights, and no sizes
+as separate inputs.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _ANY = {
     size: least + sympy.Symbol(name, integer=True, nonnegative=True)
     for size, name, least in ((BATCH, "batch", 2), (QUERY, "query", 2), (PAST, "past", 0))
 }
-"""By the size in the trace: what it may be."""
+"""Size in the trace -> the expression of its possible values."""
 
 
 class _CapturedError(Exception):
-    """Ends the call that was traced, before anything of it runs."""
+    """Ends the traced call before any of it runs."""
 
 
 def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
-    """As :func:`mla_compile.capture.causal_step.export_step`, this rank's part. No rank waits for another in it.
+    """This rank's part of a step, as :func:`mla_compile.capture.causal_step.export_step` makes it; ranks do not wait.
 
     Raises :class:`CaptureError` for a model that cannot be traced like that, or not for all sizes.
     """
@@ -56,8 +56,8 @@ def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
         return _end
 
     name = type(lm.model).__name__
-    # Questions that torch, or a plan, asks of sizes only to choose a way (do the ranks divide the requests evenly?) are
-    # answered for all sizes, and not by the sizes of the trace.
+    # Some conditions on sizes only select an implementation (do the ranks divide the requests evenly?). They have to be
+    # decided for all sizes, not by the sizes of the trace.
     sizes = sizes_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     try:
         with torch.no_grad(), evaluating(lm.model), UnrolledExperts(), sizes:
@@ -80,7 +80,7 @@ def _names(caches: int) -> list[str]:
 
 
 def _like_exported(program: Program, values: Sequence[Any], named: Mapping[int, str]) -> Program:
-    """Gives ``program`` the inputs of an exported one: weights as plain tensors first, then those in ``named``."""
+    """Give ``program`` the inputs of an exported one: weights as plain tensors first, then those in ``named``."""
     if program.mutations:
         raise CaptureError(f"a step writes to {', '.join(program.mutations)}")
     if len(program.outputs) != 1 + len(named) - len(INPUTS):
@@ -91,7 +91,7 @@ def _like_exported(program: Program, values: Sequence[Any], named: Mapping[int, 
     given = {named.get(id(v)): node for node, v in zip(program.placeholders, values, strict=True)}
     for node, value in zip(program.placeholders, values, strict=True):
         if id(value) not in named and node.name not in program.parts and isinstance(value, torch.Tensor):
-            program.weights[node.name] = value  # what modules hold beside parameters and buffers included
+            program.weights[node.name] = value  # includes what modules hold beside parameters and buffers
     for whole, parts in program.parts.items():
         for name in parts:
             with graph.inserting_before(program.node(whole)):
@@ -121,7 +121,7 @@ def _like_exported(program: Program, values: Sequence[Any], named: Mapping[int, 
 
 
 def _take(graph: fx.Graph, name: str, old: fx.Node) -> fx.Node:
-    """An input in the place of ``old``, called ``name`` where nothing was."""
+    """A new input that replaces ``old``, named ``name`` if that is free."""
     new = graph.placeholder(name)
     new.target = new.name
     new.meta = dict(old.meta)
@@ -131,7 +131,7 @@ def _take(graph: fx.Graph, name: str, old: fx.Node) -> fx.Node:
 
 
 def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: fx.Node) -> None:
-    """Reads a number that Dynamo hands in from the tensor whose size it is."""
+    """Replace a number that Dynamo passes in by the size of the tensor from which it came."""
     expr = size.meta["val"].node.expr
     for node in inputs:
         value = node.meta.get("val")
@@ -146,7 +146,7 @@ def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: 
 
 
 def _check_sizes(program: Program, opened: Mapping[str, Mapping[int, int]]) -> None:
-    """Raises where tracing assumed more of the sizes than that equal ones are equal."""
+    """Raise if tracing assumed more about sizes than that equal ones are equal."""
     assert program.fake_mode is not None
     env = program.fake_mode.shape_env
     assert env is not None

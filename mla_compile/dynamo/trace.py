@@ -1,4 +1,4 @@
-"""A module's forward, traced for its report: nothing is computed, and nothing of the user's is written to."""
+"""Traces a module's forward for its report: nothing is computed, and no tensor of the user is written to."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Copies = Callable[[Arguments], AbstractContextManager[Arguments]]
 def explain_module(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
 ) -> Report:
-    """The report of one forward. Raises :class:`InputError` for inputs that do not fit, else :class:`CaptureError`."""
+    """The report on one forward. Raises :class:`InputError` for inputs that do not fit, else :class:`CaptureError`."""
     return trace(module, args, kwargs, options, empty_buffers(module, dict(tensors_of(module)))).report()
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward that was traced, in one or several graphs."""
+    """One traced forward, in one or several graphs."""
 
     compiler: Compiler
     breaks: tuple[str, ...]
@@ -58,7 +58,7 @@ class Trace:
         return [] if self.compiler.buffers is None else self.compiler.buffers.kept
 
     def report(self) -> Report:
-        """What became of its attentions."""
+        """The report on its attentions."""
         report = Report.merged(self.compiler.reports)
         problems = tuple(f"a graph could not be examined: {failure}" for failure in self.compiler.failures)
         # An attention that a break cuts in two, or in a frame that Dynamo skips, is in no graph and so not among the
@@ -75,7 +75,7 @@ def trace(
     options: Options,
     empty: Collection[Place],
 ) -> Trace:
-    """Traces one forward, in which the buffers ``empty`` hold zeros; raises what :func:`explain_module` does."""
+    """Trace one forward in which the buffers ``empty`` hold zeros; raises the errors of :func:`explain_module`."""
     module, wrapped = _unwrapped(module)
     try:
         inspect.signature(type(module).forward).bind(module, *args, **kwargs)
@@ -96,7 +96,7 @@ def trace(
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
             if copies is _real_copies and isinstance(getattr(error, "inner_exception", error), UnfinishedError):
                 attempts.append(_own_copies)
-            # The trace may need values (a branch, an index): try again with real ones where there are any.
+            # The trace may need values (a branch, an index): try again with real ones if there are any.
             if copies is not attempts[-1]:
                 continue
             if isinstance(error, CaptureError):
@@ -114,30 +114,30 @@ def trace(
 
 
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
-    """The module, or a copy without the wrappers that Dynamo does not follow."""
+    """The module, or a copy without the wrappers that Dynamo cannot trace."""
     made = shallow(module)
-    if isinstance(vars(made).get("forward"), OwnForward):  # it is another module's
+    if isinstance(vars(made).get("forward"), OwnForward):  # it belongs to another module
         del vars(made)["forward"]
     found = take_off(made)
     return (module if made._modules is module._modules else made), found
 
 
 def _one_line(reason: str) -> str:
-    """What Dynamo says about a graph break without its hints: the headline and, if there is one, the explanation."""
+    """Dynamo's reason for a graph break without its hints: the headline and, if there is one, the explanation."""
     lines = [line.strip() for line in reason.strip().splitlines()]
     told = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
     return ": ".join((*lines[:1], *told))
 
 
 def _why_not(given: Arguments, copies: Copies, error: Exception) -> MlaCompileError:
-    """Why a capture failed: because of the inputs, if the model does not run on them uncompiled either."""
+    """The error for a failed capture: it blames the inputs if the model does not run on them uncompiled either."""
     name = type(given[0]).__name__
     try:
         with copies(given) as (copied, positional, keywords), torch.no_grad():
             copied(*positional, **keywords)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return CaptureError(f"{name} cannot be captured without values: {first_line(error)}")
-    except Exception as plain:  # noqa: BLE001  it is the user's model that runs here and may raise anything
+    except Exception as plain:  # noqa: BLE001  the user's model runs here, and may raise anything
         return InputError(f"{name} does not run on these inputs: {brief(plain)}")
     said = f"{name} cannot be captured{_traced_line(error)}: {brief(error)}"
     if copies is _fake_copies:
@@ -146,7 +146,7 @@ def _why_not(given: Arguments, copies: Copies, error: Exception) -> MlaCompileEr
 
 
 def _traced_line(error: Exception) -> str:
-    """The line of the model at which Dynamo gave up, if it says so."""
+    """The line of the model at which Dynamo gave up, if known."""
     frames = getattr(error, "real_stack", None)
     if not frames:
         return ""
@@ -156,7 +156,7 @@ def _traced_line(error: Exception) -> str:
 
 @contextmanager
 def _fake_copies(given: Arguments) -> Iterator[Arguments]:
-    """Copies without values, inside their fake mode. Tensors shared by module and inputs stay shared."""
+    """Fake copies, inside their fake mode. Tensors that module and inputs share stay shared."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = _copied(given)
@@ -181,10 +181,10 @@ def _copied(given: Arguments, shared: dict[int, torch.nn.Parameter] | None = Non
     memo: dict[int, Any] = {**(shared or {})}
     try:
         return copy.deepcopy((module, tuple(args), dict(kwargs)), memo)
-    except Exception as error:  # a class may refuse in any way: fully_shard's do
+    except Exception as error:  # a class may refuse a copy with any error, as those of fully_shard do
         name = type(module).__name__
         raise CaptureError(
-            f"{name} cannot be copied, and a copy is what is traced ({brief(error)}); explain it before it is sharded"
+            f"{name} cannot be copied, and only a copy is traced ({brief(error)}); explain it before it is sharded"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Wrappers around forwards that Dynamo does not follow: how they are found, and what a report says of those left."""
+"""Removes wrappers around forwards that Dynamo cannot trace, and reports those that remain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DISABLED = re.compile(r"Skip calling function `<function (\S+) at (0x[0-9a-f]+)
 
 
 def take_off(module: torch.nn.Module) -> Unwrapped:
-    """:func:`mla_compile.core.wrapped.unwrap` for ``module``, a copy."""
+    """Apply :func:`mla_compile.core.wrapped.unwrap` to ``module``, a copy."""
     return unwrap(module, is_known, _is_captured)
 
 
@@ -36,16 +36,16 @@ def _is_captured(forward: Callable[..., Any], rows: torch.Tensor) -> bool:
     try:
         with torch.inference_mode(mode=False), torch.no_grad():
             torch.compile(forward, backend=backend, fullgraph=True)(rows)
-    except Exception:  # noqa: BLE001  it is a library's code that is traced, and then runs
+    except Exception:  # noqa: BLE001  a library's code is traced here, and then runs
         return False
     return True
 
 
 def told(report: Report, left: Mapping[str, int]) -> Report:
-    """The report, in which attentions that were cut off name the wrappers ``left``, each around so many modules.
+    """The report, in which attentions cut off by a graph break name the wrappers ``left`` with their number of modules.
 
-    Where none is known, the functions are named at which Dynamo broke graphs of this process, because somebody switched
-    it off for them.
+    If there are none, it names the functions under ``torch.compiler.disable`` at which Dynamo broke graphs of this
+    process.
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK

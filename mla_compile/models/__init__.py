@@ -1,1 +1,1 @@
-"""Where a model named on the command line comes from, and what can be seen by looking at it."""
+"""Loads or builds the model that a command line names, and inspects it."""

@@ -1,4 +1,4 @@
-"""A Hugging Face config from a stranger: found, read, and its sizes checked before anything is built."""
+"""Finds and reads an untrusted Hugging Face config, and checks its sizes before anything is built."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MAY_BE_ZERO = re.compile(r"rope|rotary|expert|shared|mtp|nextn|dense|topk|group
 
 
 def read(source: str) -> tuple[Any, tuple[str, ...]]:
-    """The transformers config in a file or in the directory of a model, and what had to be assumed to read it.
+    """The transformers config in a file or in the directory of a model, and the assumptions made to read it.
 
-    Nothing is downloaded and no code of the model's directory is run. Raises :class:`InputError`.
+    Nothing is downloaded, and no code from the model's directory runs. Raises :class:`InputError`.
     """
     raw, path = read_raw(source)
     return parse(raw, path)
 
 
 def read_raw(source: str) -> tuple[dict[str, Any], Path]:
-    """The fields of the config in a file or in the directory of a model, and where they stand, with sizes checked.
+    """The fields of the config in a file or in the directory of a model, with sizes checked, and the path of the file.
 
     Raises :class:`InputError`.
     """
@@ -54,11 +54,11 @@ def read_raw(source: str) -> tuple[dict[str, Any], Path]:
 
 
 def check_sizes(raw: Mapping[str, Any], where: str) -> None:
-    """Refuses sizes that no model has and that would take forever, or fail far from their cause; also nested ones."""
+    """Refuse sizes that no model has, nested ones too: building would take forever, or fail far from the cause."""
     for name, value in raw.items():
-        if name.startswith("rope_"):  # factors, not sizes
+        if name.startswith("rope_"):  # rope_* fields are factors, not sizes
             continue
-        if name == "quantization_config":  # its reader checks what is in it; a group of -1 is a whole row
+        if name == "quantization_config":  # its reader checks the contents; a group of -1 is a whole row
             if not isinstance(value, Mapping | None):
                 raise InputError(f"{where}: quantization_config is {value!r}, expected an object with a quant_method")
             continue
@@ -75,7 +75,7 @@ def check_sizes(raw: Mapping[str, Any], where: str) -> None:
 
 
 def transformers(what: str = "a config") -> Any:
-    """The library, made quiet. Raises :class:`InputError`, which names the extra to install, where it is missing."""
+    """The library with its logging silenced. Raises :class:`InputError`, which names the extra, if it is missing."""
     try:
         library = import_module("transformers")
     except ImportError as error:
@@ -86,12 +86,12 @@ def transformers(what: str = "a config") -> Any:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Kind and message of an error that somebody else raised, all lines in one, cut where it is long."""
+    """Type and message of an error, on one line and shortened if it is long."""
     return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
 
 
 def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
-    """The transformers config that these fields describe, and what had to be assumed; ``path`` is for messages."""
+    """The transformers config that these fields describe, and the assumptions made; ``path`` is for messages."""
     library = transformers()
     known = library.CONFIG_MAPPING
     kind = raw.get("model_type")

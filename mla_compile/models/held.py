@@ -1,7 +1,7 @@
-"""What each layer of a cache holds, measured on caches that prompts of two lengths have filled.
+"""Measures what each layer of a cache holds, on caches filled by prompts of two lengths.
 
-Most layers hold a row for every token. Some hold the last tokens only (a window), rows that each stand for several
-tokens, or what an indexer chooses by besides.
+Most layers hold one row per token. Others hold only the last tokens (a window), rows that each summarise several
+tokens, or in addition the keys of an indexer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mla_compile.models import skeleton
 
 _ROWS = ("keys", "values")
 SHORT = 1024
-"""A prompt longer than most windows, and a multiple of how many tokens a row stands for."""
+"""The length of the short prompt: longer than most windows, and a multiple of the tokens that a row summarises."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """One layer: ``every`` tokens have a row (0: none does), beside the rows of the last ``window`` tokens.
+    """One layer: one row per ``every`` tokens (0: none), beside the rows of the last ``window`` tokens.
 
-    ``shared``: keys and values are one tensor. ``more``: what it holds besides, by name, and how many values of it a
-    token adds.
+    ``shared``: keys and values are one tensor. ``more``: the other tensors it holds, by name, with the number of values
+    that a token adds to each.
     """
 
     every: int = 1
@@ -36,7 +36,7 @@ class Held:
 
 
 def held(cache: Any, model: nn.Module) -> list[Held]:
-    """Of each layer of ``cache``, which a short prompt has filled."""
+    """The contents of each layer of ``cache``, which a short prompt has filled."""
     layers = list(getattr(cache, "layers", ()))
     shared = [getattr(one, "values", None) is not None and one.values is getattr(one, "keys", None) for one in layers]
     plain = [not getattr(one, "is_sliding", False) and {*dict(tensors_of(one))} <= {*_ROWS} for one in layers]
@@ -56,7 +56,7 @@ def _of(short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], *, shared
     more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS}
     if keys is None or keys.dim() != 4 or grown["keys"]:
         return Held(shared=shared, more=more)
-    # Beside a window, rows as wide as its keys stand for older tokens.
+    # Beside a window, rows of the same width as its keys summarise older tokens.
     row = keys.shape[1] * keys.shape[3]
     older = next((n for n, v in more.items() if v and short[n].shape[-1] == keys.shape[3]), None)
     every = 0 if older is None else round(row / more[older])
@@ -64,7 +64,7 @@ def _of(short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], *, shared
 
 
 def tensors_of(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a layer of a cache that have tokens, also those in dicts."""
+    """The tensors of a cache layer that have a token axis, including those in dicts."""
     for name, value in vars(layer).items():
         for key, one in value.items() if isinstance(value, dict) else ((None, value),):
             if isinstance(one, torch.Tensor) and one.dim() > 2 and one.numel():

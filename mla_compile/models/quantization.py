@@ -1,7 +1,7 @@
 """Reads the ``quantization_config`` of a published config: which weights are quantized, and in how many bytes.
 
-The config alone is read, for a model that is not quantized itself. Each format has one reader here, because
-transformers' own classes do more than read: some of them need the library that made the checkpoint.
+Only the config is read, and the model itself is built unquantized. Each format has a reader here, because transformers'
+own classes do more than read: some of them need the library that made the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _DTYPES: Mapping[Any, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", tor
 
 @dataclass(frozen=True)
 class Packing:
-    """How a matrix [outputs, inputs] is stored: the bits of a weight, and what belongs to each block of weights.
+    """How a matrix [outputs, inputs] is stored: the bits of a weight, and the data stored with each block of weights.
 
     Attributes:
-        words: the same to read.
-        bits: of a weight; those of a row fill whole 32-bit words where they are less than 8.
+        words: a description in words.
+        bits: bits of a weight; if these are fewer than 8, the weights of a row fill whole 32-bit words.
         block: outputs and inputs that share a scale; 0 stands for all of them.
-        scale_bytes: of a block.
-        zero_bits: of a block's zero point; those of a column of blocks fill whole 32-bit words.
-        index_bytes: of an input, for formats that store its group.
-        flat: blocks go through the matrix row after row, whatever its shape; ``block`` is then (1, their length).
+        scale_bytes: bytes of the scale of a block.
+        zero_bits: bits of the zero point of a block; the zero points of a column of blocks fill whole 32-bit words.
+        index_bytes: bytes per input, for formats that store its group.
+        flat: blocks run through the flattened matrix, whatever its shape; ``block`` is then (1, their length).
     """
 
     words: str
@@ -44,7 +44,7 @@ class Packing:
     flat: bool = False
 
     def sizes(self, rows: int, columns: int) -> tuple[int, int]:
-        """Bytes of the weights, and of everything that is stored beside them.
+        """The bytes of the weights, and the bytes of everything stored with them.
 
         A few bytes per matrix are not counted: its shape, a code book, a scale of its scales.
         """
@@ -65,7 +65,7 @@ def _words(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of modules whose path the pattern matches from its beginning: packed, or left alone (``None``)."""
+    """The packing of modules whose path the pattern matches from its beginning; ``None``: they are not quantized."""
 
     pattern: re.Pattern[str]
     packing: Packing | None
@@ -73,10 +73,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a config says: the first rule that matches a module decides, and only matrices that multiply are packed.
+    """A parsed config: the first rule that matches a module decides, and only weights of products are packed.
 
-    ``keeps_head``: the output projection is not quantized, whatever the rules say. ``dtype``: of what is not quantized.
-    ``arithmetic``: the dtype in which quantized weights are multiplied.
+    ``keeps_head``: the output projection is not quantized, whatever the rules say. ``dtype``: the dtype of unquantized
+    weights. ``arithmetic``: the dtype in which quantized weights are multiplied.
     """
 
     method: str
@@ -93,13 +93,13 @@ class Quantization:
 
 
 class _NotReadError(Exception):
-    """A format, or a kind of it, that is not read here."""
+    """A format, or a variant of one, that has no reader here."""
 
 
 def read(config: Any) -> tuple[Quantization | None, tuple[str, ...]]:
-    """What a transformers config says about quantization, and a note if it says what is not read here.
+    """The quantization that a transformers config describes, and a note if its format has no reader here.
 
-    Raises :class:`InputError` for a format that is read, with fields that it cannot have.
+    Raises :class:`InputError` for a format that has a reader, with fields of illegal values.
     """
     text = config.get_text_config()
     raw = next((q for part in (config, text) if (q := getattr(part, "quantization_config", None))), None)
@@ -108,7 +108,7 @@ def read(config: Any) -> tuple[Quantization | None, tuple[str, ...]]:
     fields = _Fields(raw if isinstance(raw, Mapping) else raw.to_dict())
     method = fields.text("quant_method", "")
     if not method and any(fields.get(f"load_in_{bits}bit") for bits in (4, 8)):
-        method = "bitsandbytes"  # published before the field was
+        method = "bitsandbytes"  # published before the field quant_method existed
     if not method:
         known = ", ".join(_READERS)
         raise InputError(f"the config's quantization_config names no quant_method; the ones read are {known}")
@@ -135,7 +135,7 @@ class _Fields(dict[str, Any]):
         return int(self._checked(name, default, expected, lambda v: type(v) is int and v in allowed))
 
     def group(self, name: str, default: int) -> int:
-        """A number of inputs, 0 for all of them, which configs write as -1."""
+        """A number of inputs; 0 stands for all of them, which configs write as -1."""
         size = self._checked(name, default, "a whole number above 0, or -1", _is_group)
         return max(0, int(size))
 
@@ -183,9 +183,9 @@ _ALL = re.compile("")
 
 
 def _skipped(names: Iterable[str]) -> tuple[Rule, ...]:
-    """Rules for a list of modules to leave alone, each named by any steps of its path, as a regular expression.
+    """Rules for a list of modules to leave unquantized, each a regular expression for some steps of a path.
 
-    transformers reads such a list from the beginning or the end of a path, AutoAWQ anywhere in it.
+    transformers matches such a list at the beginning or the end of a path, AutoAWQ anywhere in it.
     """
     return tuple(Rule(_regex(rf"(?:.*\.)?(?:{name})(?:(?<=\.)|(?=\.|$))"), None) for name in names)
 
@@ -193,7 +193,8 @@ def _skipped(names: Iterable[str]) -> tuple[Rule, ...]:
 def _fp8(fields: _Fields, dtype: str) -> Quantization:
     """Float32 block scales of DeepSeek-V3's README_WEIGHTS.md; defaults of transformers' ``FineGrainedFP8Config``.
 
-    ``scale_fmt`` is not read: DeepSeek-V3.1 says ue8m0, rounds its scales to powers of two and stores them in float32.
+    ``scale_fmt`` is not read: DeepSeek-V3.1 says ue8m0, but rounds its scales to powers of two and stores them in
+    float32.
     """
     if (experts := fields.text("expert_dtype", "fp8")) != "fp8":
         raise _NotReadError(f"experts in {experts}")
@@ -226,7 +227,7 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _awq(fields: _Fields, dtype: str) -> Quantization:
-    """Tensors ``qweight``, ``qzeros`` and ``scales`` (fp16) of AutoAWQ, which is 4 bits in all its layouts."""
+    """Tensors ``qweight``, ``qzeros`` and ``scales`` (fp16) of AutoAWQ, whose layouts all have 4 bits."""
     bits = fields.bits("bits", fields.bits("w_bit", 4, (4,)), (4,))
     group = fields.group("group_size", fields.group("q_group_size", 128) or -1)
     words = f"int{bits} in {_groups(group)} with zero points"
@@ -237,7 +238,7 @@ def _awq(fields: _Fields, dtype: str) -> Quantization:
 def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
     """Scales of ``Linear8bitLt`` (float32, one per output) and ``Linear4bit`` (one per 64 weights).
 
-    Those of 4 bits are float32 too, or, quantized in turn, 8 bits with a float32 for 256 of them.
+    Scales of 4-bit weights are float32, or are quantized to 8 bits with one float32 per 256 scales.
     """
     in_4, in_8 = (
         fields.flag(f"load_in_{n}bit", default=fields.flag(f"_load_in_{n}bit", default=False)) for n in (4, 8)
@@ -274,20 +275,20 @@ def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _named(target: str) -> re.Pattern[str]:
-    """``match_name`` of compressed-tensors: a pattern, a path, or the class of the modules that are quantized."""
+    """The pattern of ``match_name`` in compressed-tensors: a regular expression, a path, or the class ``Linear``."""
     if target.startswith("re:"):
         return _regex(target.removeprefix("re:"))
     return _ALL if target == "Linear" else re.compile(rf"{re.escape(target)}$")
 
 
 def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
-    """How a group is stored; ``format`` says how densely, ``strategy`` which weights share a scale."""
+    """How a group is stored: ``format`` determines the density, ``strategy`` the weights that share a scale."""
     bits = stored = weights.bits("num_bits", 8, (2, 3, 4, 5, 6, 7, 8))
     kind, scale = "fp" if weights.text("type", "int") == "float" else "int", BYTES[dtype]
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        kind, scale = form.partition("4")[0], 1  # their scales are 8-bit floats
+        kind, scale = form.partition("4")[0], 1  # the scales of these formats are 8-bit floats
     elif form in ("int-quantized", "float-quantized", "naive-quantized"):
-        stored = 8  # one weight to a byte, however few of its bits are used
+        stored = 8  # one weight per byte, however few of its bits are used
     elif form != "pack-quantized":
         raise _NotReadError(f"format {form}")
     words, block = _shared(weights)
@@ -299,7 +300,7 @@ def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
 
 
 def _shared(weights: _Fields) -> tuple[str, tuple[int, int]]:
-    """Which outputs and inputs share a scale, and that in words; without a strategy the size of a group tells."""
+    """The outputs and inputs that share a scale, in words and as a block; without a strategy the group size decides."""
     group = weights.group("group_size", -1)
     plain = "tensor" if weights.get("group_size") is None else "channel"
     strategy = weights.text("strategy", "group" if group else plain)

@@ -1,7 +1,7 @@
-"""A causal language model on the meta device, with one layer of each kind: all that is needed to trace a step of it.
+"""A causal language model on the meta device with one layer of each kind, which suffices to trace a step of it.
 
 Layers that differ only in their index (equal classes, shapes of weights, plain attributes) are traced once. The others
-stay in the list as layers that pass their input through, so that indices keep their meaning. Nothing is allocated.
+are replaced by layers that pass their input through, so that indices keep their meaning. No memory is allocated.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _INDEX = re.compile("idx|index|layer_id")
 
 @dataclass(frozen=True)
 class Layers:
-    """The list of decoder layers: where it is, and for every layer the first one that is like it."""
+    """The list of decoder layers: its path, and for every layer the index of the first layer that is equal."""
 
     path: str
     like: tuple[int, ...]
 
     def stands_for(self, module: str) -> tuple[str, ...]:
-        """The paths of the modules of the model that the one at this path stands for."""
+        """The paths of all modules of the model that the module at this path represents."""
         found = re.match(rf"({re.escape(self.path)}\.)(\d+)(?=\.|$)", module) if self.path else None
         if not found:
             return (module,)
@@ -44,7 +44,7 @@ class Layers:
         return tuple(f"{found[1]}{i}{module[found.end() :]}" for i in alike)
 
     def kinds(self) -> dict[int, int]:
-        """Each layer that is traced, and how many layers are like it."""
+        """Each traced layer, and the number of layers that it represents."""
         return {i: self.like.count(i) for i in dict.fromkeys(self.like)}
 
 
@@ -62,7 +62,7 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
             with torch.device(device):
                 model: nn.Module = make(part)
             return model.eval()
-        except Exception as error:  # noqa: BLE001  somebody else's model: sizes that do not fit may fail anywhere in it
+        except Exception as error:  # noqa: BLE001  third-party code: wrong sizes may fail anywhere in it
             errors.append(in_one_line(error))
         finally:
             torch.set_default_dtype(before)
@@ -71,13 +71,13 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
 
 
 def _makers(config: Any) -> Iterator[tuple[Callable[[Any], nn.Module], Any]]:
-    """What transformers may build a causal language model with, from a config or its text part; the likeliest first."""
+    """The constructors that transformers may offer for a config or its text part, with that part; likeliest first."""
     library = transformers()
     text = config.get_text_config()
     for part in (config,) if text is config else (config, text):
         if type(part) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
             yield library.AutoModelForCausalLM.from_config, part
-    # Some models are in no list of transformers, but classes are named after their configs.
+    # Some models are in no list of transformers, but their classes are named after their configs.
     usual = type(text).__name__.removesuffix("Config") + "ForCausalLM"
     for name, part in ((usual, text), (next(iter(config.architectures or ()), ""), config)):
         if (named := getattr(library, name, None)) is not None:
@@ -85,7 +85,7 @@ def _makers(config: Any) -> Iterator[tuple[Callable[[Any], nn.Module], Any]]:
 
 
 def layers_of(model: nn.Module) -> Layers:
-    """The longest list of modules that holds most of the model's parameters, compared layer by layer."""
+    """The module list with most of the model's parameters, its layers compared with each other."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
@@ -99,7 +99,7 @@ def layers_of(model: nn.Module) -> Layers:
 
 
 def thin(model: nn.Module, layers: Layers) -> None:
-    """Replaces, in place, every layer that is like an earlier one by one that passes its input through."""
+    """Replace, in place, every layer that equals an earlier one by a layer that passes its input through."""
     if not layers.path:
         return
     modules = model.get_submodule(layers.path)
@@ -114,9 +114,9 @@ def thin(model: nn.Module, layers: Layers) -> None:
 
 
 class _Returned:
-    """How many values a layer returns in a tuple after its hidden states; ``None`` if it returns a tensor.
+    """The number of values that a layer returns in a tuple after its hidden states; ``None`` if it returns a tensor.
 
-    Recorded when the layer first runs. All copies of a model share it.
+    It is recorded when the layer first runs. All copies of a model share it.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _Returned:
 
 
 class _HandOn(nn.Module):
-    """Returns its first argument in the form of the layer it replaces, whose plain attributes stay readable."""
+    """Returns its first argument in the form of the replaced layer, and keeps that layer's plain attributes."""
 
     def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
         super().__init__()
@@ -147,10 +147,10 @@ class _HandOn(nn.Module):
 
 
 def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[str, ...]]:
-    """The cache after a prompt of ``context`` tokens, and what had to be left out of the model to get it.
+    """The cache after a prompt of ``context`` tokens, and a note on modules that had to be left out to compute it.
 
-    A module that needs values (a loop over the experts that were hit) is replaced, in place, by one that passes its
-    input through. If it holds a layer's index it may be an attention, and then it is an error.
+    A module that needs values (a loop over the experts that have tokens) is replaced, in place, by one that passes its
+    input through. If it holds the index of a layer, it may be an attention, and an error is raised instead.
     """
     skipped: list[str] = []
     while True:
@@ -158,12 +158,12 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
         try:
             with _watched(model, running):
                 cache = _prefill(model, context)
-        except Exception as error:  # noqa: BLE001  somebody else's model may raise anything
+        except Exception as error:  # noqa: BLE001  third-party code may raise anything
             path, module = running[-1] if running else ("", model)
             if not path or isinstance(module, _HandOn) or _holds_attention(module):
                 try:
                     cache = _fake_prefill(model, context)
-                except Exception:  # noqa: BLE001  as above; the first of the two errors is the one to show
+                except Exception:  # noqa: BLE001  as above; the first of the two errors is reported
                     raise InputError(_unable(model, path, error)) from error
                 break
             parent, _, name = path.rpartition(".")
@@ -172,13 +172,13 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
         else:
             break
     if cache is None:
-        raise InputError(f"{type(model).__name__} returns no cache of keys and values, so there is nothing to look at")
-    notes = (f"left out of the trace, because what runs in it depends on values: {', '.join(skipped)}",)
+        raise InputError(f"{type(model).__name__} returns no cache of keys and values, so there is nothing to inspect")
+    notes = (f"left out of the trace, because their computation depends on values: {', '.join(skipped)}",)
     return cache, notes if skipped else ()
 
 
 def _unable(model: nn.Module, path: str, error: Exception) -> str:
-    """Why a model did not take a prompt."""
+    """Why a model does not run on a prompt."""
     name, takes = type(model).__name__, inspect.signature(model.forward).parameters
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return f"{name} is an encoder with a decoder, expected a causal language model"
@@ -188,13 +188,13 @@ def _unable(model: nn.Module, path: str, error: Exception) -> str:
 
 
 def to_untouched_memory(model: nn.Module, cache: Any) -> None:
-    """Moves both from the meta device to the CPU, in place. Memory that nobody writes to takes up none."""
+    """Move model and cache from the meta device to the CPU, in place. Unwritten memory takes no physical pages."""
     model.to_empty(device="cpu")
     _replace_tensors(cache, "cpu")
 
 
 def _replace_tensors(cache: Any, device: str) -> None:
-    """Replaces the tensors of a cache by tensors without values."""
+    """Replace the tensors of a cache by tensors without values."""
     for slot in getattr(cache, "layers", ()):
         for name, value in vars(slot).items():
             if isinstance(value, torch.Tensor):
@@ -208,7 +208,7 @@ def _prefill(model: nn.Module, context: int) -> Any:
 
 
 def _fake_prefill(model: nn.Module, context: int) -> Any:
-    """The same on fake tensors, for code that reads values unless it sees that it is being traced."""
+    """As :func:`_prefill`, on fake tensors, for code that reads values unless it detects that it is traced."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model)
@@ -220,7 +220,7 @@ def _fake_prefill(model: nn.Module, context: int) -> Any:
 
 @contextmanager
 def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Keeps ``running`` the list of modules whose forward has begun and not ended, innermost last."""
+    """Maintain ``running``, the list of modules whose forward is in progress, innermost last."""
     handles = []
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda m, _, path=path: running.append((path, m))))
@@ -233,7 +233,7 @@ def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator
 
 
 def _holds_attention(module: nn.Module) -> bool:
-    """Whether it may write a cache: it, or something in it, knows the index of its layer."""
+    """Whether a module may write a cache: it, or a module in it, holds the index of a layer."""
     return any(_INDEX.search(name) for part in module.modules() for name in vars(part))
 
 

@@ -1,4 +1,4 @@
-"""Where a model on the command line comes from: a transformers directory, a config, or a Python function."""
+"""Loads the model that a command line names: a transformers directory, a config, or a Python function."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mla_compile.models import config_file, skeleton
 def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
     """The model that ``source`` names, in evaluation mode; nothing is ever downloaded.
 
-    ``DIRECTORY``: a transformers model with its weights. ``CONFIG.json``: a config, which has no weights, so that
-    ``random_weights`` is the seed of some. ``python:MODULE:FUNCTION``: what the function returns; the module may be in
-    the current directory. Raises :class:`InputError` for a source that is none of these or cannot be loaded.
+    ``DIRECTORY``: a transformers model with its weights. ``CONFIG.json``: a config without weights, for which
+    ``random_weights`` is the seed of random ones. ``python:MODULE:FUNCTION``: the result of the function; the module
+    may be in the current directory. Raises :class:`InputError` for a source that is none of these or cannot be loaded.
     """
     if random_weights is not None and not 0 <= random_weights < 2**63:
         raise InputError(f"the seed of random weights is {random_weights}, expected a whole number from 0 to 2^63 - 1")
@@ -44,14 +44,14 @@ def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
 
 
 def call(source: str) -> Any:
-    """What the function ``python:MODULE:FUNCTION`` returns. Raises :class:`InputError` if it is missing or fails."""
+    """Call the function ``python:MODULE:FUNCTION``. Raises :class:`InputError` if it is missing or fails."""
     _, _, rest = source.partition(":")
     module, _, function = rest.partition(":")
     if not module or not function:
         raise InputError(f"{source!r}: expected python:MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
-        with redirect_stdout(sys.stderr):  # what the user's code prints is not our output
+        with redirect_stdout(sys.stderr):  # keep the prints of the user's code out of our output
             make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{source!r} cannot be found: {error}") from error
@@ -82,7 +82,7 @@ def _pretrained(directory: Path) -> torch.nn.Module:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), local_files_only=True, dtype="auto"
         )
-    except Exception as error:  # somebody else's files, and the code that they name, may raise anything
+    except Exception as error:  # third-party files, and the code that they name, may raise anything
         raise InputError(f"transformers does not load {directory}: {brief(error)}") from error
     return model.eval()
 

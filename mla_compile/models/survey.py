@@ -1,7 +1,7 @@
 """Collects the facts about a model (:mod:`mla_compile.report.facts`): its attention sites, its cache, its weights.
 
-They are read off the model itself, traced on the meta device: sizes from its weights and its graph, the cache from the
-one that it fills. Only the number of experts that a token takes is in no weight; it comes from the config.
+They come from the model itself, traced on the meta device: sizes from its weights and its graph, the cache from the one
+that it fills. No weight shows how many experts a token uses, so that number comes from the config.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mla_compile.report.facts import CachedLayers, Drafting, Facts, Family, Weig
 from mla_compile.report.report import Report
 
 _LONGEST = 2**18
-# A model in fp8 is traced in bf16: how its code applies scales is its own affair.
+# A model in fp8 is traced in bf16, since applying its scales is the business of its own code.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Survey(NamedTuple):
-    """The facts about a model, and the report of a decode step of it."""
+    """The facts about a model, and the report on one of its decode steps."""
 
     facts: Facts
     report: Report
@@ -46,8 +46,8 @@ class Survey(NamedTuple):
 def survey(source: str, dtype: str = "bf16") -> Survey:
     """Survey a ``config.json``, a model's directory or ``python:MODULE:FUNCTION``. Raises :class:`InputError`.
 
-    The function returns a causal language model of transformers, or any module with the arguments of a decode step:
-    ``(model, args)`` or ``(model, args, kwargs)``.
+    The function has to return a causal language model of transformers, or any module with the arguments of a decode
+    step: ``(model, args)`` or ``(model, args, kwargs)``.
     """
     if not source.startswith("python:"):
         config, notes = config_file.read(source)
@@ -56,7 +56,7 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
     model, args, kwargs = _parts(made, source)
     if args is None:
         return _of_language_model(model.to("meta"), ())
-    with redirect_stdout(sys.stderr):  # what the model prints is not our output
+    with redirect_stdout(sys.stderr):  # keep the prints of the model out of our output
         report = mla_compile.explain(model, *args, **kwargs)
     return _assemble(model, report, skeleton.Layers("", ()), (), weights_of(model), ())
 
@@ -93,7 +93,7 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
     report, context = _step_explained(model, cache), skeleton.CONTEXT
     most = max((one.every for one in slots), default=1)
     while context < _LONGEST and any((site.chosen or 0) * most >= context for site in report.sites):
-        context *= 64  # queries choose all there is: how many they choose shows in a longer context only
+        context *= 64  # queries choose all keys so far: only a longer context shows how many they choose
         report = _step_explained(model, skeleton.cached_call(model, context)[0])
     picked = _picked(report, layers)
     cached = _cached_layers(cache, layers, slots, picked)
@@ -119,7 +119,7 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
 
 
 def _step_explained(model: nn.Module, cache: Any) -> Report:
-    """The report of a decode step of a model that we built on the meta device, with its cache."""
+    """The report on a decode step of a model that we built on the meta device, with its cache."""
 
     def on(device: str) -> Report:
         step = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -127,11 +127,11 @@ def _step_explained(model: nn.Module, cache: Any) -> Report:
 
     try:
         return on("meta")
-    except CaptureError as error:  # torch can trace less there: no index that is a list, for example
+    except CaptureError as error:  # torch traces less on the meta device: no index that is a list, for example
         model = copy.deepcopy(model)
         try:
             skeleton.to_untouched_memory(model, cache)
-        except RuntimeError:  # more than this machine can promise
+        except RuntimeError:  # more memory than this machine can reserve
             raise error from None
         return on("cpu")
 
@@ -164,10 +164,10 @@ def _drafting(
     facts: Facts,
     cached: tuple[CachedLayers, ...],
 ) -> Drafting | None:
-    """The layers that the config says predict further tokens, and that transformers does not build with the model.
+    """The layers that, according to the config, predict further tokens, and that transformers does not build.
 
-    Each is like the last layer, whose ``cached`` values are given, behind norms and a projection from the hidden state
-    and the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    Each equals the last layer, whose ``cached`` values are given, after norms and a projection of the hidden state and
+    the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
     count = first_int(text_config(model), ("num_nextn_predict_layers", "num_mtp_layers"))
     if not (count and layers.path and facts.width):
@@ -208,13 +208,14 @@ def _cached_layers(
     picked: Mapping[int, SiteReport],
     like: tuple[int, ...] | None = None,
 ) -> tuple[CachedLayers, ...]:
-    """What the cache of the trace holds per token; layers that were not traced hold what those they are like hold.
+    """What the traced cache holds per token; a layer that was not traced holds as much as the layer that represents it.
 
-    ``like``: of the layers that are like these, as far as slots tell layers apart; of all where it is left out.
+    ``like``: count only the layers represented by these, if cache slots can be assigned to layers; all layers by
+    default.
     """
     every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()
-    # A layer may have several attentions: slots are shared out evenly.
+    # A layer may have several attentions: its slots are divided evenly among them.
     per_layer = len(every) // len(layers.like) if layers.like and len(every) % len(layers.like) == 0 else 0
     for i, slot in enumerate(every):
         keys, values = getattr(slot, "keys", None), getattr(slot, "values", None)
@@ -243,7 +244,7 @@ def _picked(report: Report, layers: skeleton.Layers) -> dict[int, SiteReport]:
 
 
 def _not_counted(cache: Any, cached: Sequence[CachedLayers], each: Sequence[Held]) -> tuple[str, ...]:
-    """What a cache holds of which a token does not add the same each time, or that is counted only roughly."""
+    """Notes on cache contents that do not grow by the same amount per token, or that are counted only roughly."""
     slots = list(getattr(cache, "layers", ()))
     notes = []
     full = sum(layer.count for layer in cached)
@@ -261,7 +262,7 @@ def _not_counted(cache: Any, cached: Sequence[CachedLayers], each: Sequence[Held
 
 
 def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
-    """``dims`` with Q and D filled in, if the graph does not show them, from the shapes of the module's weights."""
+    """``dims`` with Q and D filled in from the shapes of the module's weights, if the graph does not show them."""
     try:
         owner = model.get_submodule(path)
     except AttributeError:
@@ -269,7 +270,7 @@ def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
     shapes = [p.shape for p in owner.parameters() if p.dim() == 2]
     D = dims.D or next((n for m, n in shapes if m in (dims.L + dims.R, dims.L)), None)
     widths = [n for m, n in shapes if m == dims.H * (dims.N + dims.R)]
-    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of K and V, has as many rows
+    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of K and V, has as many outputs
         widths.remove(dims.L)
     Q = dims.Q or next((n for n in widths if n != dims.L), widths[0] if widths else None)
     return replace(dims, Q=Q, D=D)

@@ -1,4 +1,4 @@
-"""The weights of a model, how many parameters they are, and how many of them one token reads."""
+"""The weights of a model, the number of its parameters, and the number of them that one token reads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mla_compile.report.facts import Weights
 
 @dataclass(frozen=True)
 class Tensor:
-    """``copies`` weights of the same shape, as a checkpoint has them: routed experts one by one, gate and up apart.
+    """``copies`` weights of one shape, as a checkpoint stores them: each routed expert, and gate and up, separately.
 
     Attributes:
-        module: the path of the module that a checkpoint keeps them in, of an expert that of the first.
+        module: the path of the module under which a checkpoint stores them; for experts, that of the first one.
         shape: outputs and inputs of a matrix.
-        linear: whether the module multiplies by it; an embedding, a norm and a router may not be quantized.
+        linear: whether the module multiplies by the weight; an embedding, a norm and a router may not be quantized.
         expert: whether it belongs to a routed expert.
-        table: the input embedding, where it is not also the output projection.
-        head: the output projection.
+        table: whether it is the input embedding and is not also the output projection.
+        head: whether it is the output projection.
     """
 
     module: str
@@ -36,12 +36,12 @@ class Tensor:
 
     @property
     def values(self) -> int:
-        """Of all copies."""
+        """The number of values of all copies."""
         return torch.Size(self.shape).numel() * self.copies
 
 
 def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """All weights of a model on any device, tied ones once, without those of experts that have none."""
+    """All weights of a model on any device, tied ones once, without those of experts that have no weights."""
     count, idle = _experts(model)
     table, head = _embeddings(model)
     lists = _lists_of_experts(model, count, idle)
@@ -66,7 +66,7 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _lists_of_experts(model: nn.Module, count: int, idle: int) -> list[str]:
-    """Lists of as many modules as there are experts; not a list of layers, which may be as many and have experts."""
+    """Module lists with as many items as there are experts, except a list of layers that happens to be as long."""
     lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     return [
         path
@@ -77,12 +77,12 @@ def _lists_of_experts(model: nn.Module, count: int, idle: int) -> list[str]:
 
 
 def _stacked(parameter: nn.Parameter, count: int, idle: int) -> bool:
-    """Whether it is one tensor for all experts of a layer."""
+    """Whether a parameter holds one matrix for each expert of a layer."""
     return count > 0 and parameter.dim() == 3 and parameter.shape[0] in (count, count + idle)
 
 
 def _unstacked(module: str, name: str, parameter: nn.Parameter, count: int) -> Iterator[Tensor]:
-    """The matrices of one tensor for all experts; transformers also joins two of each expert, gate and up, in it."""
+    """The matrices in one tensor for all experts; transformers also joins gate and up of each expert in one tensor."""
     joined = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     rows, columns = parameter.shape[1] // len(joined), parameter.shape[2]
     for part in joined:
@@ -94,13 +94,13 @@ def _within(path: str, outer: str | None) -> bool:
 
 
 def _embeddings(model: nn.Module) -> tuple[str | None, str | None]:
-    """The paths of the input embedding, unless it is tied, and the output projection, as far as the model tells."""
+    """The paths of the input embedding, unless it is tied, and of the output projection, as far as the model tells."""
     if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
         return None, None
     owner: Any = model
     try:
         table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
-    except NotImplementedError:  # transformers raises it for a model made of several
+    except NotImplementedError:  # transformers raises it for a model that consists of several
         return None, None
     tied = head is not None and isinstance(table, nn.Module) and head.weight is table.weight
     paths = {id(module): path for path, module in model.named_modules()}
@@ -108,7 +108,7 @@ def _embeddings(model: nn.Module) -> tuple[str | None, str | None]:
 
 
 def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Weights:
-    """Counts parameters, on any device. Raises :class:`InputError` if a token takes more experts than there are."""
+    """Count parameters, on any device. Raises :class:`InputError` if a token takes more experts than there are."""
     tensors = tuple(tensors_of(model) if tensors is None else tensors)
     total, lookup = sum(t.values for t in tensors), sum(t.values for t in tensors if t.table)
     _, head = _embeddings(model)
@@ -125,7 +125,10 @@ def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Wei
 
 
 def _experts(model: nn.Module) -> tuple[int, int]:
-    """Routed experts of a layer, and experts without weights, which a token may take too; some code allocates them."""
+    """The routed experts of a layer, and the experts without weights that a token may take, too.
+
+    Some code allocates memory for the latter.
+    """
     config = text_config(model)
     count = first_int(config, ("num_local_experts", "n_routed_experts", "num_experts"))
     return count or 0, first_int(config, ("zero_expert_num",)) or 0
@@ -138,5 +141,5 @@ def text_config(model: nn.Module) -> Any:
 
 
 def first_int(config: Any, names: Iterable[str]) -> int | None:
-    """The first of several fields that a config has as a whole number; each family has its own names for them."""
+    """The first of several fields that is an integer in the config: model families name such fields differently."""
     return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)

@@ -1,4 +1,4 @@
-"""Repeated parts of a graph, the layers of a model, which are compiled once and called for each.
+"""Repeated parts of a graph, such as the layers of a model, which are compiled once and called for each repetition.
 
-``find`` says where they are, ``split`` makes the graph of calls.
+``find`` finds them, ``split`` makes the graph of calls.
 """

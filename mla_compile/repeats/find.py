@@ -1,4 +1,4 @@
-"""Where a graph repeats itself: stretches of calls that are equal but for the tensors they are given."""
+"""Finds where a graph repeats: stretches of calls that are equal except for the tensors they are given."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Steps = Sequence[fx.Node]
 LEAST_TIMES = 3
 """Fewer repetitions do not pay: each call of a compiled part costs some microseconds in every step."""
 LEAST_LENGTH = 64
-"""Shorter ones are experts or heads and no layers, which have a hundred calls and more."""
+"""Shorter repetitions are experts or heads; a layer has a hundred calls or more."""
 
 
 def cut(steps: Steps) -> list[list[Steps]]:
-    """``steps`` cut into stretches, in order: one that repeats itself into its repetitions, else the whole of it.
+    """Cut ``steps`` into stretches, in order: a repeating stretch into its repetitions, any other as a whole.
 
-    Repetitions look alike call by call. What they are given may differ: see :func:`form`.
+    Repetitions have equal calls, but their inputs may differ: see :func:`form`.
     """
     known: dict[Hashable, int] = {}
     labels = torch.tensor([known.setdefault(_label(node), len(known)) for node in steps])
@@ -31,7 +31,7 @@ def cut(steps: Steps) -> list[list[Steps]]:
 
 
 def form(steps: Steps) -> tuple[Hashable, list[fx.Node]]:
-    """What a stretch computes of its inputs, equal for equal computations; and these inputs, as they are first read."""
+    """A key of the function that a stretch computes, and its inputs in the order in which they are first read."""
     places = {node: place for place, node in enumerate(steps)}
     inputs: dict[fx.Node, int] = {}
 
@@ -45,7 +45,7 @@ def form(steps: Steps) -> tuple[Hashable, list[fx.Node]]:
 
 
 def _cut(steps: Steps, labels: torch.Tensor, last_uses: list[int], first: int) -> list[list[Steps]]:
-    """Of a part of all steps, ``first`` its place among them: what repeats most, and what is before and behind it."""
+    """Cut a part of all steps, which starts at ``first``, into its most repeated stretch and what surrounds it."""
     if not steps:
         return []
     found = _most_repeated(labels)
@@ -59,7 +59,7 @@ def _cut(steps: Steps, labels: torch.Tensor, last_uses: list[int], first: int) -
 
 
 def _most_repeated(labels: torch.Tensor) -> tuple[int, int, int] | None:
-    """Start, length of one repetition and length of all of the stretch whose repetitions save most."""
+    """Start, length of one repetition, and total length of the stretch whose repetitions save most."""
     best: tuple[int, int, int] | None = None
     saved = 0
     for length in range(LEAST_LENGTH, len(labels) // LEAST_TIMES + 1):
@@ -74,7 +74,7 @@ def _most_repeated(labels: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def _at_ends(start: int, length: int, total: int, last_uses: list[int], first: int) -> tuple[int, int, int]:
-    """Start, length and number of the repetitions, begun where the fewest tensors are handed to the next."""
+    """Start, length and number of the repetitions, cut where the fewest tensors pass to the next repetition."""
 
     def handed(offset: int) -> int:
         end = first + start + offset + length
@@ -86,7 +86,7 @@ def _at_ends(start: int, length: int, total: int, last_uses: list[int], first: i
 
 
 def _last_uses(steps: Steps) -> list[int]:
-    """Where each tensor is last read; numbers are as good as free to hand on."""
+    """The position at which each tensor is last read; numbers do not count, as passing them on is almost free."""
     places = {node: place for place, node in enumerate(steps)}
     tensors = (isinstance(node.meta.get("val"), torch.Tensor) for node in steps)
     return [
@@ -96,10 +96,10 @@ def _last_uses(steps: Steps) -> list[int]:
 
 
 def _label(node: fx.Node) -> Hashable:
-    """A call without the tensors that it is given.
+    """The key of a call without its tensor inputs.
 
-    Where its result begins in memory follows from those, and torch tells it otherwise the first time that it traces a
-    call: of a copy, fake tensors of the cache begin elsewhere.
+    The storage offset of the result is left out. It follows from the inputs, but torch may report another one in the
+    first trace of a call: for a copy, tensors from the fake tensor cache start at another offset.
     """
     given = tuple(
         each(value, lambda v: None if isinstance(v, fx.Node) else constant_of(v)) for value in (node.args, node.kwargs)

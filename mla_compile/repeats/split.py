@@ -1,4 +1,4 @@
-"""A graph as calls of its parts: each part is a graph of its own, made once for all stretches that are equal."""
+"""Splits a graph into calls of its parts: equal stretches share one part, a graph of its own."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mla_compile.repeats.stretches import (
 
 
 def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, dict[str, list[Any]]] | None:
-    """The same as calls of submodules, and example inputs for each of these, by name: those of its first call.
+    """The graph as calls of submodules, and by name the example inputs of the first call of each submodule.
 
-    ``gm``: ATen with ``meta["val"]`` on every node; it stays as it is. ``example_inputs``: one for each placeholder.
-    A part takes what it reads and returns one flat tuple.
+    ``gm``: ATen with ``meta["val"]`` on every node; it is not changed. ``example_inputs``: one per placeholder. A part
+    takes the values it reads and returns one flat tuple.
 
-    None where nothing repeats itself, and where parts cannot be compiled one by one: one writes to a tensor that it
-    also reads as another input, or sizes depend on data.
+    Returns None if nothing repeats, or if parts cannot be compiled separately because one writes to a tensor that it
+    also reads as another input, or because sizes depend on data.
     """
     source = copy_graph(gm.graph)
     inputs = [node for node in source.nodes if _is_given(node)]
@@ -65,15 +65,15 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
     constants = {
         str(node.target): operator.attrgetter(str(node.target))(gm) for node in graph.find_nodes(op="get_attr")
     }
-    # Ordinary modules: they may be run, and lazy ones call themselves then, where a user's global hooks see it.
+    # Not lazy modules: when a lazy one runs, it calls itself, where a user's global hooks see it.
     return fx.GraphModule({**constants, **modules}, graph), examples_of
 
 
 def _write_early(graph: fx.Graph) -> None:
-    """Moves writes to the last reader of what they replace.
+    """Move each write up to the last reader of the value that it replaces.
 
-    A graph of ours writes the new rows of all its caches at its end, and nowhere else. A write moves up to where
-    nothing reads the old values any more, through whatever view.
+    Our graphs write the new rows of all caches at their end, and nowhere else. A write may move up to the point after
+    which nothing reads the old value, through any view.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     shown: dict[fx.Node, list[fx.Node]] = {}
@@ -91,14 +91,14 @@ def _write_early(graph: fx.Graph) -> None:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a node is there before anything is computed: inputs, constants, and the plain tensors of a subclass."""
+    """Whether a node exists before anything is computed: inputs, constants, and the plain tensors of a subclass."""
     return node.op in ("placeholder", "get_attr") or node.target is getattr
 
 
 def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, Any]) -> bool:
     """Whether some stretch writes to memory that it may be given twice.
 
-    A part is compiled for inputs of separate memory, as its first call has them.
+    A part is compiled for inputs with separate memory, as in its first call.
     """
     storages = Counter(memory_of(value) for value in examples.values() if isinstance(value, torch.Tensor))
     for one in found:
@@ -127,14 +127,14 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The tensor whose memory a node shows."""
+    """The tensor of which a node is a view, directly or indirectly."""
     while (source := view_source(node)) is not None:
         node = source
     return node
 
 
 def _sizes(one: Stretch, known: dict[Any, fx.Node]) -> list[fx.Node] | None:
-    """The graph's inputs for the sizes in a stretch that are no inputs of it; None where nothing says what one is."""
+    """The graph inputs for the sizes in a stretch that are not inputs of it; None if the value of one is unknown."""
     given = {_symbol(node) for node in one.inputs}
     symbols = set[Any]().union(*(free_symbols(value) for value in values_of((*one.inputs, *one.steps)))) - given
     tensors = (node.meta["val"] for node in one.inputs if isinstance(node.meta["val"], torch.Tensor))
@@ -143,7 +143,7 @@ def _sizes(one: Stretch, known: dict[Any, fx.Node]) -> list[fx.Node] | None:
 
 
 def _symbol(node: fx.Node) -> Any:
-    """The symbol that an input or a value is, if it is a number of that kind."""
+    """The symbol of an input or a value, if it is a symbolic number."""
     expression = _expression(node.meta.get("val"))
     return expression if getattr(expression, "is_symbol", False) else None
 

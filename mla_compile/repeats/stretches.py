@@ -1,4 +1,4 @@
-"""A graph cut into stretches of calls, of which those of one kind compute the same of their inputs."""
+"""Cuts a graph into stretches of calls; stretches of one kind compute the same function of their inputs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mla_compile.repeats.find import LEAST_TIMES, Steps, cut, form
 
 @dataclass(frozen=True)
 class Stretch:
-    """Calls in a row, what they read of others, and what others read of them (as places among the calls).
+    """Consecutive calls, the values they read from outside, and the positions of calls whose results are read outside.
 
-    Stretches of one ``kind`` compute the same of their inputs.
+    Stretches of one ``kind`` compute the same function of their inputs.
     """
 
     steps: Steps
@@ -32,10 +32,10 @@ class Stretch:
 
 
 def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | None:
-    """The graph cut into calls of few kinds; None where there are as many kinds as calls.
+    """The graph cut into calls of few kinds; None if there are as many kinds as calls.
 
-    ``graph``: ``meta["val"]`` is on every node; items are moved to the tuple that they are of. ``given``: nodes that
-    are there before anything is computed, and belong to no stretch.
+    ``graph`` has ``meta["val"]`` on every node; items of tuples are moved next to their tuple. ``given``: nodes that
+    exist before anything is computed, and belong to no stretch.
     """
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
@@ -68,7 +68,7 @@ def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | Non
 
 
 def is_closed(one: Stretch) -> bool:
-    """Whether a stretch takes and returns plain tensors and numbers, of sizes that follow from those of its inputs."""
+    """Whether a stretch takes and returns plain tensors and numbers, without unbacked sizes."""
     handed = [node.meta.get("val") for node in (*one.inputs, *(one.steps[place] for place in one.outputs))]
     plain = all(
         isinstance(v, (torch.Tensor, torch.SymInt, int)) and not is_traceable_wrapper_subclass(v) for v in handed
@@ -77,14 +77,14 @@ def is_closed(one: Stretch) -> bool:
 
 
 def values_of(nodes: Sequence[fx.Node]) -> Iterator[Any]:
-    """Tensors and symbolic numbers among the values of nodes."""
+    """The tensors and symbolic numbers among the values of nodes."""
     for value in pytree.tree_leaves([node.meta.get("val") for node in nodes]):
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
             yield value
 
 
 def memory_of(value: torch.Tensor) -> int:
-    """What tells apart the memory of two tensors that are both alive."""
+    """The identity of the memory of a tensor that is alive."""
     try:
         return int(StorageWeakRef(value.untyped_storage()).cdata)
     except NotImplementedError:  # a subclass without memory of its own
@@ -92,7 +92,7 @@ def memory_of(value: torch.Tensor) -> int:
 
 
 def alone(one: Stretch, given: Sequence[fx.Node]) -> fx.Graph:
-    """A stretch as a graph of its own."""
+    """A stretch as a separate graph."""
     graph = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     for node in given:

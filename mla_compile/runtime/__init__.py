@@ -1,1 +1,1 @@
-"""What runs in each call around the compiled graphs: the choice of a form, folded weights, caches of latent rows."""
+"""The code that runs around compiled graphs in each call: the choice of a form, folded weights, caches of rows."""

@@ -1,18 +1,18 @@
-"""Room behind the rows of a cache that grows, so that a call writes its new rows in place of copying the old ones.
+"""Spare capacity behind the rows of a growing cache, so that a call writes new rows instead of copying the old ones.
 
-A program that appends (:mod:`mla_compile.passes.cache.append`) is given ``T + S`` rows, of which it writes the last
-``S``. They are the memory of the ``T`` rows that the caller holds where that memory is ours, has room, and nobody has
-appended to those rows before; else new memory for twice as many, into which the old rows are copied once. What the
-caller gets back is a tensor of ``T + S`` rows like the one that ``cat`` would have made, except that
+A program that appends (:mod:`mla_compile.passes.cache.append`) takes ``T + S`` rows, of which it writes the last ``S``.
+They use the memory of the caller's ``T`` rows if that memory is ours, has room, and nobody has appended to those rows
+before. Otherwise the old rows are copied once into new memory for about twice as many. The caller gets back a tensor of
+``T + S`` rows like the one that ``cat`` would have made, with two exceptions:
 
-* in a batch its rows lie token by token, so it is not contiguous;
-* it shares memory with the tensors it grew from: who *writes* into an older one changes it too.
+* in a batch its rows are stored token by token, so it is not contiguous;
+* it shares memory with the tensors it grew from: *writing* into an older one changes it, too.
 
-The length of what is handed out is marked as one that changes: without that, Dynamo would compile the first step for
-this length alone, and the second step anew for any length.
+Its length is marked as dynamic. Without that, Dynamo would compile the first step for this length only, and the second
+step anew for any length.
 
-Appending twice to the same rows (two continuations of one prompt) gives each its own memory, and rows that are sliced,
-reordered or copied on the way are rows like any others: they are copied once.
+Appending twice to the same rows (two continuations of one prompt) gives each its own memory. Rows that are sliced,
+reordered or copied in between are treated like any other rows: they are copied once.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from mla_compile.passes.cache.append import token_major
 
 @dataclass
 class _Memory:
-    """Memory for rows along one axis, ``used`` of which are somebody's."""
+    """Memory for rows along one axis, of which the first ``used`` are in use."""
 
     rows: torch.Tensor
     used: int
 
 
 _held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensors that were handed out -> the memory that they show."""
+"""Tensor that was returned to a caller -> its memory."""
 _lock = threading.Lock()
 
 
 def length_marker() -> Callable[[torch.Tensor, int], None]:
-    """What tells Dynamo that a tensor's size along an axis will change; nothing where it compiles each size by itself.
+    """A function that marks a size of a tensor as dynamic for Dynamo; it does nothing if sizes are compiled separately.
 
-    To be asked for while Dynamo compiles: it is a setting of the compilation (``dynamic=False``).
+    Call ``length_marker`` while Dynamo compiles, because ``dynamic=False`` is a setting of the compilation.
     """
     if not torch._dynamo.config.automatic_dynamic_shapes:
         return lambda tensor, axis: None
@@ -52,7 +52,7 @@ def length_marker() -> Callable[[torch.Tensor, int], None]:
 
 
 def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """``rows`` and behind them ``count`` rows of any content along ``axis``: the same memory if there is room."""
+    """``rows`` followed by ``count`` rows of any content along ``axis``, in the same memory if there is room."""
     T = rows.shape[axis]
     with _lock:
         memory = _held.get(rows)
@@ -65,7 +65,7 @@ def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 
 
 def _continues(rows: torch.Tensor, memory: _Memory, axis: int) -> bool:
-    """Whether ``rows`` are all the rows of their memory; a tensor can be given other memory behind our back."""
+    """Whether ``rows`` are all used rows of ``memory``; a caller can have changed the tensor's memory."""
     return (
         memory.used == rows.shape[axis]
         and rows.data_ptr() == memory.rows.data_ptr()
@@ -80,11 +80,11 @@ def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
 
 
 def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
-    """New memory for more than ``least`` rows, with ``rows`` at its beginning."""
-    # Powers of two: twice the room whenever it is full, and at most twice what is needed.
+    """New memory for more than ``least`` rows that begins with ``rows``."""
+    # Powers of two: the capacity doubles whenever it is full, and is at most twice what is needed.
     try:
         made = _memory(rows, axis, 1 << least.bit_length())
-    except torch.OutOfMemoryError:  # what a copy would take may still fit
+    except torch.OutOfMemoryError:  # the size of a plain copy may still fit
         made = _memory(rows, axis, least)
     with torch.no_grad():
         made.narrow(axis, 0, rows.shape[axis]).copy_(rows)
@@ -93,15 +93,15 @@ def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
 
 def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
-    # Not of inference mode, in which the cache may have been made and out of which it may be taken.
+    # A normal tensor: the cache may be made in inference mode and used outside of it.
     with torch.inference_mode(mode=False):
         return torch.empty_strided(shape, token_major(shape, axis), dtype=like.dtype, device=like.device)
 
 
 def first_rows(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """The first ``count`` rows of what :func:`larger` returned."""
+    """The first ``count`` rows of the memory that :func:`larger` returned."""
     shape = (*memory.shape[:axis], count, *memory.shape[axis + 1 :])
-    # No view in autograd's sense: a compiler would ask for the whole memory behind it, and guard its size.
+    # Not a view for autograd: a compiler would take the whole memory as its base, and guard the size of that.
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=memory.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), 0, shape, token_major(shape, axis))

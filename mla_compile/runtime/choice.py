@@ -1,4 +1,4 @@
-"""Which of two compiled graphs runs in a call: absorbed or expanded, by the sizes of the inputs."""
+"""Chooses in each call between two compiled graphs, absorbed and expanded, by the sizes of the inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
 
 
 def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs], bool]:
-    """A function of a call's inputs: whether the absorbed form of all sites together needs fewer FLOPs.
+    """A predicate on a call's inputs: whether the absorbed form of all sites together needs fewer FLOPs.
 
     A size that no input shows, such as one computed in the graph, counts as ``UNSEEN``.
     """
@@ -36,13 +36,13 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs],
 
 
 def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
-    """The same decision for the sizes with which the program was traced."""
+    """Whether the absorbed form pays for the sizes with which the program was traced."""
     gain = _gain(program, variants).subs({size(n): hint(size(n), n) for _, _, n in _symbolic_inputs(program)})
     return bool(gain.subs(dict.fromkeys(gain.free_symbols, UNSEEN)) > 0)
 
 
 def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
-    """Multiply-adds that absorbing saves over all sites, in the shape symbols of the graph as the passes spell them."""
+    """Multiply-adds that absorbing saves over all sites, in the graph's current shape symbols."""
     gain = sympy.Integer(0)
     for site, count in Counter(variants).items():
         dims, sizes = site.dims, {formulas.S: site.S, formulas.T: site.T}
@@ -59,7 +59,7 @@ def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
 
 
 def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Inputs], int] | None:
-    """Reads the value of a shape symbol from the inputs; ``None`` where no input has it."""
+    """A function that reads the value of a shape symbol from the inputs; ``None`` if no input has it."""
     for index, axis, value in _symbolic_inputs(program):
         if size(value) == symbol:
             return lambda inputs: int(inputs[index] if axis is None else inputs[index].shape[axis])
@@ -76,7 +76,7 @@ def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymI
 
 
 def choose_by_call(pays: Callable[[Inputs], bool], absorbed: Call, expanded: Call) -> Call:
-    """A callable that runs one of two compiled graphs that take the same inputs."""
+    """A callable that runs one of two compiled graphs with the same inputs."""
 
     def call(*inputs: Any) -> Any:
         return absorbed(*inputs) if pays(inputs) else expanded(*inputs)

@@ -1,4 +1,4 @@
-"""Folded weights, kept up to date: products of weights that a compiled graph takes as extra inputs."""
+"""Keeps folded weights up to date: products of weights that a compiled graph takes as extra inputs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mla_compile.errors import StaleWeightError, WeightError
 
 @dataclass(frozen=True)
 class _Seen:
-    """A weight as it was when it was folded: the object, which may be gone by now, and a copy of its values.
+    """A weight at the time of folding: a weak reference to the object, and a copy of its values.
 
-    ``snapshot`` is None where its version is to tell whether it has changed. Of a weight that is made of several
-    tensors, or shared by ranks, it has the tensors that lie here: comparing the weight itself might take other ranks.
+    ``snapshot`` is None if the version alone shows whether the weight has changed. For a tensor subclass or a DTensor
+    it holds the local plain tensors: comparing the weight itself might involve other ranks.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -29,22 +29,22 @@ class _Seen:
     addresses: tuple[int, ...]
 
     def is_current(self, live: torch.Tensor) -> bool:
-        """Whether it is unchanged since: cheap signs first, then every bit."""
+        """Whether the weight is unchanged: cheap checks first, then every bit."""
         if self.tensor() is not live or self.versions != versions(live) or self.addresses != addresses(live):
             return False
         return self.snapshot is None or all(map(same_bits, parts_of(live.detach()), self.snapshot))
 
 
 class FoldedWeights:
-    """The values of a program's folds, computed from the live weights and recomputed when one of those has changed.
+    """The values of a program's folds, computed from the live weights and recomputed when one of these has changed.
 
-    Each call compares every weight bit by bit with a copy made when it was folded, because ``p.data.mul_(2)`` changes
-    neither the identity nor the address nor the version of ``p``. New values go into the same memory, so that a CUDA
-    graph that holds the address stays right. One compiled graph may serve several layers in turn, so values are kept
-    per set of weights until one of the weights is gone; the least recently used set is dropped first.
+    Each call compares every weight bit by bit with a copy from the time of folding, because ``p.data.mul_(2)`` changes
+    neither the identity nor the address nor the version of ``p``. New values are written into the same memory, so that
+    a CUDA graph that holds its address stays correct. One compiled graph may serve several layers in turn, so values
+    are kept per set of weights until one of the weights is gone; the least recently used set is dropped first.
 
-    What quantized weights stand for is looked after by versions and addresses alone: to compare the stored numbers
-    would read as many bytes as to use them. Such values are shared by all graphs that need them.
+    Dequantized weights are checked by versions and addresses alone: comparing the stored values would read as many
+    bytes as using them. All graphs that need such a value share it.
     """
 
     SETS = 128
@@ -85,7 +85,7 @@ class FoldedWeights:
 
 
 _stored: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
-"""Dequantized weights by how they are made and of which tensors, as long as a graph keeps them."""
+"""Key of the computation and ids of the weights -> the dequantized weight, as long as a graph keeps it."""
 
 
 def _shared(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _shared(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
     key = (fold.stored, *(id(live[name]) for name in fold.weights))
     value = compute(fold, live)
     known = _stored.setdefault(key, value)
-    if known is not value:  # an address may have been another tensor's before, or the weight another version
+    if known is not value:  # an id may have belonged to another tensor before, or the weight may have another version
         known.copy_(value)
     return known
 
@@ -124,12 +124,12 @@ def folded_values(program: Program) -> dict[str, torch.Tensor]:
 
 
 def _without(fold: Fold) -> str:
-    """The option that does without a fold."""
+    """The option value that avoids a fold."""
     return 'fold="never"' if fold.stored is None else 'dequantize="step"'
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, instead: str = 'fold="never"') -> None:
-    """Raises :class:`WeightError`, which says what to do ``instead``, unless the tensor has values, stored densely."""
+    """Raise :class:`WeightError`, which says what to do ``instead``, unless the tensor has dense values."""
     problem = None
     if tensor is None or tensor.is_meta:
         problem = "has no values (it is on the meta device, or fake)"
@@ -140,7 +140,7 @@ def check_weight(name: str, tensor: torch.Tensor | None, instead: str = 'fold="n
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits: NaN equals itself, and 0 differs from -0."""
+    """Whether two tensors have equal shape, dtype and bits: NaN equals itself, and 0 differs from -0."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
@@ -162,7 +162,7 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
         index = positions[name]
         return lambda inputs: inputs[index]
     if not any(node.name == name for node in program.gm.graph.nodes):
-        # A constant that nothing but the fold reads any more, so that its node is gone.
+        # Only the fold reads this constant any more, so its node is gone.
         constant = program.weights[name]
         if constant is None:
             raise KeyError(name)
@@ -174,22 +174,22 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Counts the writes to a tensor; inference tensors have no such count."""
+    """The version counter of a tensor; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def versions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """:func:`version` of a tensor, or of the tensors that it is made of."""
+    """:func:`version` of a tensor, or of its plain tensors."""
     return tuple(map(version, parts_of(tensor)))
 
 
 def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where a tensor lies, or the tensors that it is made of."""
+    """The addresses of a tensor, or of its plain tensors."""
     return tuple(part.data_ptr() for part in parts_of(tensor))
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that ``tensor`` is made of and that lie here; itself where it is plain."""
+    """The plain tensors of which ``tensor`` is made on this rank; the tensor itself if it is plain."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -198,7 +198,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:
-    """A callable of the original inputs, which are passed on with the folded weights appended."""
+    """A callable of the original inputs, to which the folded weights are appended."""
 
     def folded(*inputs: Any) -> Any:
         return call(*inputs, *folds.values(inputs))

@@ -1,4 +1,4 @@
-"""What runs around a compiled graph that appends to caches: room for new rows, and each rank's share of them."""
+"""Code that runs around a compiled graph that appends to caches: room for new rows, and each rank's share of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mla_compile.runtime.shared_rows import SharedRows
 
 
 def with_room(call: Call, program: Program) -> Call:
-    """A callable that takes the rows and returns them joined with the new ones, around one that appends in place.
+    """Wrap a program that appends in place as a callable that takes old rows and returns old and new rows joined.
 
-    Where a cache begins, its rows are moved to memory with room, or this rank's share of them is. Rows that ranks share
-    come as :class:`SharedRows`; a program that does not append to this rank's is given all of them, and where it writes
-    to these, each rank keeps its share of what is there then.
+    The first rows of a cache, or this rank's share of them, are moved to memory with spare capacity. Rows that ranks
+    share arrive as :class:`SharedRows`. A program that does not append to this rank's share gets all rows; if it writes
+    to them, each rank stores its share of the result.
     """
     mark, sharing = length_marker(), program.sharing
     position = {node.name: index for index, node in enumerate(program.placeholders)}
@@ -27,7 +27,7 @@ def with_room(call: Call, program: Program) -> Call:
     ]
     own = [position[one.input] for one in program.appends if one.output is None and one.input is not None]
     whole = {position[name]: name for name in program.shared - {one.input for one in program.appends}}
-    # Not the program itself, which has the weights: what Dynamo keeps of a call would keep them, too.
+    # Dynamo keeps this closure alive, so it must not refer to the program, which holds the weights.
     shown, mutated = {*program.aliases.values()}, {*program.mutations}
 
     def around(*inputs: Any) -> Any:
@@ -55,7 +55,7 @@ def with_room(call: Call, program: Program) -> Call:
         results = list(call(*given))
         for rows, full in written:
             rows.write(full)
-        for at, output, one in places:  # in the order of the outputs, so that each finds those before it filled
+        for at, output, one in places:  # in the order of the outputs, because each insertion shifts the later ones
             if at is not None:
                 results.insert(output, grown.get(at, given[at]))
             elif one.shared:

@@ -1,8 +1,8 @@
-"""K or V of a cache as a tensor that holds its latent rows, and is expanded only for those who read it.
+"""K or V of a cache as a tensor that holds its latent rows, and expands them only for code that reads it.
 
-A compiled graph whose K and V the caller keeps (in a Cache object, a tuple, an attribute) returns them as these. To
-everybody else they are tensors of the shape of K: an operator that reads one gets K, computed from the rows. The next
-compiled graph takes the rows themselves. How the caller keeps the cache is neither known nor assumed.
+A compiled graph whose K and V the caller keeps (in a Cache object, a tuple, an attribute) returns them as such tensors.
+To all other code they are tensors of the shape of K: an operator that reads one gets K, computed from the rows. The
+next compiled graph takes the rows themselves. How the caller keeps the cache does not matter.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ aten = torch.ops.aten
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """What tensors of a cache hold: of K and V that are kept as rows these rows, once where several share them."""
+    """The bytes that tensors of a cache hold. K and V kept as rows count as these rows, which count once if shared."""
     held = (row for t in tensors for row in (t._cell.rows if isinstance(t, LatentTensor) and t.recipe else (t,)))
     return sum({(t.data_ptr(), t.shape): t.nbytes for t in held}.values())
 
 
 def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Keeps Dynamo away from what its guards call; later releases do so themselves, at no cost in each call."""
+    """Keep Dynamo out of a function that its guards call; later releases do so themselves, at no cost per call."""
     return function if TorchVersion(torch.__version__) >= "2.13" else torch.compiler.disable(function)
 
 
 class LatentTensor(torch.Tensor):
     """K (or V) of shape ``recipe.shape(rows)``, held as rows of ``recipe.widths`` values per token.
 
-    ``rows`` and ``leaves`` (the weights it is expanded with) are tensors in the recipe's order. Tensors of one cell
-    share memory as views do. ``span``: the tokens of the cell that this one shows; ``None`` means all.
+    ``rows`` and ``leaves`` (the weights that expand them) are tensors in the recipe's order. Tensors of one cell share
+    memory as views do. ``span``: the tokens of the cell that this tensor shows; ``None`` means all.
     """
 
     _cell: Cell
@@ -75,7 +75,7 @@ class LatentTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 
-    # The protocol of compilers.
+    # The subclass protocol of torch.compile.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if not self._cell.rows:
@@ -105,48 +105,48 @@ class LatentTensor(torch.Tensor):
     def __metadata_guard__(cls, a: Any, b: Any) -> bool:
         return a is b or bool(a == b)
 
-    # What this package reads.
+    # The interface that this package reads.
 
     @property
     def recipe(self) -> Recipe | None:
-        """How it is computed from its rows; ``None`` once it no longer is."""
+        """How K is computed from its rows; ``None`` once K has replaced them."""
         return None if self._cell.full is not None else self._cell.recipe
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a buffer of a module, into whose rows compiled graphs write."""
+        """Whether this is a buffer of a module, into whose rows compiled graphs write."""
         return self._cell.own
 
     def shares_only_with(self, others: Iterable[LatentTensor]) -> bool:
-        """Whether all buffers that are made of the same rows are among ``others``."""
+        """Whether all buffers that use any of the same rows are among ``others``."""
         return self._cell.sharers() <= {self._cell, *(other._cell for other in others)}
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """The weights it is expanded with."""
+        """The weights that expand the rows."""
         return self._cell.leaves
 
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """The rows. Raises :class:`StaleWeightError` if the weights that they were made for have changed."""
+        """The rows. Raises :class:`StaleWeightError` if the weights for which they were made have changed."""
         self._cell.check()
         return self.shown_rows()
 
     def shown_rows(self) -> tuple[torch.Tensor, ...]:
-        """The rows, without a look at the weights. K and V of one attention give the same tensors."""
+        """The rows, without checking the weights. K and V of one attention return the same tensors."""
         cell = self._cell
         if self._span is None or cell.recipe is None:
             return cell.rows
         start, stop = self._span
         how = cell.recipe.token_axis, start, stop - start
-        if cell.own:  # rows that are written to, and may be others tomorrow
+        if cell.own:  # later writes must show in the rows: return a view
             return tuple(once((r,), torch.Tensor.narrow, *how) for r in cell.rows)
         if self._part is None:
-            # A copy, which compiled graphs need not be made anew for.
+            # A copy has the layout of whole rows, so compiled graphs need no recompilation for it.
             self._part = tuple(once((r,), _narrowed, *how) for r in cell.rows)
         return self._part
 
     def expanded(self) -> torch.Tensor:
-        """K itself, a plain tensor. It shares memory with this one only if K has replaced the rows already."""
+        """K itself, a plain tensor. It shares memory with this one only if K has already replaced the rows."""
         full = self._cell.full
         return self._cell.expand(self.rows()) if full is None else self._shown(full)
 
@@ -157,7 +157,8 @@ class LatentTensor(torch.Tensor):
     def _shown(self, full: torch.Tensor) -> torch.Tensor:
         if self._span is None:
             return full
-        if self._view is None or self._view[0] is not full:  # one tensor: compilers tell inputs apart by identity
+        # always the same tensor: compilers tell inputs apart by identity
+        if self._view is None or self._view[0] is not full:
             with torch.inference_mode(mode=False):
                 self._view = full, full.narrow(self._tokens, self._span[0], self._span[1] - self._span[0])
         return self._view[1]
@@ -180,15 +181,16 @@ class LatentTensor(torch.Tensor):
                 given.settled()
         plain_args, plain_kwargs = pytree.tree_map_only(LatentTensor, LatentTensor.expanded, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        for given, plain in zip(args, plain_args, strict=True):  # an operator that writes returns what it was given
+        for given, plain in zip(args, plain_args, strict=True):  # an in-place operator returns its argument
             if result is plain and isinstance(given, LatentTensor):
                 return given
         return result
 
     def __getitem__(self, index: Any) -> Any:
-        """A range of the tokens is again a tensor of rows.
+        """Index the tensor; a range of tokens is again a tensor of rows.
 
-        Handled here rather than in the dispatcher, whose views autograd remembers and compilers replay.
+        This is handled here and not in the dispatcher, because autograd records the views of the dispatcher and
+        compilers replay them.
         """
         rows = self.recipe is not None and not torch.compiler.is_compiling()
         tokens = range_of(index, self.dim(), self._tokens) if rows else None
@@ -198,7 +200,7 @@ class LatentTensor(torch.Tensor):
         first = 0 if self._span is None else self._span[0]
         return LatentTensor(self._cell, self._tokens, (first + low, first + max(low, high)))
 
-    # What reads memory past the dispatcher.
+    # Methods that read memory without going through the dispatcher.
 
     def data_ptr(self) -> int:
         """The address of K, which replaces the rows."""
@@ -225,7 +227,7 @@ class LatentTensor(torch.Tensor):
         if id(self) not in memo:
             if self.recipe is None:
                 memo[id(self)] = self.expanded().clone()
-            elif self.is_own:  # with its module, whose weights are copied too
+            elif self.is_own:  # copied with its module and the module's weights
                 rows, leaves = copy.deepcopy((self.rows(), self.leaves), memo)
                 memo[id(self)] = LatentTensor.of(self.recipe, rows, leaves, own=True)
             else:
@@ -234,7 +236,7 @@ class LatentTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.expanded().__reduce_ex__(protocol)  # a saved cache is plain
+        return self.expanded().__reduce_ex__(protocol)  # a saved cache holds plain tensors
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         how = "expanded" if self.recipe is None else f"made from rows of {self.recipe.widths} values"
@@ -242,7 +244,7 @@ class LatentTensor(torch.Tensor):
 
 
 def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentTensor | None:
-    """What caches do to K along tokens and batch (copy, slice, join, reorder), done to its rows instead."""
+    """Apply what caches do to K along tokens and batch (copy, slice, join, reorder) to its rows instead."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)
     x = args[0] if args else None
@@ -258,7 +260,7 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Latent
     if func is aten.detach.default:
         return LatentTensor(x._cell, x._tokens, x._span)
     if func is aten.clone.default:
-        # Rows that nobody writes to need no copy.
+        # Rows that are never written to need no copy.
         rows = [once((r,), torch.Tensor.clone) for r in x.rows()] if x.is_own else x.rows()
         return LatentTensor.of(recipe, rows, x.leaves)
     if func is aten.index_select.default:

@@ -1,4 +1,4 @@
-"""What runs around a compiled graph whose cache is kept as latent rows."""
+"""Code that runs around a compiled graph whose cache is kept as latent rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mla_compile.runtime.shared_rows import SharedRows
 
 
 def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
-    """The example inputs of a Dynamo graph, with plain fake tensors of the same shape for those that hold rows.
+    """The example inputs of a Dynamo graph, with plain fake tensors in place of tensors that hold rows.
 
-    The graph's own examples become these, too: who traces a part of it starts from them.
+    They replace the graph's own examples, too, because a trace of a part of the graph starts from those.
     """
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -38,7 +38,7 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
 
 
 def expanding(call: Call, gm: fx.GraphModule) -> Call:
-    """A callable that accepts tensors of rows, around one of the plain inputs of ``gm``."""
+    """Wrap a callable of the plain inputs of ``gm`` so that it accepts tensors of rows."""
     may_be_written = possibly_written(gm.graph)
     written = [node in may_be_written for node in gm.graph.find_nodes(op="placeholder")]
 
@@ -49,8 +49,8 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
 
 
 def _plain(value: Any, *, written: bool) -> Any:
-    """K itself; for a graph that writes to it, the memory that takes the place of the rows."""
-    if isinstance(value, SharedRows):  # every rank runs this graph
+    """The expanded K; for a graph that writes to it, the memory that replaces the rows."""
+    if isinstance(value, SharedRows):  # every rank runs this graph, so the collective is safe
         return value.refuse("a graph writes to it") if written else value.full_tensor()
     if not isinstance(value, LatentTensor):
         return value
@@ -58,7 +58,7 @@ def _plain(value: Any, *, written: bool) -> Any:
 
 
 def possibly_written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that a Dynamo graph could write to: they, or what may be views of them, are given to what writes."""
+    """The nodes that a Dynamo graph could write to: a call that writes takes them, or possible views of them."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in found or _writes(user) for user in node.users):
@@ -67,13 +67,13 @@ def possibly_written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _writes(user: fx.Node) -> bool:
-    """Whether a call writes to any of its arguments, as far as can be seen."""
+    """Whether a call may write to any of its arguments."""
     if user.op == "output":
         return False
     if user.op == "call_method":
         return str(user.target).endswith("_")
     if user.op != "call_function" or isinstance(user.target, HigherOrderOperator):
-        return True  # a graph or a module within the graph
+        return True  # a nested graph or a module
     if isinstance(user.target, torch._ops.OpOverload):
         return bool(user.target._schema.is_mutable)
     named = getattr(user.target, "__name__", "_").endswith("_") or user.target is operator.setitem
@@ -81,9 +81,9 @@ def _writes(user: fx.Node) -> bool:
 
 
 def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """Rows that a program reads and neither grows nor writes to: their axes, from the slowest in memory to the fastest.
+    """The memory order of the axes, slowest first, of each tensor of rows that a program neither grows nor writes to.
 
-    Another graph made them, which may have left room for more of them: then a token's rows lie side by side.
+    Another graph made these rows, perhaps with spare capacity: then they are stored token by token.
     """
     if program.cache is None:
         return {}
@@ -98,13 +98,13 @@ def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def example_in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """A fake tensor of the shape of ``rows`` that lies in this order."""
+    """A fake tensor of the shape of ``rows`` whose axes have this order in memory."""
     made = torch.empty_like(rows.permute(*order), memory_format=torch.contiguous_format)
     return made.permute(*(order.index(dim) for dim in range(len(order))))
 
 
 def in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """``rows``, dense with their axes in this order: themselves where they lie so."""
+    """``rows``, dense with their axes in this order in memory; not copied if they already are."""
     moved = rows.permute(*order)
     return rows if moved.is_contiguous() else moved.contiguous().permute(*(order.index(d) for d in range(len(order))))
 
@@ -117,11 +117,11 @@ def with_rows(
     appends: Sequence[Append] = (),
     layouts: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Call:
-    """A callable of the captured inputs (``names``) around one of the program's inputs.
+    """Wrap a callable of the program's inputs as one of the captured inputs (``names``).
 
-    It takes the rows out of the tensors that hold them and returns the new rows in such tensors. For inputs with other
-    weights, or with rows shared in another way, than the program was compiled for, it warns and calls ``otherwise``.
-    ``appends``: the rows that will grow. ``layouts``: how others were taken to lie when the code was made.
+    It takes the rows out of the tensors that hold them and returns the new rows in such tensors. If an input has other
+    weights, or shares rows in another way, than the program was compiled for, it warns and calls ``otherwise``.
+    ``appends``: the rows that will grow. ``layouts``: the memory order of other rows for which the code was compiled.
     """
     cache = program.cache
     assert cache is not None
@@ -139,7 +139,7 @@ def with_rows(
     count = len(program.outputs) - len(program.mutations) - len({r for rows in cache.outputs.values() for r in rows})
 
     def _otherwise(why: str) -> Call:
-        # A warning and not a log line: the call is right, and as slow as without this package.
+        # A warning and not a log record: the call is correct, but as slow as without this package.
         warn(f"the original graph runs in this call, because its cache is {why}; start with an empty cache")
         return otherwise
 
@@ -166,7 +166,7 @@ def with_rows(
         for index, recipe, leaves, parts, own in gives:
             held, weights = [results[part] for part in parts], [read(inputs) for read in leaves]
             made = LatentTensor.of(recipe, held, weights, own=own)
-            # Marking a tensor marks those within it that have as many axes, whatever these are.
+            # Marking a tensor also marks its inner tensors with equally many axes, whatever these are.
             if growing.issuperset(parts) and all(inner.dim() != made.dim() for inner in (*held, *weights)):
                 mark(made, recipe.tokens)
             results[index] = made

@@ -1,4 +1,4 @@
-"""What the tensors of one K share: the rows that it is computed from, or K itself once somebody has written to it."""
+"""The cell that the tensors of one K share: the rows from which K is computed, or K itself once it was written to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mla_compile.runtime.folds import parts_of, version, versions
 
 
 class Cell:
-    """What one K is computed from; shared by all tensors that are, or show a part of, the same memory.
+    """The contents of one K, shared by all tensors that show it or a part of it.
 
-    ``full`` is K itself, once somebody has written to it or holds a view of it. From then on it is what counts.
-    ``own``: it is a buffer of a module, into whose rows compiled graphs write.
+    ``full`` is K itself, once someone has written to it or holds a view of it; it then replaces the rows. ``own``: the
+    cell belongs to a buffer of a module, into whose rows compiled graphs write.
     """
 
     def __init__(
@@ -44,44 +44,50 @@ class Cell:
             _sharing.setdefault(row, weakref.WeakSet()).add(self)
 
     def sharers(self) -> set[Cell]:
-        """All buffers that are made of one of the same rows: who writes to these writes to all of them."""
+        """All cells of buffers that use one of the same rows: a write to these rows changes all of them."""
         found = (_sharing.get(row, ()) for row in self.rows)
         return {cell for cells in found for cell in cells if any(a is b for a in cell.rows for b in self.rows)}
 
     def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """K of the rows given, which may be some of the cell's."""
+        """Compute K from ``rows``, which may be a part of the cell's rows."""
         self.check()
         assert self.recipe is not None
-        # The recipe has the casts of the graph that made the rows, whatever is active where K is read.
+        # The recipe contains the casts of the graph that made the rows, so the reader's autocast must not apply.
         with torch.no_grad(), torch._C._DisableAutocast():
             made: torch.Tensor = expand(self.recipe, rows, self.leaves, at_once)
         return made.contiguous()
 
     def settle(self) -> torch.Tensor:
-        """K itself, which replaces the rows from now on."""
+        """Replace the rows by K, and return K."""
         if self.full is None:
-            with torch.inference_mode(mode=False):  # it may be written to outside, as the buffer that it stands for
+            with torch.inference_mode(mode=False):  # the caller may write to it outside of inference mode
                 full = self.expand(self.rows)
             self.replace(full)
             return full
         return self.full
 
     def replace(self, full: torch.Tensor) -> None:
-        """Other values, whatever the rows were."""
+        """Replace the contents with a dense tensor and drop the rows."""
         self.full = full
-        if not isinstance(full, FakeTensor):  # the guards of a trace are about what came in
+        if not isinstance(full, FakeTensor):  # the guards of a trace refer to the inputs, so a trace keeps the rows
             self.rows = self.leaves = ()
 
     def clear(self) -> None:
-        """All zeros, which are those of any weights. Whoever shares the rows keeps them, until it is cleared too."""
+        """Set the contents to zeros, which are valid for any weights.
+
+        Other cells that share the rows keep the old ones until they are cleared, too.
+        """
         self.rows = tuple(once((row,), zeros) for row in self.rows)
-        if any(version(row) for row in self.rows):  # those that another was cleared to, and has written to since
+        if any(version(row) for row in self.rows):  # another sharer was cleared to these rows, and wrote to them since
             self.rows = tuple(map(zeros, self.rows))
         self.versions = [versions(leaf) for leaf in self.leaves]
         self._share()
 
     def check(self) -> None:
-        """Raises :class:`StaleWeightError` if a weight has changed since the rows were made, or is not there."""
+        """Check that the weights are there, and unchanged since the rows were made.
+
+        Raises :class:`StaleWeightError` if a weight has changed, and :class:`WeightError` if it has no memory.
+        """
         if any(versions(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
             empty = "empty it with zero_()" if self.own else "start with an empty cache"
             raise StaleWeightError(
@@ -91,19 +97,19 @@ class Cell:
         if any(part.numel() and not part.untyped_storage().nbytes() for leaf in self.leaves for part in parts_of(leaf)):
             raise WeightError(
                 "a weight that this cache is expanded with has no memory now (FSDP frees weights outside of the layer "
-                'that they belong to): read the cache while they are there, or compile with cache="expanded"'
+                'that they belong to): read the cache while the weight is there, or compile with cache="expanded"'
             )
 
 
 _sharing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Rows that are written to -> the cells of the buffers that are made of them."""
+"""Written rows -> the cells of the buffers that use them."""
 
 
 _made: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}
 
 
 def once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:
-    """``make(*sources, *how)``, or its earlier result for the same tensors, so that what K and V share stays shared."""
+    """``make(*sources, *how)``, or its earlier result for the same tensors, so that K and V go on sharing rows."""
     key = (make, *map(id, sources), *(version(source) for source in sources), *how)
     known = _made.get(key)
     if known is not None and all(ref() is source for ref, source in zip(known[1], sources, strict=True)):
@@ -120,5 +126,5 @@ def once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *
 
 def zeros(rows: torch.Tensor) -> torch.Tensor:
     """New rows of zeros."""
-    with torch.inference_mode(mode=False):  # where writes are counted, and from which it may be taken
+    with torch.inference_mode(mode=False):  # a normal tensor counts writes, and can leave inference mode
         return torch.zeros_like(rows)

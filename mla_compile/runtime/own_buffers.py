@@ -1,11 +1,11 @@
 """Buffers of K and V that an optimized module keeps as rows.
 
-A cache that belongs to a module (``self.k_cache[:B, start:end] = k``) has its memory before the first token. As long as
-it holds nothing, rows of zeros make the same zeros, so that an optimized module may hold a :class:`LatentTensor` in its
-place: whoever reads the attribute finds K, and compiled graphs write their rows into those of the tensor.
+A cache that belongs to a module (``self.k_cache[:B, start:end] = k``) is allocated before the first token. As long as
+it is empty, rows of zeros expand to the same zeros, so an optimized module may hold a :class:`LatentTensor` in its
+place. Code that reads the attribute sees K, and compiled graphs write rows into the tensor.
 
-Which buffers can be kept in this way, and how rows make them, is told by a trace of the first call that nothing is
-computed in. The original's buffers stay as they are: the modules that lead to one are copied for the optimized model.
+A trace of the first call, which computes nothing, finds the buffers that can be kept like that, and their recipes. The
+original's buffers do not change: the modules on the path to one are copied for the optimized model.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
 
 FindKept = Callable[[nn.Module, Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
-"""Which of a module's empty buffers can be kept as rows, by a trace of its forward with these arguments; raises
-:class:`InputError` for arguments that the forward does not run with."""
+"""Finds the empty buffers of a module that can be kept as rows, by a trace of its forward with these arguments.
+
+Raises :class:`InputError` for arguments with which the forward does not run.
+"""
 
 
 _TRIES = 3
-"""After so many calls that could not be traced, nothing is looked for any more."""
+"""The number of calls that may fail to be traced before the search is given up."""
 
 
 @dataclass(frozen=True)
 class KeptBuffer:
-    """A buffer that rows can stand for.
+    """A buffer that rows can replace.
 
     Attributes:
         place: where the model holds it.
-        recipe: how it is made of its rows.
-        leaves: the attributes that lead to each weight that the recipe reads.
-        rows: a name and the dtype of the rows, for each kind: buffers share the rows that have one name.
+        recipe: how it is computed from its rows.
+        leaves: the attribute path to each weight that the recipe reads.
+        rows: a name and the dtype of each tensor of rows; buffers share rows of equal names.
     """
 
     place: Place
@@ -53,7 +55,7 @@ class KeptBuffer:
     rows: tuple[tuple[Hashable, torch.dtype], ...]
 
     def fits(self, buffer: torch.Tensor) -> bool:
-        """Whether rows can stand for this tensor, which need not be the one that was traced."""
+        """Whether rows can replace this tensor, which need not be the traced one."""
         kinds = self.recipe.kinds
         return (
             buffer.dtype == self.recipe.dtype
@@ -62,7 +64,7 @@ class KeptBuffer:
         )
 
     def empty(self, model: nn.Module, buffer: torch.Tensor, shared: dict[Hashable, torch.Tensor]) -> LatentTensor:
-        """A tensor like ``buffer`` whose rows are zeros; ``shared`` has the rows that others hold already."""
+        """A tensor like ``buffer`` whose rows are zeros; ``shared`` has the rows that other buffers use already."""
         rows = []
         with torch.inference_mode(mode=False), torch.no_grad():
             for index, (name, dtype) in enumerate(self.rows):
@@ -75,13 +77,13 @@ class KeptBuffer:
 
 
 def empty_buffers(model: nn.Module, tensors: Mapping[Place, Any]) -> dict[Place, torch.Tensor]:
-    """Those of a model's tensors that could be a cache of K or V, hold nothing yet, and are reached in no other way."""
+    """The tensors of a model that could be a cache of K or V, are empty, and are reachable in only one way."""
     found = {place: tensor for place, tensor in tensors.items() if _may_be_cache(tensor) and _is_empty(tensor)}
     return {place: found[place] for place in only_here(model, found)} if found else {}
 
 
 def _may_be_cache(value: object) -> bool:
-    """A tensor with axes for tokens, features and sequences or heads; or one of ours that somebody has made K of."""
+    """Whether a value has axes for tokens, features and sequences or heads; also a settled tensor of our own."""
     if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.is_floating_point() or not value.numel():
         return False
     if isinstance(value, LatentTensor):
@@ -97,12 +99,12 @@ def _is_empty(tensor: torch.Tensor) -> bool:
     if tensor.is_meta:
         return True
     plain = tensor.expanded() if isinstance(tensor, LatentTensor) else tensor
-    # Almost every cache in use has something at its beginning: then the rest need not be read.
+    # Almost every cache in use has a nonzero value at its beginning, so that the rest need not be read.
     return not plain[(0,) * (plain.dim() - 1)].any() and not plain.any()
 
 
 class BuffersInTrace:
-    """The empty buffers of a module that is traced, and in :attr:`kept` those that were found to be kept as rows."""
+    """The empty buffers of a traced module, and in :attr:`kept` those that can be kept as rows."""
 
     def __init__(self, module: nn.Module, places: Collection[Place]) -> None:
         self._module = module
@@ -115,9 +117,9 @@ class BuffersInTrace:
         return id(value) in self._places
 
     def noting(self, call: Call, captured: Program, base: Program) -> Call:
-        """``call`` of the inputs of ``captured``, which notes those buffers among them that ``base`` takes rows for.
+        """``call``, which also records the buffers among its inputs that ``base`` takes as rows.
 
-        Noted when it is called, because one graph may serve several layers.
+        The record is made in the call, because one graph may serve several layers.
         """
 
         def noted(*inputs: Any) -> Any:
@@ -138,7 +140,7 @@ class BuffersInTrace:
                 self.kept.append(KeptBuffer(self._places[id(given[name])], recipe, known, kinds))
 
     def _path(self, weight: fx.Node, given: Mapping[str, object]) -> tuple[str, ...] | None:
-        """The attributes that lead to a weight, or to a tensor that a weight is made of."""
+        """The attribute path to a weight, or to a tensor of which a weight is made."""
         attributes: tuple[str, ...] = ()
         while weight.target is getattr:
             attributes = (str(weight.args[1]), *attributes)
@@ -148,9 +150,9 @@ class BuffersInTrace:
 
 
 class OwnBuffers:
-    """Looks after the buffers of one optimized module; :meth:`prepare` is called before every forward.
+    """Manages the buffers of one optimized module; :meth:`prepare` is called before every forward.
 
-    ``plain`` makes the same module without what this package has added to it.
+    ``plain`` makes the same module without the additions of this package.
     """
 
     def __init__(self, module: nn.Module, plain: Callable[[], nn.Module], find_kept: FindKept) -> None:
@@ -164,13 +166,13 @@ class OwnBuffers:
         self._lock = threading.Lock()
 
     def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Puts rows in the place of buffers that may have them and are empty, at first or again."""
+        """Replace empty buffers by rows, at first and whenever they become empty again."""
         if self._links is None or not self._is_settled(self._links):
             with self._lock:
                 self._look(args, kwargs)
 
     def _is_settled(self, links: Iterable[Link]) -> bool:
-        """Whether everything is as it was left: cheap, as each call asks for it."""
+        """Whether nothing has changed since the last call. This runs in every call and is cheap."""
         return all(
             item(holder, key) is held and (not isinstance(held, torch.Tensor) or _are_rows(held))
             for holder, key, held in links
@@ -182,7 +184,7 @@ class OwnBuffers:
             empty = empty_buffers(plain, dict(tensors_of(plain)))
             try:
                 kept = self._find_kept(plain, args, kwargs, empty) if empty else []
-            except InputError:  # which the call itself raises in the words of the model, unless it was ours to trace it
+            except InputError:  # the call itself raises it in the model's words, unless only our trace failed
                 self._failures += 1
                 self._links = [] if self._failures == _TRIES else None
                 return
@@ -192,7 +194,7 @@ class OwnBuffers:
         shared: dict[Hashable, torch.Tensor] = {}
         try:
             made = {place: self._kept[place].empty(plain, x, shared) for place, x in fit.items()}
-        except torch.OutOfMemoryError as error:  # the buffers that the original still holds may be what is in the way
+        except torch.OutOfMemoryError as error:  # the original model may still hold its buffers
             warn(
                 f"buffers of K and V stay as they are, because there is no memory for their rows ({error}); drop the "
                 "original model before the first call of the optimized one"
@@ -202,12 +204,12 @@ class OwnBuffers:
             self._own(place)
             *_, (holder, key, _) = place.links(self._module)
             holder[key] = rows
-        # Once each: the ways to several buffers begin alike.
+        # Without duplicates: the paths to several buffers have common beginnings.
         links = [link for place in self._kept for link in place.links(self._module)]
         self._links = list({(id(holder), key): (holder, key, held) for holder, key, held in links}.values())
 
     def _own(self, place: Place) -> None:
-        """Copies the modules, lists and dicts on the way to a buffer that still are those of the original."""
+        """Copy the modules, lists and dicts on the path to a buffer that still belong to the original."""
         self._detach(self._module)
         for depth in range(len(place.modules)):
             owner, name, module = place.links(self._module)[depth]
@@ -219,7 +221,7 @@ class OwnBuffers:
             holder[key] = copy.copy(items)
 
     def _detach(self, module: nn.Module) -> None:
-        """Gives a copied module its own dicts of what it holds, which a copy shares with the original."""
+        """Give a copied module its own dicts, which it shares with the original so far."""
         if module not in self._copies:
             self._copies.add(module)
             for name in ("_modules", "_buffers", "_non_persistent_buffers_set"):

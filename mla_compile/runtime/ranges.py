@@ -1,4 +1,4 @@
-"""What an index of Python takes of one axis."""
+"""Slices that a Python index takes of one axis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def range_of(index: Any, rank: int, axis: int) -> slice | None:
-    """The slice of ``axis`` that an index takes if it takes everything along the other axes; else ``None``."""
+    """The slice of ``axis`` taken by an index that takes all of every other axis; ``None`` for any other index."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(p is not Ellipsis and not isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
         return None

@@ -1,9 +1,8 @@
-"""The rows of a cache that ranks share, as a tensor that shows all of them and holds this rank's.
+"""The rows of a cache that ranks share, as a tensor that has the shape of all rows and holds this rank's share.
 
-To the Python of a model it is a tensor of the shape of all rows. Compiled graphs of this library take what lies here.
-Nothing else reads it: that would be a collective, in which the other ranks may not take part. What caches do to rows
-along other axes than the tokens (reorder, repeat, copy), emptying them, and cutting back to the first tokens, is done
-to the share.
+Compiled graphs of this library read the local share. Any other read raises an error, since it would need a collective
+in which the other ranks may not take part. Some operations apply to the share: what caches do along axes before the
+tokens (reorder, repeat, copy), clearing, and truncation to the first tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class _Memory:
 
 
 class SharedRows(torch.Tensor):
-    """Rows of so many tokens along ``axis``, of which this rank holds ``local``: its share, and maybe one row more.
+    """Rows of all tokens along ``axis``, of which this rank holds ``local``: its share, and possibly one row more.
 
-    Rows of a cache that grows lie in memory with room for more, those of a buffer of full length take what they need.
+    Rows of a growing cache lie in memory with spare capacity; those of a buffer of full length do not.
     """
 
     local: torch.Tensor
@@ -63,38 +62,38 @@ class SharedRows(torch.Tensor):
 
     @classmethod
     def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> SharedRows:
-        """This rank's share of ``rows``, a plain tensor that all ranks have; ``grows``: with room for more."""
+        """This rank's share of ``rows``, a plain tensor that all ranks have; ``grows``: with spare capacity."""
         return cls.made_of(_share(rows, axis, sharing), axis, rows.shape[axis], sharing, grows=grows)
 
     @classmethod
     def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> SharedRows:
-        """``own``, rows of ``tokens`` tokens, in new memory; ``grows``: with room for more."""
+        """``own``, the rank's rows of ``tokens`` tokens, in new memory; ``grows``: with spare capacity."""
         count = sharing.capacity(tokens)
         own = own.narrow(axis, 0, min(count, own.shape[axis]))
         if grows:
             memory = _Memory(larger(own, axis, count), tokens)
             return cls(first_rows(memory.rows, axis, count), axis, tokens, sharing, memory)
-        with torch.inference_mode(mode=False), torch.no_grad():  # in which it may have been made
+        with torch.inference_mode(mode=False), torch.no_grad():  # ``own`` may have been made in inference mode
             local = torch.zeros((*own.shape[:axis], count, *own.shape[axis + 1 :]), dtype=own.dtype, device=own.device)
             local.narrow(axis, 0, own.shape[axis]).copy_(own)
         return cls(local, axis, tokens, sharing)
 
     def buffer(self) -> torch.Tensor:
-        """This rank's rows as a dense tensor, to be written to."""
-        if not self.local.is_contiguous():  # those of a cache that grew
+        """This rank's rows as a dense tensor that may be written to."""
+        if not self.local.is_contiguous():  # rows of a cache that grew are not contiguous
             self.local, self._memory = self.local.contiguous(), None
         return self.local
 
     def write(self, rows: torch.Tensor) -> None:
-        """Takes this rank's share of ``rows``, a plain tensor of all rows that all ranks have."""
+        """Store this rank's share of ``rows``, a plain tensor of all rows that all ranks have."""
         own = _share(rows, self.axis, self.sharing)
         with torch.no_grad():
             self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
 
     def grown(self, count: int) -> SharedRows:
-        """These and ``count`` rows more, of which this rank's are yet to be written: the same memory if there is room.
+        """These rows and ``count`` more, of which this rank's are still unwritten; in the same memory if there is room.
 
-        Only whoever holds the newest rows goes on in their memory; others get a copy.
+        Only the newest rows continue in their memory; older ones are copied.
         """
         tokens = self.shape[self.axis] + count
         with _lock:
@@ -114,7 +113,7 @@ class SharedRows(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 
-    # The protocol of compilers.
+    # The subclass protocol of torch.compile.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["local"], (self.axis, self.sharing)
@@ -125,7 +124,7 @@ class SharedRows(torch.Tensor):
     ) -> SharedRows:
         return SharedRows(inner["local"], how[0], size[how[0]], how[1])
 
-    # What caches do.
+    # The operations of caches.
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
@@ -133,7 +132,8 @@ class SharedRows(torch.Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SharedRows)]
-        if all(isinstance(x.local, FakeTensor) for x in given):  # what Dynamo traces with: only shapes are asked for
+        # Dynamo traces with fake tensors, for which only shapes matter
+        if all(isinstance(x.local, FakeTensor) for x in given):
             plain = pytree.tree_map_only(SharedRows, _empty, (args, kwargs))
             return func(*plain[0], **plain[1])
         x = args[0] if args else None
@@ -147,7 +147,7 @@ class SharedRows(torch.Tensor):
         return given[0].refuse(f"{func} reads it")
 
     def __getitem__(self, index: Any) -> Any:
-        """The first tokens are again shared rows; anything else would need rows of other ranks."""
+        """Index the rows; the first tokens are again shared rows, anything else would need rows of other ranks."""
         if torch.compiler.is_compiling():
             return super().__getitem__(index)
         tokens = range_of(index, self.dim(), self.axis)
@@ -157,29 +157,29 @@ class SharedRows(torch.Tensor):
         return self.made_of(self.local, self.axis, high, self.sharing, grows=self._memory is not None)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **how: Any) -> torch.Tensor:
-        """Each sequence several times; along another axis an error."""
+        """Repeat each sequence; along the token axis or a later one this raises an error."""
         if dim is None or not 0 <= dim < self.axis or torch.compiler.is_compiling():
             return super().repeat_interleave(repeats, dim, **how)
         return self._with(self.local.repeat_interleave(repeats, dim, **how))
 
     def _with(self, local: torch.Tensor) -> SharedRows:
-        """Other rows of the same tokens."""
+        """A tensor with other local rows for the same tokens."""
         return self.made_of(local, self.axis, self.shape[self.axis], self.sharing, grows=self._memory is not None)
 
     def refuse(self, what: str) -> NoReturn:
-        """Raises :class:`SharedCacheError`."""
+        """Raise :class:`SharedCacheError`."""
         raise SharedCacheError(f"{what}, and this rank has 1/{self.sharing.size} of the rows of this cache: {_HOW}")
 
     def data_ptr(self) -> int:
-        """There is no memory that holds all rows."""
+        """Raise :class:`SharedCacheError`: no memory holds all rows."""
         self.refuse("data_ptr() asks for its memory")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """There is no memory that holds all rows."""
+        """Raise :class:`SharedCacheError`: no memory holds all rows."""
         self.refuse("numpy() reads it")
 
     def tolist(self) -> Any:
-        """There is no memory that holds all rows."""
+        """Raise :class:`SharedCacheError`: no memory holds all rows."""
         self.refuse("tolist() reads it")
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -200,7 +200,7 @@ class SharedRows(torch.Tensor):
 
 
 def _share(rows: torch.Tensor, axis: int, sharing: Sharing) -> torch.Tensor:
-    """Of rows that are all there, those of this rank."""
+    """This rank's share of rows that are all present."""
     return rows[(slice(None),) * axis + (slice(sharing.rank, None, sharing.size),)]
 
 
@@ -209,7 +209,7 @@ def _empty(x: SharedRows) -> torch.Tensor:
 
 
 def _spares_tokens(func: Any, args: tuple[Any, ...], axis: int) -> bool:
-    """Whether an operator copies rows, or chooses among them along an axis in front of the tokens."""
+    """Whether an operator copies rows, or selects among them along an axis before the tokens."""
     if func is aten.clone.default:
         return True
     if func is aten.index_select.default:

@@ -149,7 +149,7 @@ def test_several_queries_in_a_call(ranks, how, static):
 def test_ranks_whose_heads_differ_send_their_queries(ranks):
     for found in ranks(2).run(jobs.heads_in_another_order):
         assert found["tokens"]
-        assert any("receives are queries and results of the others" in text for text in found["messages"])
+        assert any("receives are queries and results of other ranks" in text for text in found["messages"])
 
 
 @full("inductor")

@@ -242,7 +242,7 @@ class Steps(nn.Module):
 @pytest.mark.parametrize("door", [mla_compile.optimize, mla_compile.explain])
 def test_a_module_that_cannot_be_called(door: Any):
     for module in (Steps(), nn.ModuleList([nn.Linear(2, 2)])):
-        with pytest.raises(InputError, match="has no forward; pass the module whose forward"):
+        with pytest.raises(InputError, match="needs the forward of a module"):
             door(module)
     own = Steps()
     own.forward = own.decode_step  # type: ignore[method-assign]

@@ -97,7 +97,7 @@ def test_code_without_attention_is_given_up_with_what_it_calls(runs: list[int]) 
     fast = torch.compile(copy.deepcopy(model), backend=mla, options=OPTIONS)
     with (
         torch._dynamo.config.patch(recompile_limit=3),
-        pytest.warns(MlaCompileWarning, match=r"forward' .* what it calls may .*self\.words =="),
+        pytest.warns(MlaCompileWarning, match=r"forward' .* that it calls may .*self\.words =="),
     ):
         assert absorbed_runs(fast, model, runs, count=3) == [1, 1, 1, 1]
 

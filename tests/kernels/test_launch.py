@@ -114,9 +114,9 @@ def test_schedules_that_do_not_fit_are_refused(driver: FakeDriver):
     schedule = launch.schedule(call)
     driver.launched.clear()
     moved = torch.zeros(schedule.numel() + 1, dtype=torch.int64)[1:]
-    with pytest.raises(InputError, match="schedule begins off a multiple of 16 bytes"):
+    with pytest.raises(InputError, match="schedule is not aligned to 16 bytes"):
         launch.launch(call._replace(schedule=moved))
-    with pytest.raises(InputError, match="plan beside schedule"):
+    with pytest.raises(InputError, match="plan and schedule"):
         launch.launch(call._replace(schedule=schedule), launch.chosen_plan(call, PRESETS["sm_90"]))
     assert not driver.launched
 

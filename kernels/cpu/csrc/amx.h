@@ -1,7 +1,7 @@
-// Products on AMX tiles, which multiply bfloat16 exactly and add up in float32.
+// Products on AMX tiles, which multiply bfloat16 exactly and sum in float32.
 //
-// With P planes (planes.h) of query and weights, products of row plane r and query plane j with r + j < P are added:
-// P = 2 leaves an error of 2^-18 in a query element, P = 3 one below float32's own rounding.
+// With P planes (planes.h) of query and weights, the products of row plane r and query plane j with r + j < P are
+// added. P = 2 leaves an error of 2^-18 in a query element, P = 3 one below float32's own rounding.
 #pragma once
 
 #include "planes.h"
@@ -13,10 +13,10 @@
 
 namespace mla {
 
-// GCC's tile intrinsics do not say that they read memory: what was written before has to be there by then.
+// GCC's tile intrinsics do not declare that they read memory: this forces earlier writes to be complete.
 inline void settle(const void* written = nullptr) { __asm__ volatile("" ::"r"(written) : "memory"); }
 
-// Linux lets a process use the tile registers once it has asked for them.
+// Linux lets a process use the tile registers only after it has asked for them.
 inline bool amx_allowed() {
   static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
   return allowed;
@@ -56,7 +56,7 @@ class Amx {
 
   void set_tile(int64_t start, int64_t n, const uint8_t* seen) {
     first_key = start, given = n, keys = round_up(n, 64), sees = seen;
-    // Rows of bfloat16 in whole chunks serve as left factors in place.
+    // bfloat16 rows in whole chunks serve as left factors in place.
     const bool in_place =
         ROW_PLANES == 1 && !seen && n == keys && c.L % CHUNK == 0 && c.R % CHUNK == 0 && n <= piece.adjacent(c, start);
     for (int64_t i = 0; i < keys && !in_place; ++i) {
@@ -91,7 +91,7 @@ class Amx {
     for (int64_t p = 0; p < panels; ++p)
       for (int64_t i = 0; i < keys; i += CHUNK) pack_weights(weights, p, i);
     for (int64_t column = 0; column < wide; column += COLUMNS) {
-      copy_values(column);  // a few columns at a time stay in the first-level cache
+      copy_values(column);  // few enough columns at a time to stay in the first-level cache
       int64_t p = 0;
       for (; p + 2 <= panels; p += 2)
         for (int64_t half = 0; half < COLUMNS; half += COLUMNS / 2) weigh_2x2(p, column, half, shrink, sums);
@@ -99,7 +99,7 @@ class Amx {
     }
   }
 
-  static void enter() {  // every tile register: 16 rows of 64 bytes
+  static void enter() {  // configures every tile register as 16 rows of 64 bytes
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -110,14 +110,14 @@ class Amx {
   }
   static void leave() { _tile_release(); }
  private:
-  static constexpr int64_t COLUMNS = 4 * PANEL;  // of the values that are taken at a time
+  static constexpr int64_t COLUMNS = 4 * PANEL;  // columns of the values that are processed at a time
   struct Part {  // left factors of the scores: chunks [begin, end) of all keys
     const char* data;
-    int64_t row, chunk;  // bytes from one to the next
+    int64_t row, chunk;  // strides in bytes
     int64_t begin, end;
   };
 
-  // Row i of the tile; the last one for those that fill it up, of which nothing is read.
+  // Row i of the tile; for padding rows the last one, of which nothing is read.
   const Row* row_of(const Rows& rows, int64_t i) const {
     return reinterpret_cast<const Row*>(rows.data) + piece.at(c, rows, first_key + std::min(i, given - 1));
   }
@@ -135,7 +135,7 @@ class Amx {
       const int64_t filled = m < piece.rows ? left : 0;
       __m512 x = _mm512_mul_ps(read16(from, valid16(filled)), scale);
       __m512 y = _mm512_mul_ps(read16(from + 16, valid16(filled - 16)), scale);
-      if (ROW_PLANES == 1) {  // even and odd columns, which interleaved are in the order of key_words
+      if (ROW_PLANES == 1) {  // even and odd columns, which in interleaved form have the order of key_words
         const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         const __m512 in_order = x;
         x = _mm512_permutex2var_ps(in_order, even, y);
@@ -156,7 +156,7 @@ class Amx {
 
   bool visible(int64_t i) const { return i < given && (!sees || sees[first_key + i]); }
 
-  // Chunks [begin, end) of a key, as left factors of the scores. What lies past `width` counts as zero.
+  // Copies chunks [begin, end) of a key as left factors of the scores. Columns past `width` are zero.
   void copy_key(const Row* row, int64_t width, int64_t key, int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk, row += CHUNK, width -= CHUNK) {
       __m512 a = read16(row, valid16(width)), b = read16(row + 16, valid16(width - 16));
@@ -169,7 +169,7 @@ class Amx {
     }
   }
 
-  // COLUMNS columns of all values, as right factors of the sums: [keys / 32][COLUMNS / 16][16 pairs][16][2].
+  // Copies COLUMNS columns of all values as right factors of the sums: [keys / 32][COLUMNS / 16][16 pairs][16][2].
   void copy_values(int64_t column) {
     const Rows& rows = c.values.data ? c.values : c.latent;
     for (int64_t i = 0; i < keys; i += 2) {
@@ -188,7 +188,7 @@ class Amx {
     }
   }
 
-  // 32 columns of a left factor: in order for one plane, since such rows are used in place too, else interleaved.
+  // 32 columns of a left factor: in order for one plane, since such rows are also used in place, else interleaved.
   static __m512i key_words(__m512 a, __m512 b) {
     if (ROW_PLANES > 1) return interleaved(a, b);
     const __m256i x = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16));
@@ -207,7 +207,8 @@ class Amx {
       store_transposed(planes[j], weight + j * weight_plane + (panel * TILE + key) * PANEL);
   }
 
-  // Products of planes r + j in [FROM, TO) are added before the larger ones, whose sum is then rounded less often.
+  // Products of planes with r + j in [FROM, TO) are added before the larger ones, so that the large sum is rounded less
+  // often.
   static constexpr bool SMALL_FIRST = PLANES == 3;
 
   static void clear_sums() {
@@ -304,7 +305,7 @@ class Amx {
       }
   }
 
-// Adds the product with plane j of the other factor to a sum, if it is among those that are wanted now.
+// Adds the product with plane j of the other factor to a sum, if r + j is in the current range.
 #define MLA_ADD(sum, j, left, right) if (r + j >= FROM && r + j < TO) _tile_dpbf16ps(sum, left, right)
 
   template <int FROM, int TO>
@@ -384,9 +385,9 @@ class Amx {
   }
 
   const Call& c;
-  int64_t latent_chunks, chunks, wide;  // wide: Lv in whole COLUMNS
-  int64_t first_key = 0, given = 0, keys = 0;  // the tile's begin, its keys, and those with padding
-  const uint8_t* sees = nullptr;  // the piece's `seen`, where some key of the tile is not
+  int64_t latent_chunks, chunks, wide;  // wide: Lv rounded up to COLUMNS
+  int64_t first_key = 0, given = 0, keys = 0;  // the start of the tile, its number of keys, and that with padding
+  const uint8_t* sees = nullptr;  // the piece's `seen`, if some key of the tile is not seen
   int64_t query_plane, key_plane, value_plane, weight_plane;  // values in one plane
   Piece piece{};
   Plane *query, *key_copy, *values, *weight;

@@ -1,10 +1,10 @@
-// Decode attention on CPU: the cache is walked in tiles that serve as keys and values, with the softmax carried along.
+// Decode attention on CPU: walks the cache in tiles that serve as keys and values, with an online softmax.
 //
 //     s = cap(q [c, r]^T) + mask;  m' = max(m, max s);  p = exp(s - m')
 //     l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 //
-// A call is cut into pieces (some query rows over some keys); threads take pieces, those of the same rows are joined.
-// How a call is cut depends on its sizes and the number of threads alone, so the result does too.
+// A call is cut into pieces (some query rows over some keys). Threads take pieces, and pieces of the same rows are
+// merged. The cuts, and so the rounding of the result, depend only on the call's sizes and the number of threads.
 
 #include <algorithm>
 #include <atomic>
@@ -24,17 +24,18 @@ namespace mla {
 
 constexpr int64_t SHORT = 64;            // keys: no piece is shorter, so that packing the query pays
 
-struct State {  // of the softmax, per query row
+struct State {  // state of the softmax, per query row
   float *top, *total, *sums;  // [rows], [rows], [rows, columns]
 };
 
-// Scores of a tile [n, stride] become weights; the state's maxima and totals follow; `shrink` is what sums shrink by.
+// Turns the scores of a tile [n, stride] into weights and updates the state; the old sums are to be multiplied by
+// `shrink`.
 inline void soften(float* scores, int64_t n, int64_t stride, State& state, float* shrink) {
   for (int64_t m = 0; m < stride; m += VL) {
     vf best = splat(-INF);
     for (int64_t i = 0; i < n; ++i) best = larger(load(scores + i * stride + m), best);
     const vf before = load(state.top + m), top = larger(before, best);
-    const vf shift = top == -INF ? vf{} : top;  // a row that has seen no key yet
+    const vf shift = top == -INF ? vf{} : top;  // the row has seen no key yet
     vf sum[4] = {};
     for (int64_t i = 0; i < n; ++i) {
       const vf weight = exp_of_nonpositive(load(scores + i * stride + m) - shift);
@@ -70,14 +71,14 @@ void walk(const Call& c, const Piece& piece, Product& product, float* scores, fl
   }
 }
 
-// Joins the states of the pieces of one query row and writes its result.
+// Merges the states of the pieces of one query row and writes its result.
 void finish_row(const Call& c, const State* states, int64_t parts, int64_t m, int64_t columns, int64_t row) {
   float top = -INF, total = 0.f;
   for (int64_t i = 0; i < parts; ++i) top = std::max(top, states[i].top[m]);
   const float shift = top == -INF ? 0.f : top;
   for (int64_t i = 0; i < parts; ++i) total += states[i].total[m] * std::exp(states[i].top[m] - shift);
   c.lse[row] = top + std::log(total);
-  if (c.sinks && total != 0.f) total += std::exp(c.sinks[row % c.H] - shift);  // in the denominator, not in lse
+  if (c.sinks && total != 0.f) total += std::exp(c.sinks[row % c.H] - shift);  // a sink is in the denominator only
   with_row_type(c.query_kind, [&](auto type) {
     using T = decltype(type);
     T* out = reinterpret_cast<T*>(c.out) + row * c.Lv;
@@ -95,7 +96,7 @@ void finish_row(const Call& c, const State* states, int64_t parts, int64_t m, in
   });
 }
 
-// What the queries of a call see: by batch entry, or by query where each has picked its keys.
+// The keys that the queries of a call see: per batch entry, or per query if each has picked its keys.
 struct Sight {
   std::vector<Seen> seen;
   std::vector<std::vector<int32_t>> picks;
@@ -113,7 +114,7 @@ Sight look(const Call& c) {
 }
 
 std::vector<Piece> cut_call(const Call& c, const Sight& sight, int64_t& threads) {
-  // Rows that walk together look at the same keys: all of a batch entry, or with picks those of one query.
+  // Rows of one walk read the same keys: all rows of a batch entry, or with picks those of one query.
   const int64_t M = c.S * c.H, span = c.picks() ? c.H : M, groups = ceil_div(span, MAX_ROWS);
   const int64_t rows = std::min(span, round_up(ceil_div(span, groups), PANEL));
   std::vector<Piece> whole;
@@ -163,7 +164,7 @@ bool run(const Call& c) {
   int64_t panels = 0;
   for (const Piece& piece : pieces) panels = std::max(panels, piece.panels());
 
-  // A thread's own memory, and a state for each piece, or for each thread where no pieces are to be joined.
+  // Memory for each thread, and a state for each piece, or for each thread if no pieces are to be merged.
   std::vector<State> states;
   bool joined = false;
   for (const Piece& piece : pieces) joined = joined || piece.parts > 1;
@@ -209,7 +210,7 @@ bool run(const Call& c) {
     Product::leave();
     if (joined) {
 #pragma omp barrier
-      for (int64_t i = next_row++;; i = next_row++) {  // the i-th query row of the pieces that come first
+      for (int64_t i = next_row++;; i = next_row++) {  // the i-th query row, over the first pieces only
         int64_t at = 0, m = i;
         while (at < int64_t(pieces.size()) && m >= pieces[at].rows) m -= pieces[at].rows, at += pieces[at].parts;
         if (at >= int64_t(pieces.size())) break;
@@ -224,7 +225,7 @@ bool run(const Call& c) {
 
 extern "C" {
 
-// What is compiled in: bit 0 float16, bit 1 AMX, and the process may use it.
+// Features: bit 0, float16 is compiled in; bit 1, AMX is compiled in and the process may use it.
 int mla_features() {
   int features = 0;
 #if defined(MLA_FLOAT16)
@@ -241,8 +242,8 @@ int mla_decode_attention(const mla::Call* call) {
   using namespace mla;
   try {
 #if defined(MLA_AMX)
-    // Splitting rows of float32 into planes costs about as much as multiplying them with 48 query rows directly. Rows of
-    // float8 have scales, which would have to be split too.
+    // Splitting float32 rows into planes costs about as much as multiplying them with 48 query rows directly. Float8
+    // rows have scales, which would have to be split, too.
     if (call->amx && call->row_kind != FLOAT8 &&
         (call->amx == AMX_ALWAYS || call->row_kind != FLOAT32 || call->S * call->H > 48)) {
       if (call->row_kind == BFLOAT16) return !run<Amx<bf16, 1, 2>>(*call);
@@ -267,7 +268,7 @@ int mla_index_scores(const mla::IndexCall* call) {
   using namespace mla;
   try {
 #if defined(MLA_AMX)
-    // Only where planes keep every digit: of bfloat16 the query is one, of float32 three.
+    // Only if planes keep every digit: a bfloat16 query is one plane, a float32 query three.
     const bool exact = call->query_kind == call->row_kind && call->row_kind != FLOAT16;
     if (exact && call->amx && (call->amx == AMX_ALWAYS || call->row_kind != FLOAT32 || call->J > 48)) {
       if (call->row_kind == BFLOAT16) return !index_scores<Amx<bf16, 1, 1>>(*call);

@@ -1,6 +1,7 @@
-// Scores of bfloat16 with bfloat16, two columns in one instruction (AVX512-BF16): exact products, sums in float32.
+// Scores of bfloat16 queries and keys, two columns in one instruction (AVX512-BF16): exact products, sums in float32.
 //
-// Laid out as in fma.h, with pairs of columns in the place of columns. For scores alone, of queries that are not scaled.
+// The layout is that of fma.h with pairs of columns instead of columns. For scores only, of queries that are not
+// scaled.
 #pragma once
 
 #include <algorithm>
@@ -52,14 +53,14 @@ class Dots {
       for (int64_t i = 0; i < keys; ++i) score_rows<1>(i, to);
       return;
     }
-    for (int64_t i = 0; i < keys; i += KEYS) score_rows<KEYS>(std::min(i, keys - KEYS), to);  // may redo some
+    for (int64_t i = 0; i < keys; i += KEYS) score_rows<KEYS>(std::min(i, keys - KEYS), to);  // may repeat some keys
   }
 
  private:
-  static constexpr int KEYS = 12;       // beside two panels: 24 registers of sums
-  static constexpr int64_t CHAIN = 64;  // pairs added one after the other before they join the rest
+  static constexpr int KEYS = 12;       // with two panels: 24 registers of sums
+  static constexpr int64_t CHAIN = 64;  // length of a chain of additions, in pairs, before it is added to the rest
 
-  // Columns 2k and 2k + 1; past the last one, 0.
+  // Columns 2k and 2k + 1; 0 past the last one.
   uint32_t pair(const bf16* row, int64_t k) const {
     return row[2 * k].bits | (2 * k + 1 < c.L ? uint32_t(row[2 * k + 1].bits) << 16 : 0);
   }

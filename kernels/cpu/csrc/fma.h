@@ -1,7 +1,7 @@
-// Products in float32 with fused multiply-adds: for any machine. Half precision and float8 are converted tile by tile.
+// Products in float32 with fused multiply-adds, for any machine. Half precision and float8 are converted tile by tile.
 //
-// Registers hold a tile of sums. Scores: KEYS keys by one or two panels of query rows, a key element broadcast against
-// the rows of a panel. Sums: HEADS query rows by up to VALUES vectors of columns, one weight broadcast against them.
+// Registers hold a tile of sums. Scores: KEYS keys by one or two panels of query rows, a key element broadcast to the
+// rows of a panel. Sums: HEADS query rows by up to VALUES vectors of columns, one weight broadcast to them.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace mla {
 
 class Fma {
  public:
-  // Keys: 216 KiB at L + R = 576, or 149, in the second-level cache while they serve twice.
+  // Keys: 216 KiB at L + R = 576, or 149 KiB, which stay in the second-level cache between their two uses.
   static constexpr int64_t TILE = VL == 16 ? 96 : 66;
 
   Fma(const Call& call, Cursor& memory, int64_t panels) : c(call), K(call.L + call.R) {
@@ -53,12 +53,12 @@ class Fma {
     if (c.values.data)
       values = rows_of(c.values, c.row_kind, c.Lv, wide_values, start, seen, values_copy, c.Lv % VL);
     ahead = Ahead::of(c, piece, start + n, TILE, size_of(c.row_kind));
-    // Evenly over the scores: more at a time than there are buffers for what is on its way would have to wait.
+    // Prefetches are spread evenly over the scores: too many at a time would wait for free fill buffers.
     const int64_t steps = ceil_div(n, KEYS) * ceil_div(piece.panels(), PAIR) * (ceil_div(c.L, STEP) + ceil_div(c.R, STEP));
     pace = int(ceil_div(ahead.lines(), steps));
   }
 
-  void scores(float* to) {  // some columns of a few panels stay in the first-level cache while all keys pass by
+  void scores(float* to) {  // some columns of a few panels stay in the first-level cache while all keys pass
     int64_t p = 0;
     for (; p + PAIR <= piece.panels(); p += PAIR) score_panels<PAIR>(p, to + p * PANEL);
     for (; p < piece.panels(); ++p) score_panels<1>(p, to + p * PANEL);
@@ -75,16 +75,16 @@ class Fma {
   static constexpr int KEYS = VL == 16 ? 12 : VL == 8 ? 6 : 4;
   static constexpr int HEADS = VL == 16 ? 8 : 4;
   static constexpr int VALUES = 3;
-  static constexpr int64_t MANY = 64;    // query rows that pay for columns of values side by side
-  static constexpr int64_t CHAIN = 128;  // products added one after the other before they join the rest
-  static constexpr int64_t STEP = 8;     // columns between two looks ahead
+  static constexpr int64_t MANY = 64;    // query rows from which packing columns of values side by side pays
+  static constexpr int64_t CHAIN = 128;  // length of a chain of additions before it is added to the rest
+  static constexpr int64_t STEP = 8;     // columns between two prefetches
 
   struct Tile {
     const float* data = nullptr;
     int64_t stride = 0;
   };
 
-  // The rows where they lie, or a copy in float32: padded with zeros to `wide`, and zero where no query sees them.
+  // The rows in place, or a copy in float32 that is padded with zeros to `wide` and zero for rows that no query sees.
   Tile rows_of(const Rows& rows, int64_t kind, int64_t width, int64_t wide, int64_t start, const uint8_t* seen,
                float* copy, bool pad) {
     if (kind == FLOAT32 && !seen && !pad && keys <= piece.adjacent(c, start))
@@ -126,7 +126,7 @@ class Fma {
     for (; i < keys; ++i) chain<1, PANELS>(rows, i, begin, end, q, to, fresh);
   }
 
-  // Adds some columns of the products of ROWS keys, all but those of the first `done`, which have theirs.
+  // Adds some columns of the products of ROWS keys, except for the first `done` keys, which are complete.
   template <int ROWS, int PANELS>
   void chain(Tile rows, int64_t first, int64_t begin, int64_t end, const float* q, float* to, bool fresh,
              int64_t done = 0) {
@@ -190,7 +190,7 @@ class Fma {
     }
   }
 
-  // Columns of all keys side by side: rows lie a power of two apart, so that few of them would stay in a cache.
+  // Packs columns of all keys side by side: rows are a power of two apart, so that few of them would stay in a cache.
   template <int N>
   const float* packed_columns(Tile some) {
     for (int64_t i = 0; i < keys; ++i)
@@ -206,7 +206,7 @@ class Fma {
   float *query, *latent_copy, *rope_copy, *values_copy, *columns_copy;
   Tile latent, rope, values;
   Ahead ahead;
-  int pace = 0;  // lines that it takes a step
+  int pace = 0;  // cache lines to prefetch per step
 };
 
 }  // namespace mla

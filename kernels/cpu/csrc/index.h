@@ -1,7 +1,7 @@
 // The indexer of a sparse attention: score[t] = sum_j w_j max(0, scale q_j k_t), with the products of decode attention.
 //
-// A tile of keys is multiplied with all heads of a query, and its scores are summed over the heads while they are in
-// the cache. No score of a head is ever in memory beyond that tile.
+// A tile of keys is multiplied by all heads of a query, and its scores are summed over the heads while they are in the
+// cache. Scores per head exist only for that tile.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ struct IndexCall {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t query_kind, row_kind, threads, amx;
   double scale;
 
-  // The same rows as a call of decode attention, of which only the scores are made. Its scale is 1: a query times a
-  // factor would have more digits than the products of half precision keep.
+  // A call of decode attention with the same rows, of which only the scores are computed. Its scale is 1: a scaled
+  // query would have more digits than half precision products keep.
   Call products() const {
     Call c{};
     c.B = B, c.S = S, c.H = J, c.T = T, c.L = c.Lv = D, c.k = -1, c.scale = 1;
@@ -33,8 +33,8 @@ struct IndexCall {  // kernels/cpu/native.py packs exactly these 8-byte fields
   }
 };
 
-// Adds the heads of a tile of scores [n, stride] to `to`, or starts there. Weights are 0 past the last head, whose
-// products with rows that hold infinity are NaN and are left out.
+// Sums a tile of scores [n, stride] over the heads into `to`; `fresh` overwrites it. Weights are 0 past the last head;
+// products there with rows that hold infinity are NaN and are left out.
 inline void add_heads(const float* scores, int64_t n, int64_t stride, const float* weights, int64_t heads, float scale,
                       bool fresh, float* to) {
   vi lane;
@@ -59,7 +59,7 @@ bool index_scores(const IndexCall& given) {
   const int64_t queries = c.B * c.S;
   int64_t threads = std::max<int64_t>(1, given.threads);
   if (queries * c.T * c.H * c.L <= ALONE) threads = 1;
-  // Each query's keys in as many runs as keep all threads busy to the end.
+  // Divides each query's keys into enough runs to keep all threads busy to the end.
   const int64_t tiles = ceil_div(c.T, Product::TILE);
   const int64_t parts = threads == 1 ? 1 : std::min(tiles, std::max<int64_t>(1, ceil_div(4 * threads, queries)));
   const int64_t length = ceil_div(tiles, parts) * Product::TILE;

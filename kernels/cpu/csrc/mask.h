@@ -1,4 +1,4 @@
-// Which keys are seen at all, and what a mask, causality and a window do to scores.
+// The keys that are seen, and the effect of a mask, causality and a window on scores.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace mla {
 
-// A mask's value as what is added to a score. "Low": finite, but written to hide a key (half the lowest or less).
+// The term that a mask's value adds to a score. "Low": finite, but meant to hide a key (half the lowest value or less).
 inline float bias_of(uint8_t x) { return x ? 0.f : -INF; }
 inline float bias_of(double x) {
   const double lowest = std::numeric_limits<float>::lowest();
@@ -34,11 +34,11 @@ void with_mask_type(int64_t kind, F f) {
 
 // The keys that some query of one batch entry sees.
 struct Seen {
-  std::vector<uint8_t> keys;  // [T]; empty where all are seen
+  std::vector<uint8_t> keys;  // [T]; empty if all are seen
   int64_t lo = 0, hi = 0;
 };
 
-// Marks keys that are not hidden. False where some query has none: then keys that are merely low count as visible too.
+// Marks the visible keys. Returns false if some query has none: low keys then count as visible, too.
 template <class T>
 bool mark(const Call& c, int64_t b, const T* mask, bool low_is_hidden, std::vector<uint8_t>& keys) {
   bool every = true;
@@ -56,7 +56,7 @@ bool mark(const Call& c, int64_t b, const T* mask, bool low_is_hidden, std::vect
           some |= visible;
         }
       };
-      c.mask_t == 1 ? visit(1) : visit(c.mask_t);  // the first is vectorised
+      c.mask_t == 1 ? visit(1) : visit(c.mask_t);  // the constant stride is vectorised
       every = every && some;
     }
   }
@@ -83,7 +83,7 @@ inline Seen find_seen(const Call& c, int64_t b) {
   return seen;
 }
 
-// Takes the keys of which a mask lets some head see; false where some head then sees none.
+// Takes the keys that the mask lets some head see; false if some head then sees none.
 template <class T>
 bool take_visible(const Call& c, const T* mask, bool low_is_hidden, const std::vector<int32_t>& keys,
                   std::vector<int32_t>& taken) {
@@ -101,7 +101,7 @@ bool take_visible(const Call& c, const T* mask, bool low_is_hidden, const std::v
   return !std::memchr(some.data(), 0, H);
 }
 
-// The keys that a query sees, of those that its indices name.
+// The keys among its indices that a query sees.
 inline std::vector<int32_t> find_picks(const Call& c, int64_t b, int64_t s) {
   const int32_t* named = c.indices + b * c.indices_b + s * c.indices_s;
   const int64_t first = c.first(b, s), stop = c.stop(b, s);
@@ -150,7 +150,7 @@ inline void hide(const Call& c, const Piece& piece, int64_t start, int64_t n, fl
       }
       scores -= n * stride;
     });
-  if (piece.picks) return;  // only keys within the bounds, and seen, are picked
+  if (piece.picks) return;  // picked keys are within the bounds and seen
   const int64_t s = piece.first / c.H, last = (piece.first + M - 1) / c.H;
   if (start < c.first(piece.b, last) || start + n > c.stop(piece.b, s))
     for (int64_t m = 0; m < M; ++m) {

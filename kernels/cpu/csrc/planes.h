@@ -1,7 +1,7 @@
 // Numbers as sums of bfloat16 terms, "planes", in the layouts of AMX's tile registers.
 //
-// bfloat16 is one plane, float16 two and float32 three, all exactly. A tile register holds 16 rows of 64 bytes: 16 x 16
-// sums; 16 x 32 left factors; or right factors, 32 x 16 with two rows interleaved.
+// A bfloat16 number is one plane, a float16 two and a float32 three, all exactly. A tile register holds 16 rows of 64
+// bytes: 16 x 16 sums; 16 x 32 left factors; or 32 x 16 right factors with two rows interleaved.
 #pragma once
 
 #include "call.h"
@@ -15,7 +15,7 @@ namespace mla {
 
 using Plane = uint16_t;
 constexpr int64_t BLOCK = 512;  // bfloat16 values in a tile register
-constexpr int64_t CHUNK = 32;   // of them in a row
+constexpr int64_t CHUNK = 32;   // bfloat16 values in a row of a tile register
 
 inline __m512 read16(const float* at, __mmask16 valid) { return _mm512_maskz_loadu_ps(valid, at); }
 inline __m512 read16(const bf16* at, __mmask16 valid) {
@@ -33,13 +33,13 @@ inline __m512i interleaved(__m512 a, __m512 b) {
   return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(b), _mm512_set1_epi32(0xffff0000), 0xf8);  // low | b & mask
 }
 
-// x without its leading bfloat16, which is cut off. Exact, and nothing is left of a float after three.
+// x minus its truncated leading bfloat16. Exact; three of these exhaust a float.
 inline __m512 tail(__m512 x) {
   const __m512i head = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0xffff0000));
   return _mm512_sub_ps(x, _mm512_castsi512_ps(head));
 }
 
-// The same with a rounded head, added to x first so that cutting it off gives it: errors of either sign, half as large.
+// The leading bfloat16 of x, rounded instead of truncated: `left` has either sign and is half as large.
 inline __m512 round_head(__m512 x, __m512& left) {
   const __m512i up = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   const __m512i head = _mm512_and_si512(up, _mm512_set1_epi32(0xffff0000));
@@ -47,7 +47,7 @@ inline __m512 round_head(__m512 x, __m512& left) {
   return _mm512_castsi512_ps(head);
 }
 
-// PLANES rounded planes of 32 numbers, interleaved, 64 bytes each, `apart` values from one another.
+// Stores PLANES rounded planes of 32 numbers, interleaved, 64 bytes each, at distances of `apart` values.
 template <int PLANES>
 void split_rounded(__m512 a, __m512 b, Plane* to, int64_t apart) {
 #pragma GCC unroll 3

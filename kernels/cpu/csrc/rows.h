@@ -1,7 +1,7 @@
 // Products of a few rows with a weight, which is read once: y[m,o] = sum_k x[m,k] w[o,k] + bias[o].
 //
-// Such a product takes as long as its weight takes to come from memory, if the weight is read in the order in which it
-// lies. So its rows are walked one after the other, beside all rows of x, which stay in a cache.
+// If the weight is read in its memory order, such a product takes as long as reading it from memory. So the rows of the
+// weight are walked one after the other, each with all rows of x, which stay in a cache.
 #pragma once
 
 #include <algorithm>
@@ -19,19 +19,19 @@ struct RowsCall {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t weight_o;
   const char* bias;  // [O] or null
   char* out;         // [M,O] contiguous
-  int64_t kind, threads;  // of all of them: FLOAT32 or BFLOAT16
+  int64_t kind, threads;  // kind of all tensors: FLOAT32 or BFLOAT16
 };
 
 constexpr int64_t MAX_FEW = 4;  // rows of x: for more, torch's product is as fast
 
-// Rows of x, and one row of the weight beside them, in vectors. `Few<T>` holds x in the form that the products need.
+// Vectors of rows of x and of one row of the weight. `Few<T>` stores x in the form that the products need.
 template <class T>
 struct Few;
 
 template <>
 struct Few<float> {
-  static constexpr int64_t STEP = VL;  // elements of a row that one product takes
-  using Element = float;               // of x as it is kept
+  static constexpr int64_t STEP = VL;  // elements of a row per product
+  using Element = float;               // of the stored x
   using Sum = vf;
   static void pack(const float* from, int64_t n, float* to) { std::copy_n(from, n, to); }
   struct Weight {
@@ -64,7 +64,7 @@ struct Few<bf16> {  // exact products, sums in float32
 };
 #else
 template <>
-struct Few<bf16> {  // in float32: even columns and odd ones apart, as they lie in the two halves of a word
+struct Few<bf16> {  // in float32: even and odd columns separately, as the two halves of a word hold them
   static constexpr int64_t STEP = 2 * VL;
   using Element = float;
   static void pack(const bf16* from, int64_t n, float* to) {
@@ -80,7 +80,7 @@ struct Few<bf16> {  // in float32: even columns and odd ones apart, as they lie 
       std::memcpy(&odd, &high, sizeof odd);
     }
   };
-  struct Sum {  // one for both would be added to twice in each step, which takes longer than the weight takes to come
+  struct Sum {  // two sums: a single one would be a longer chain of additions than the weight takes
     vf even{}, odd{};
   };
   static Sum add(const Sum& sum, const float* x, const Weight& w) {
@@ -96,18 +96,18 @@ class RowsProduct {
   using Element = typename F::Element;
   using Sum = typename F::Sum;
   static constexpr int64_t STEP = F::STEP;
-  static constexpr int SIDE = VL == 16 ? 4 : 2;  // long rows of the weight side by side: x is read once for all of them
-  static constexpr int64_t LONG = VL == 16 ? 8192 : 0;  // bytes; shorter ones are read faster one after the other
-  static constexpr int64_t AHEAD = VL == 16 ? 0 : 8192;  // bytes that are asked for before they are read
+  static constexpr int SIDE = VL == 16 ? 4 : 2;  // long rows of the weight processed together: x is read once
+  static constexpr int64_t LONG = VL == 16 ? 8192 : 0;  // bytes; shorter rows are read faster one after the other
+  static constexpr int64_t AHEAD = VL == 16 ? 0 : 8192;  // prefetch distance in bytes
   static constexpr int64_t GROUP = 64;          // rows of the weight that a thread takes at a time
 
  public:
-  // How many elements x takes, padded with zeros to whole steps.
+  // The number of elements that x takes, padded with zeros to whole steps.
   static int64_t packed(int64_t K) { return M * round_up(K, STEP); }
 
   static void run(const RowsCall& c, Element* x) {
     std::fill(x, x + packed(c.K), Element{});
-    for (int64_t k = 0; k < c.K; k += STEP)  // step by step, and not row by row: rows would share cache sets
+    for (int64_t k = 0; k < c.K; k += STEP)  // step by step, not row by row: rows would share cache sets
       for (int m = 0; m < M; ++m)
         F::pack(reinterpret_cast<const T*>(c.x) + m * c.x_m + k, std::min(STEP, c.K - k), x + k * M + m * STEP);
     const int64_t groups = ceil_div(c.O, GROUP);

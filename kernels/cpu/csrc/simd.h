@@ -1,4 +1,4 @@
-// Vectors of floats in the width of the machine, through the vector extensions of GCC and Clang.
+// Vectors of floats of the machine's width, through the vector extensions of GCC and Clang.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 inline vf load(const float* at) { return *reinterpret_cast<const vf_any*>(at); }
 inline void store(float* at, vf x) { *reinterpret_cast<vf_any*>(at) = x; }
-// x in a register: compilers would read it from memory again in every product, which takes more loads than there are.
+// Keeps x in a register: compilers would load it again for every product, which exceeds the load throughput.
 inline vf kept(vf x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
@@ -38,11 +38,11 @@ inline vf kept(vf x) {
   return x;
 }
 inline vf splat(float x) { return x - vf{}; }
-inline vf larger(vf a, vf b) { return a > b ? a : b; }  // b where a is NaN
+inline vf larger(vf a, vf b) { return a > b ? a : b; }  // b if a is NaN
 
 // e^x for x <= 0 to about 1 ulp, 0 below the normal range, NaN for NaN.
 inline vf exp_of_nonpositive(vf x) {
-  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which then stands in the low bits
+  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits
   vf shifted = x * 1.44269504f + magic;
   vf n = shifted - magic;
   vf r = x - n * 0.693145752f;  // ln 2 in two parts; the first has 16 bits, so its product with n is exact
@@ -68,7 +68,7 @@ inline vf capped(vf x, float softcap) {
   const vf t = x / softcap, size = t < 0.f ? -t : t, square = t * t;
   const vf e = exp_of_nonpositive(-2.f * size);
   const vf far = (1.f - e) / (1.f + e);
-  vf near = splat(62.f / 2835);  // the series of tanh, where 1 - e would lose digits
+  vf near = splat(62.f / 2835);  // the series of tanh: 1 - e would lose digits here
   near = near * square - 17.f / 315;
   near = near * square + 2.f / 15;
   near = near * square - 1.f / 3;
@@ -94,7 +94,7 @@ inline void from_float(float x, bf16& y) {
   std::memcpy(&wide, &x, sizeof wide);
   y.bits = x != x ? 0x7fc0 : uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
-#if defined(__ARM_FP16_FORMAT_IEEE)  // GCC knows _Float16 in C++ for ARM since 13 only
+#if defined(__ARM_FP16_FORMAT_IEEE)  // GCC supports _Float16 in C++ on ARM only since 13
 #define MLA_FLOAT16 1
 using fp16 = __fp16;
 #elif defined(__FLT16_MAX__)
@@ -106,7 +106,7 @@ inline float to_float(fp16 x) { return float(x); }
 inline void from_float(float x, fp16& y) { y = fp16(x); }
 #endif
 
-// float8_e4m3fn: a sign, four bits of exponent around 7, three of mantissa; no infinity, and NaN where all bits are set.
+// float8_e4m3fn: a sign, four exponent bits with bias 7, three mantissa bits; no infinity, NaN if all bits are set.
 struct fp8 {
   uint8_t bits;
 };
@@ -116,7 +116,7 @@ inline float to_float(fp8 x) {  // without branches and subnormal floats, so tha
   uint32_t wide = (magnitude << 20) + (uint32_t(120) << 23);
   float y;
   std::memcpy(&y, &wide, sizeof y);
-  y = magnitude < 8 ? 2.f * y - 0.015625f : y;  // below 2^-6 the leading bit that was assumed is not there
+  y = magnitude < 8 ? 2.f * y - 0.015625f : y;  // subnormal, below 2^-6: subtract the implicit leading bit
   y = magnitude == 0x7f ? std::numeric_limits<float>::quiet_NaN() : y;
   return x.bits & 0x80 ? -y : y;
 }
