@@ -308,7 +308,10 @@ class Launched:
         def launch(*values: Any, **constants: Any) -> None:
             given, to = dict(zip(self.fn.arg_names, values, strict=False)), Arguments()
             for name, value in given.items():
-                to.pointer(name, value) if isinstance(value, Tensor) else to.strides({name: value})
+                if isinstance(value, int):
+                    to.strides({name: value})
+                else:
+                    to.pointer(name, value)
             to.constants |= constants
             step = to.step(self.fn.__name__, self.fn, (*grid, 1, 1)[:3], {"num_warps": 4})
             Entry(self.machine, step)[grid](**given, **constants)
@@ -333,10 +336,11 @@ class Here:
 
 def put(machine: Machine) -> None:
     """Puts the machine into the interpreter's place."""
-    from mla_compile.kernels.triton import index_steps, mean_triton
+    from mla_compile.kernels.hopper import steps as hopper_steps
+    from mla_compile.kernels.triton import index_steps, mean_triton, schedule_triton
     from tests.support import interpreter
 
-    interpret, index_step = interpreter._interpret, index_steps.index_step
+    interpret, index_step, cut = interpreter._interpret, index_steps.index_step, hopper_steps._cut
 
     def entered(step: Step) -> Step:
         return replace(step, fn=Entry(machine, step))
@@ -345,7 +349,9 @@ def put(machine: Machine) -> None:
     interpreter.worker = Here  # type: ignore[assignment]
     interpreter._interpret = lambda described, *rest, **how: interpret([entered(s) for s in described], *rest, **how)
     index_steps.index_step = lambda *given: entered(index_step(*given))
+    hopper_steps._cut = lambda *given: entered(cut(*given))
     mean_triton.means = Launched(machine, mean_triton.means)
+    schedule_triton.combine_slots = Launched(machine, schedule_triton.combine_slots)
 
 
 class Results:
