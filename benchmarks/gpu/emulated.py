@@ -8,9 +8,9 @@ Triton for ``EMULATOR_ARCH`` (gfx1100), and every instruction of every wave is e
 reference, the bounds and the calls are the tests' own.
 
 A wave runs for a random number of instructions, and then another one does, so that a missing barrier can show
-(``EMULATOR_WAVES`` is a seed, or ``forward`` or ``backward``: a wave runs to the next barrier, in this order). Registers
-and shared memory start as NaN. A buffer ends where memory that must not be read begins: an access beyond it ends the
-process. ``EMULATOR_RESULTS`` names a file for outcomes and seconds.
+(``EMULATOR_WAVES`` is a seed, or ``forward`` or ``backward``: each wave runs to the next barrier, in this order).
+Registers and shared memory start as NaN. A buffer ends where memory that must not be read begins: an access beyond it
+ends the process. ``EMULATOR_RESULTS`` names a file for outcomes and seconds.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Guarded:
         self.poison()
 
     def poison(self) -> None:
+        """All bits are set: NaN."""
         ctypes.memset(self.address, 0xFF, self.size)
 
 
@@ -71,6 +72,7 @@ class Buffers:
         self.copies: dict[int, tuple[Guarded, int]] = {}
 
     def address(self, x: Tensor) -> int:
+        """Where the copy of a tensor is."""
         storage = x.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
         if size > FLAT:
@@ -82,6 +84,7 @@ class Buffers:
         return self.copies[start][0].address + x.data_ptr() - start
 
     def back(self) -> None:
+        """Copies to the tensors what a launch has written."""
         for start, (copy, size) in self.copies.items():
             ctypes.memmove(start, copy.address, size)
 
@@ -166,6 +169,7 @@ class Machine:
         self.executed = 0
 
     def program(self, step: Step) -> Program:
+        """A step as Triton compiles it."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -180,6 +184,7 @@ class Machine:
         return self.programs[kernel.hash]
 
     def run(self, program: Program, grid: tuple[int, int, int], values: list[tuple[str, int | float]]) -> None:
+        """Executes a launch. ``values``: the arguments, each with its letter in a ``struct``."""
         packed = program.arguments(values, grid)
         arguments = Guarded(len(packed))
         ctypes.memmove(arguments.address, packed, len(packed))
@@ -261,7 +266,7 @@ class Machine:
                 yield "paused"
 
     def _decode(self, at: int) -> tuple[Callable[..., None] | None, tuple[int, ...], int]:
-        """An instruction as a function of some buffers; None and the size: nothing to do; a negative size: a barrier."""
+        """An instruction as a function of buffers. None and a size: nothing to do; a negative size: a barrier."""
         e = self.emulator
         code = ctypes.string_at(at, 16)
         if FAMILY == "rdna3" and int.from_bytes(code[:4], "little") & 0xFFF80000 == 0xE0A80000:
@@ -329,6 +334,7 @@ class Here:
         """Nothing was started."""
 
     def submit(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
+        """The result of the function, or its exception."""
         done: Future[Any] = Future()
         done.set_result(function(*given))
         return done
@@ -358,9 +364,11 @@ class Results:
     """Outcomes and seconds of the tests, written after each."""
 
     def __init__(self, path: str, machine: Machine) -> None:
-        self.path, self.machine, self.before, self.rows = Path(path), machine, 0, []  # type: ignore[var-annotated]
+        self.path, self.machine, self.before = Path(path), machine, 0
+        self.rows: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        """A test's row."""
         if report.when != "call" and not report.failed:
             return
         ran, self.before = self.machine.executed - self.before, self.machine.executed
@@ -371,6 +379,7 @@ class Results:
 
 
 def about() -> dict[str, str]:
+    """What the results depend on."""
     import triton
 
     cpu = platform.processor() or platform.machine()
@@ -385,6 +394,7 @@ def about() -> dict[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Puts the machine into the interpreter's place, before tests are imported."""
     os.environ["AMDGCN_USE_BUFFER_OPS"] = "0"  # their descriptors are not emulated for RDNA
     checkout = os.environ.get("EMULATOR")
     if checkout is None:
