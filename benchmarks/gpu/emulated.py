@@ -3,7 +3,7 @@
     EMULATOR=DIR python -m pytest -p benchmarks.gpu.emulated tests/kernels/triton -k "test_pages"
 
 ``DIR`` is a checkout of tinygrad, whose tests have an emulator of AMD's instructions (benchmarks/gpu/README.md says
-which commit, and what has to be mended in it). What the tests would have sent to Triton's interpreter is compiled by
+what has to be mended in it). What the tests would have sent to Triton's interpreter is compiled by
 Triton for ``EMULATOR_ARCH`` (gfx1100), and every instruction of every wave is executed, in this process. The
 reference, the bounds and the calls are the tests' own.
 
@@ -16,27 +16,25 @@ ends the process. ``EMULATOR_RESULTS`` names a file for outcomes and seconds.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
-import platform
 import random
 import re
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.executed import Results
 from mla_compile.kernels.triton.step import Arguments, Step
 
+COMMIT = "tinygrad a9069c177a9d"  # with which this was written
 ARCH = os.environ.get("EMULATOR_ARCH", "gfx1100")
 FAMILY, LANES = {"gfx11": ("rdna3", 32), "gfx94": ("cdna", 64), "gfx95": ("cdna", 64)}[ARCH[:5]]
 WAVES = os.environ.get("EMULATOR_WAVES", "0")
@@ -360,39 +358,6 @@ def put(machine: Machine) -> None:
     schedule_triton.combine_slots = Launched(machine, schedule_triton.combine_slots)
 
 
-class Results:
-    """Outcomes and seconds of the tests, written after each."""
-
-    def __init__(self, path: str, machine: Machine) -> None:
-        self.path, self.machine, self.before = Path(path), machine, 0
-        self.rows: list[dict[str, Any]] = []
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test's row."""
-        if report.when != "call" and not report.failed:
-            return
-        ran, self.before = self.machine.executed - self.before, self.machine.executed
-        why = report.longrepr.reprcrash.message.splitlines()[0] if report.failed else ""
-        row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
-        self.rows.append({**row, "instructions": ran, "why": why})
-        self.path.write_text(json.dumps({"machine": about(), "rows": self.rows}, indent=1) + "\n")
-
-
-def about() -> dict[str, str]:
-    """What the results depend on."""
-    import triton
-
-    cpu = platform.processor() or platform.machine()
-    return {
-        "arch": ARCH,
-        "waves": WAVES,
-        "triton": triton.__version__,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpu,
-    }
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Puts the machine into the interpreter's place, before tests are imported."""
     os.environ["AMDGCN_USE_BUFFER_OPS"] = "0"  # their descriptors are not emulated for RDNA
@@ -403,4 +368,5 @@ def pytest_configure(config: pytest.Config) -> None:
     machine = Machine(checkout)
     put(machine)
     if path := os.environ.get("EMULATOR_RESULTS"):
-        config.pluginmanager.register(Results(path, machine), "results of the emulator")
+        about = {"machine": "emulator", "of": COMMIT, "arch": ARCH, "waves": WAVES}
+        config.pluginmanager.register(Results(path, about, lambda: machine.executed))

@@ -2,8 +2,8 @@
 
     PYTHONPATH=DIR:. python -m pytest -p benchmarks.gpu.simulated tests/kernels/hopper/test_decode_gluon.py
 
-``DIR`` is a checkout of triton-viz (benchmarks/gpu/README.md says which), whose requirements are installed beside
-Triton 3.8: it does not load with 3.6 and 3.9. The kernels' text is executed with Gluon's own functions in place of our
+``DIR`` is a checkout of triton-viz, whose requirements are installed beside Triton 3.8: it does not load with 3.6 and
+3.9. The kernels' text is executed with Gluon's own functions in place of our
 stand-ins (tests/support/gluon_machine.py): its checks of types, shapes and layouts, and triton-viz's NumPy.
 ``SIMULATOR_RESULTS`` names a file for outcomes and seconds.
 
@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import json
 import os
 import time
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,9 +35,11 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton_viz.core.frontend import gluon as frontend
 
+from benchmarks.gpu.executed import Results
 from tests.support import gluon_cases, gluon_machine, interpreter
 from tests.support.gluon_simulator import Descriptor, Pointer
 
+COMMIT = "triton-viz 203b0c7cbb35"  # with which this was written
 PATIENCE = 10.0  # seconds after which a wait is taken for a deadlock
 THREADS = 128  # of a partition: each arrives for its own copies by cp.async
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -253,21 +253,6 @@ def _argument(x: Any) -> Any:
 def _once(run: Callable[..., None], loaded: Any, case: dict[str, Any]) -> None:
     """Its partitions take turns, in one order: a seed changes nothing but the numbers."""
     run(loaded, 0, **case)
-
-
-class Results:
-    """Outcomes and seconds of the tests, written after each."""
-
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        self.rows: list[dict[str, Any]] = []
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test's row."""
-        if report.when == "call":
-            row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
-            self.rows.append(row)
-            self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
