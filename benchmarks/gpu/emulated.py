@@ -349,8 +349,8 @@ def put(machine: Machine) -> None:
     def entered(step: Step) -> Step:
         return replace(step, fn=Entry(machine, step))
 
-    interpreter._interpreted = lambda: True  # type: ignore[assignment]
-    interpreter.worker = Here  # type: ignore[assignment]
+    interpreter._interpreted = lambda: True
+    interpreter.worker = Here
     interpreter._interpret = lambda described, *rest, **how: interpret([entered(s) for s in described], *rest, **how)
     index_steps.index_step = lambda *given: entered(index_step(*given))
     hopper_steps._cut = lambda *given: entered(cut(*given))
@@ -368,5 +368,5 @@ def pytest_configure(config: pytest.Config) -> None:
     machine = Machine(checkout)
     put(machine)
     if path := os.environ.get("EMULATOR_RESULTS"):
-        about = {"machine": "emulator", "of": COMMIT, "arch": ARCH, "waves": WAVES}
+        about = {"of": COMMIT, "arch": ARCH, "waves": WAVES}
         config.pluginmanager.register(Results(path, about, lambda: machine.executed))

@@ -260,7 +260,7 @@ def pytest_configure(config: pytest.Config) -> None:
     triton.knobs.compilation.front_end_debugging = True  # errors as they are
     torch.set_num_threads(1)
     put()
-    gluon_machine.load = gluon_cases.load = load  # type: ignore[assignment]
+    gluon_machine.load = gluon_cases.load = load
     gluon_cases._hunt = _once
     if path := os.environ.get("SIMULATOR_RESULTS"):
-        config.pluginmanager.register(Results(path), "results of the simulator")
+        config.pluginmanager.register(Results(path, {"of": COMMIT, "arch": ""}))

@@ -18,14 +18,19 @@ def test_a_feature_is_shown_with_the_tests_of_each_machine(tmp_path, monkeypatch
         row | {"test": "triton/test_lists_triton.py::2", "outcome": "failed"}
     ]
     about = {"of": "ours", "triton": "3", "date": "today"}
-    emulator = {"machine": "emulator", "arch": "gfx0", **about, "rows": lists}
-    simulator = {"machine": "simulator", **about, "rows": [row | {"test": "x[window]", "outcome": "skipped"}]}
+    emulator = {"arch": "gfx1100", **about, "rows": lists}
+    simulator = {
+        "arch": "",
+        **about,
+        "seeded": [["bugs", 3, 4]],
+        "rows": [row | {"test": "x[window]", "outcome": "skipped"}],
+    }
     (tmp_path / "executed.json").write_text(f"[{executed._compact(emulator)},\n{executed._compact(simulator)}]")
     monkeypatch.setattr(executed, "RESULTS", tmp_path / "executed.json")
     table = executed.table()
-    assert "| lists of keys | 2 of 3 tests, 4 s | no | in CI | in CI | never |" in table
-    assert "| sliding window | no | no | in CI | in CI | never |" in table
-    assert "ours, Triton 3 for gfx0, today: 3 tests, 4 s; ours, Triton 3, today: 1 tests, 2 s." in table
+    assert "| lists of keys | 2 of 3, 4 s | no | no | in CI | in CI | never |" in table
+    assert "| sliding window | no | no | no | in CI | in CI | never |" in table
+    assert "ours, Triton 3 for gfx1100, today: 3 tests, 4 s; ours, Triton 3, today: 1 tests, 2 s, bugs: 3 of 4" in table
 
 
 def test_no_test_of_another_machine_failed_and_each_is_still_there():
