@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import compiled
+from benchmarks.gpu import compiled, executed
 from mla_compile.codes import CODES, Code
 from mla_compile.workbench.step_formulas import LABELS
 
@@ -605,6 +605,7 @@ def serving() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "compiled": compiled.summary,
+    "executed": executed.table,
     "decisions": decisions,
     "codes": all_codes,
     **{f"code {c}": lambda c=c: one_code(c) for c in map(str, CODES)},
