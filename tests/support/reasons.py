@@ -29,7 +29,7 @@ from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.operators import Broadcast, Repeat, decode, is_contraction
 from mla_compile.passes.ir.walk import reachable, weight_nodes
 
 NEGLIGIBLE = 1e-9
@@ -106,9 +106,9 @@ class Recording(Compiler):
 
         return noted
 
-    def said(self) -> list[Told]:
-        """All that is said of what is not absorbed."""
-        return [t for program, given in self.programs for t in told(program, given)]
+    def said(self, batch: int) -> list[Told]:
+        """All that is said of what is not absorbed; ``batch``: as for :func:`told`."""
+        return [t for program, given in self.programs for t in told(program, given, batch)]
 
 
 @contextlib.contextmanager
@@ -120,8 +120,11 @@ def recording(forms: str = "absorbed") -> Iterator[Recording]:
         yield Recording(Options.parse({"forms": forms, "codegen": "eager", "verify": False}))
 
 
-def told(program: Program, given: Mapping[str, Any]) -> list[Told]:
-    """What is said of the attentions of a captured program, with what is so; ``given``: its inputs by name."""
+def told(program: Program, given: Mapping[str, Any], batch: int) -> list[Told]:
+    """What is said of the attentions of a captured program, with what is so; ``given``: its inputs by name.
+
+    ``batch``: how many sequences it is called for, which tells that axis from the heads.
+    """
     program = program.copy()
     canonicalize(program)
     program.gm.recompile()
@@ -131,7 +134,7 @@ def told(program: Program, given: Mapping[str, Any]) -> list[Told]:
     for verdict in verdicts:
         said = _said(verdict)
         if any(code not in ALWAYS for _, code, _ in said):
-            broken = Obligations(program, verdict.site, inputs).broken()
+            broken = Obligations(program, verdict.site, inputs, batch).broken()
             of_all = frozenset().union(*broken.values())
             said = [(part, code, words, broken.get(part.split()[-1], of_all)) for part, code, words in said]
         else:
@@ -172,8 +175,8 @@ class Rows:
 class Obligations:
     """K and V of one attention as functions of their rows."""
 
-    def __init__(self, program: Program, site: AttentionSite, inputs: Sequence[Any]) -> None:
-        self.program, self.site = program, site
+    def __init__(self, program: Program, site: AttentionSite, inputs: Sequence[Any], batch: int) -> None:
+        self.program, self.site, self.batch = program, site, batch
         self.graph = program.gm.graph
         self.weights = weight_nodes(self.graph, program.weights)
         self.runner = fx.Interpreter(program.gm)
@@ -182,12 +185,18 @@ class Obligations:
 
     def broken(self) -> dict[str, frozenset[str]]:
         """What each side breaks, by the names in :data:`TRUE`."""
-        of_site, sides = self._of_site(), {side: _Side(self, side) for side in self.sides}
-        of_site |= {f"{side} read" for side, of in sides.items() if self._read_elsewhere(of.products)}
+        sides = {side: _Side(self, side) for side in self.sides}
+        near = {side: _Side(self, side, nearest=True) for side in self.sides}
+        found = self._of_site()
+        found |= {f"{side} read" for side in sides if self._read_elsewhere(sides[side].products | near[side].products)}
+        behind = set(reachable([o.node for o in self.site.between], lambda n: n.all_input_nodes))
+        if any(behind & {*near[side].products, *self.operands(side)} for side in sides):
+            found.add("mask")
         rows = {r.node: of.width(r) for of in sides.values() for r in of.rows}
         if sum(rows.values()) >= sum(of.heads * of.at.shape[2] for of in sides.values()):
-            of_site.add("wide")
-        return {side: frozenset(of.broken() | of_site) for side, of in sides.items()}
+            found.add("wide")
+        heads = {side: any(of.tells_heads_apart() for of in (sides[side], near[side])) for side in sides}
+        return {side: frozenset(of.broken() | found | ({"heads"} if heads[side] else set())) for side, of in sides.items()}
 
     def operands(self, side: str) -> list[fx.Node]:
         return [o.node for o in self.sides[side]]
@@ -249,13 +258,17 @@ class Obligations:
                 found.add(node)
         return found
 
-    def size(self, node: fx.Node) -> int:
-        value = self.values[node]
-        return value.numel() if isinstance(value, Tensor) else 0
+    def size(self, node: fx.Node) -> float:
+        """How many numbers it holds; what holds no rows is as large as can be."""
+        return float(self.values[node].numel()) if self._floats(node) else math.inf
 
     def _floats(self, node: fx.Node) -> bool:
         value = self.values[node]
         return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+    @cached_property
+    def returned(self) -> set[fx.Node]:
+        return set(self.graph.output_node().all_input_nodes)
 
     @cached_property
     def of_queries(self) -> set[fx.Node]:
@@ -264,15 +277,12 @@ class Obligations:
     def _of_site(self) -> set[str]:
         """What is broken beside K and V."""
         found, site = set(), self.site
-        operands = [o.node for side in self.sides.values() for o in side]
         through = self.between([], [site.node])
         drawn = [self.run({}, through, seed)[site.node] for seed in (1, 2)]
         if _differ(*drawn):
             found.add("random")
         if counters["graph_break"]:
             found.add("broken")
-        if any(set(reachable([m.node], lambda n: n.all_input_nodes)) & set(operands) for m in site.between):
-            found.add("mask")
         if site.probs is not None and site.problem is not None and site.problem.code == "softmax_axis":
             probs = self.values[site.probs.node].double()
             along = [d for d, own in enumerate(site.probs.axes) if set(own) & set(site.keys)]
@@ -309,8 +319,8 @@ class _Side:
         self.at = of.lines(of.values, side)
         self.lead, self.tokens = self.at.shape[:2]
         # Heads of one batch entry stand side by side.
-        self.batch = int(of.site.lead[0].size) if len(of.site.lead) > 1 else 1
-        self.heads = self.lead // self.batch if len(of.site.lead) > 1 else 1
+        self.batch = of.batch if of.site.lead and of.site.lead[0].size == of.batch else 1
+        self.heads = self.lead // self.batch
         self.products: set[fx.Node] = set()
         self.rows = self._found(nearest)
         nodes = [r.node for r in self.rows]
@@ -318,11 +328,13 @@ class _Side:
         self.moves: dict[tuple[fx.Node, int], Tensor] = {}
         for rows in self.rows:
             self._measure(rows)
+        # What lies behind other rows only moves nothing.
+        self.rows = [r for r in self.rows if any(bool(m.any()) for (n, _), m in self.moves.items() if n is r.node)]
 
     def _found(self, nearest: bool) -> list[Rows]:
         """The rows: what is behind an operator that makes more of it than there is, and inputs that none reads.
 
-        ``nearest``: or behind any product with a weight.
+        ``nearest``: or behind any product with a weight, or what the model returns, which may be a cache.
         """
         of, found = self.of, dict[fx.Node, Rows]()
         one_head = max(v.numel() for v in (of.values[n] for n in of.operands(self.side))) / self.heads
@@ -334,11 +346,12 @@ class _Side:
             seen.add((node, weighed))
             inputs = [n for n in node.all_input_nodes if n in of.moving]
             product = is_contraction(node) and len(inputs) == 1 and len(node.all_input_nodes) > 1
-            before = (of.size(inputs[0]) if len(inputs) == 1 else 0) or math.inf
-            if (before < of.size(node) and (product or before <= one_head)) or (nearest and product):
+            before = of.size(inputs[0]) if len(inputs) == 1 else math.inf
+            copied = isinstance(decode(node), (Broadcast, Repeat)) and before <= one_head
+            if (before < of.size(node) and (product or copied)) or (nearest and product):
                 self.products |= {node} if product else set()
                 found[inputs[0]] = Rows(inputs[0], product, product or weighed or inputs[0] in of.made)
-            elif node.op in ("placeholder", "get_attr"):
+            elif node.op in ("placeholder", "get_attr") or (nearest and node in of.returned):
                 found[node] = Rows(node, False, weighed)
             else:
                 pending += [(n, weighed or product) for n in inputs]
@@ -405,12 +418,10 @@ class _Side:
             total = self.values({n: big[n] + more[n] for n in big})
             if self._differs(total + zero, self.values(big) + self.values(more)):
                 found.add("nonlinear")
-        if any(bool((self._of_all_heads(self.moves[r.node, a]).sum(0) > 1).any()) for r in self.rows for a in r.tokens):
+        if any(self._mixes(self.moves[r.node, a]) for r in self.rows for a in r.tokens):
             found.add("mixed")
-        elif self._differs_by_position():
+        if self._differs_by_own_token() if "mixed" in found else self._differs_by_position():
             found.add("position")
-        if any(side.tells_heads_apart() for side in (self, _Side(of, self.side, nearest=True))):
-            found.add("heads")
         if any(not r.tokens for r in self.rows) and self.tokens > 1:
             found.add("weight")
         if len(self.rows) > 1:
@@ -436,9 +447,13 @@ class _Side:
         """Values per token of a batch entry."""
         return self.of.values[rows.node].numel() / self.tokens / self.batch
 
-    def _of_all_heads(self, moved: Tensor) -> Tensor:
-        """Which tokens of which batch entries, in any head."""
-        return moved.unflatten(1, (self.batch, self.heads)).any(2)
+    def _mixes(self, moved: Tensor) -> bool:
+        """Whether some token of K or V moves with several of the rows' tokens, or later ones with earlier ones."""
+        tokens = moved.unflatten(1, (self.batch, self.heads)).any(2)  # in any head
+        if bool((tokens.sum(0) > 1).any()):
+            return True
+        each = (one[:, one.any(0)].int().argmax(0) for one in tokens.unbind(1))
+        return any(bool((order.diff() <= 0).any()) for order in each)
 
     def tells_heads_apart(self) -> bool:
         """Whether one position of an axis moves some heads of a batch entry, and not others."""
@@ -464,6 +479,21 @@ class _Side:
         zero = {n: 0 * v for n, v in alike.items()}
         return self._unequal(self.values({**own, **alike}) - self.values({**own, **zero}), weighed)
 
+    def _differs_by_own_token(self) -> bool:
+        """The same where tokens are mixed: whether what a token of K or V has of its own row differs by position."""
+        zero = {n: 0 * v for n, v in self.one.items()}
+        nothing, found = self.values(zero), []
+        for rows in self.rows:
+            for axis in (a for a in rows.tokens if self.one[rows.node].shape[a] == self.tokens):
+                value = self._alike([rows], self.one)[rows.node]
+                each = []
+                for t in range(self.tokens):
+                    at = torch.arange(self.tokens).view([-1 if d == axis else 1 for d in range(value.dim())]) == t
+                    given = {**zero, rows.node: torch.where(at, value, 0)}
+                    each.append((self.values(given) - nothing)[:, t])
+                found.append(any(self._differs(one, each[0]) for one in each))
+        return any(found)
+
     def _alike(self, rows: Sequence[Rows], drawn: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
         found = {}
         for r in rows:
@@ -485,6 +515,10 @@ class _Side:
 
 
 def _differ(a: Tensor, b: Tensor, limit: float = NEGLIGIBLE) -> bool:
+    if not b.numel():
+        return False
+    if not b.is_floating_point():
+        return not torch.equal(a, b)
     scale = b.nan_to_num(1.0).abs().amax().clamp(min=1e-6)
     return bool((a - b).nan_to_num(1.0).abs().amax() > limit * scale)
 
