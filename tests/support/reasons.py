@@ -48,8 +48,8 @@ TRUE: dict[str, set[Code]] = {
     "broken": {Code.GRAPH_BREAK},
     "weight": {Code.UNSUPPORTED_WEIGHT},
     "mask": {Code.MASK_DEPENDS_ON_KEYS},
-    "keys read": {Code.KEYS_USED_ELSEWHERE},
-    "values read": {Code.VALUES_USED_ELSEWHERE},
+    "keys read": {Code.KEYS_USED_ELSEWHERE, Code.EXPANDED_CACHE},
+    "values read": {Code.VALUES_USED_ELSEWHERE, Code.EXPANDED_CACHE},
     "no softmax of keys": {Code.SOFTMAX_AXIS},
     "same rows": {Code.ALREADY_ABSORBED, Code.SHARED_ROWS},
 }
