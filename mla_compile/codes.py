@@ -138,8 +138,8 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.TOKEN_MIXING: CodeInfo(
         "refused",
-        "tokens are mixed between the latent and the attention, so a key does not depend on one latent row alone",
-        "mix tokens before the latent is formed",
+        "tokens are mixed or reordered between the latent and the attention, so a key is not made of its own row alone",
+        "mix or reorder the latent rows, before the up-projection",
     ),
     Code.HEAD_DEPENDENT_LATENT: CodeInfo(
         "refused",

@@ -21,6 +21,10 @@ Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))`` where the
 
 After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, with all axes of ``k``
 
+Before: ``new = select_scatter(k, x, dim, at)`` into a buffer ``k`` of which no other position is written
+
+After: ``new = slice_scatter(k, unsqueeze(x, dim), dim, at, at + 1)``, the form in which rows are written
+
 Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, to which ``k.zero_()`` and ``k[:] = 0`` are traced
 
 After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which do not read the overwritten values
@@ -32,11 +36,13 @@ After: ``full(k's sizes, 1)``; ``full(size, 0)``; ``_to_copy(q, dtype)``, for wh
 
 from __future__ import annotations
 
+import operator
 from itertools import islice
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
@@ -74,6 +80,8 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
             node.replace_all_uses_with(args_of(node)[1])
         elif (part := _stacked_part(node)) is not None:
             node.replace_all_uses_with(same_layout(Builder(node, fake_mode), part, node))
+        elif (write := _write_of_slice(node, fake_mode)) is not None:
+            node.replace_all_uses_with(write)
         elif packet(node) is aten.index_put:
             _write_all_axes(node, fake_mode)
             continue
@@ -160,6 +168,25 @@ def _is_write_over_all(node: fx.Node) -> bool:
         return False
     alike = val(how.x).dtype == val(node).dtype and val(how.x).stride() == val(node).stride()
     return alike and how.taken == range(len(how.taken or ())) and same_sizes(shape(how.x), shape(node))
+
+
+def _write_of_slice(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
+    """The write of one position of a buffer, as one of a slice; None where heads may be written one by one."""
+    how = decode(node)
+    if not isinstance(how, WriteOne) or _is_computed(how.base) or isinstance(decode(how.x), (Write, WriteOne, WriteRows)):
+        return None
+    others = map(decode, (how.base, *node.users))
+    if any(isinstance(one, WriteOne) and one.dim == how.dim for one in others):
+        return None
+    at = args_of(node)[3] if how.index is None else how.index
+    number = at.meta["val"] if isinstance(at, fx.Node) else at
+    if not statically_known_true(number >= 0):  # the position before 0 is the last, and no slice ends behind that
+        return None
+    builder = Builder(node, fake_mode)
+    end = builder.call(operator.add, at, 1) if isinstance(at, fx.Node) else at + 1
+    return builder.call(
+        aten.slice_scatter.default, how.base, builder.call(aten.unsqueeze.default, how.x, how.dim), how.dim, at, end
+    )
 
 
 def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:

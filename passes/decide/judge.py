@@ -19,7 +19,7 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.core.choices import Fold, Forms
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.blame import SYMPTOMS
+from mla_compile.passes.decide.blame import SYMPTOMS, explain_source
 from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
@@ -332,12 +332,27 @@ def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | 
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
 
 
+def _read_by_its_own_rows(
+    verdict: Verdict, node: fx.Node, source: fx.Node, alive: _Alive, maps: Maps
+) -> Stop | None:
+    """What makes rows of the site itself of ``node``, where nothing else reads it; None where something does."""
+    assert verdict.plan is not None
+    site, roots = verdict.site, verdict.site.node.graph.output_node().all_input_nodes
+    ends = {site.node, *(p.node for p in site.products if p.node is not None)}
+    if node in set(reachable(roots, lambda n: () if n in ends else alive.reads(n))):
+        return None
+    rows = (r.node for r in verdict.plan.rows if r.node is not source and depends_on(r.node, [node]))
+    return next((stop for r in rows if (stop := explain_source(r, site, maps, [source])) is not None), None)
+
+
 def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, maps: Maps) -> Verdict:
     for mask in (m.operand.node for m in verdict.site.masks):
         if depends_on(mask, [node]):
             code = Code.MASK_DEPENDS_ON_KEYS
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     source = next(source for _, made, source in _expansions(verdict) if made is node)
+    if (stop := _read_by_its_own_rows(verdict, node, source, alive, maps)) is not None:
+        return replace(verdict, code=Code(stop.code), reason=stop.detail, blame=stop.node)
     if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
         reason = f"some tokens of the {which} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)

@@ -98,6 +98,9 @@ OPERATORS: Mapping[str, Fused] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _OF_TORCH,
     "aten::_scaled_dot_product_efficient_attention": _OF_TORCH,
     "aten::_scaled_dot_product_cudnn_attention": _OF_TORCH,
+    "aten::_scaled_dot_product_fused_attention_overrideable": _OF_TORCH,
+    "aten::_scaled_dot_product_attention_math_for_mps": _OF_TORCH,
+    "aten::_scaled_dot_product_attention_math": OF_TORCH_BY_NAME,
     "torch_attn::_varlen_attn": Fused(diagonal="same", words={**_WORDS, "window_size": "window"}),
 }
 """The operators by their qualified names, or by patterns of names."""

@@ -59,7 +59,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     # The sides share no source. If a nonlinear operator (a norm, say) made one side from the rows of the other, that
     # operator is to blame and not this sum.
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
-        cause = _spoilt(maps, left, right) or _spoilt(maps, right, left)
+        cause = _spoilt(maps, left, right, node) or _spoilt(maps, right, left, node)
         if cause is not None:
             return cause
         if not all(val(n).dtype.is_floating_point for n in (a, b, node)) or not _are_rows(left, right):
@@ -84,12 +84,16 @@ def _are_rows(left: LinearMap, right: LinearMap) -> bool:
     return not any(leads_to(x, f) for x in as_they_are for f in projected if f is not None and f is not x)
 
 
-def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
-    """Return why ``one`` is not a map of the rows of ``other`` although it depends on them."""
+def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop | None:
+    """Return why ``one`` is not a map of the rows of ``other`` although it depends on them.
+
+    A tensor narrower than the sum ``node`` is a source of its own, such as a key that all heads share.
+    """
     rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
         # A projected piece is an image of its own rows, however these were made.
-        stop = None if piece.source is None or piece.projected else maps.reasons.get(piece.source)
+        narrow = piece.source is None or piece.projected or bytes_hint(piece.source) < bytes_hint(node)
+        stop = None if narrow else maps.reasons.get(piece.source)
         # These two codes say no more than the sum's own reason.
         if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
             assert piece.source is not None

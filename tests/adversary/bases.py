@@ -91,6 +91,8 @@ def _plain(case: Case, rng: random.Random) -> Case:
         pad_values=False,
         tied=False,
         cut=False,
+        latents=1,
+        reads=False,
         library="",  # a mutant is judged by what is in the graph, and a stand-in is not yet
         forms="absorbed",
         fold=rng.choice(("never", "always")),

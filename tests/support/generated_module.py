@@ -32,8 +32,9 @@ class GeneratedMLA(nn.Module):
             values = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
             return nn.Parameter(values, requires_grad=False)
 
-        heads = c.H * c.groups
-        latent = c.L * c.H if c.fault == "latent_per_head" else c.L
+        heads = c.H * c.groups * c.latents
+        own = c.L * c.H if c.fault == "latent_per_head" else c.L
+        latent = own * c.latents
         self.w_c = weight(latent, c.D)
         self.w_r = weight(c.R, c.D)
         self.w_q_down = weight(c.Q, c.D) if c.Q else None
@@ -43,14 +44,15 @@ class GeneratedMLA(nn.Module):
         self.w_o = weight(c.D, heads * c.V)
         self.b_k, self.b_v = (weight(c.H, c.N), weight(c.H, c.V)) if c.bias else (None, None)
         self.lora_a, self.lora_b = (weight(2, c.L), weight(c.H * (c.N + c.V), 2)) if c.lora else (None, None)
-        self.latent_vector = weight(latent, spread=1.0)
+        self.latent_vector = weight(own, spread=1.0)
+        self.group_vectors = weight(c.latents, 1, own, spread=1.0)
         self.key_vector = weight(c.N, spread=1.0)
         self.key_heads = weight(c.H, 1, spread=1.0)
-        self.sink = weight(heads, spread=1.0)
+        self.sink = weight(c.H * c.groups, spread=1.0)
         self.kernel = weight(c.H * c.N, 1, 2)
         self.w_gate = weight(heads * c.V, c.D)
-        self.beside_a, self.beside_b = weight(2, latent), weight(c.H * (c.N + c.V), 2)
-        self.beside_gate, self.beside_key = weight(1, latent), weight(c.N, latent)
+        self.beside_a, self.beside_b = weight(2, own), weight(c.H * (c.N + c.V), 2)
+        self.beside_gate, self.beside_key = weight(1, own), weight(c.N, own)
         if c.weight == "dequant":
             for name, exact in (("k", self.w_k), ("v", self.w_v)):
                 scale = exact.abs().amax(-1, keepdim=True) / 127 + 1e-6
@@ -91,10 +93,16 @@ class GeneratedMLA(nn.Module):
             everywhere = torch.arange(latent.shape[1], device=x.device)
             if c.rotate == "on_read":
                 rope = self._rotate(rope, everywhere)
+            if c.latents > 1:
+                q, latent, rope, keep = self._by_groups(q, latent, rope, keep)
             k, v = self._keys_values(latent, rope, everywhere)
         if c.cut and keep is not None:  # the last place is never written to
             k, v, keep = k[:, :, :-1], v[:, :, :-1], keep[..., :-1]
         out, probs = self._attend(q, k, v, keep)
+        if c.reads:  # the values of the first token, beside the attention
+            out = out + 0.1 * v[:, :, :1].repeat_interleave(c.groups, 1)
+        if c.latents > 1:
+            out = out.unflatten(0, (-1, c.latents)).flatten(1, 2)
         out = out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
         if c.gate:
             out = out * torch.sigmoid(F.linear(x, self.w_gate))
@@ -105,13 +113,25 @@ class GeneratedMLA(nn.Module):
         """The projection ``name`` of x [..., in]; another module may compute it otherwise."""
         return F.linear(x, weight, bias)
 
+    def _by_groups(
+        self, q: Tensor, latent: Tensor, rope: Tensor, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same where each group of heads, which has latents of its own, is a sequence of the batch."""
+        groups = self.case.latents
+        latent = latent.unflatten(-1, (groups, -1)).transpose(1, 2) * self.group_vectors
+        rope = rope.unsqueeze(1).expand(-1, groups, -1, -1)
+        keep = None if keep is None else keep.repeat_interleave(groups, 0)
+        return q.unflatten(1, (groups, -1)).flatten(0, 1), latent.flatten(0, 1), rope.flatten(0, 1), keep
+
     # Queries, and the rows that are cached.
 
     def _queries(self, x: Tensor, positions: Tensor) -> Tensor:
         c = self.case
         if self.w_q_down is not None:
             x = self._linear("q_down", x, self.w_q_down)
-        q = self._linear("q", x, self.w_q).view(x.shape[0], x.shape[1], c.H * c.groups, c.N + c.R)
+        q = self._linear("q", x, self.w_q).unflatten(-1, (-1, c.N + c.R))
+        if c.up == "unbind":
+            q = torch.stack(q.unbind(2), 2)
         nope, rope = q.split([c.N, c.R], -1)
         rope = self._rotate(rope.transpose(1, 2), positions).transpose(1, 2)
         q = torch.cat([rope, nope] if c.join == "cat_reversed" else [nope, rope], -1)
@@ -205,6 +225,9 @@ class GeneratedMLA(nn.Module):
         elif c.up == "two":
             k = self._linear("k", latent, w_k.flatten(0, 1)).unflatten(-1, (c.H, c.N))
             v = self._linear("v", latent, w_v.flatten(0, 1)).unflatten(-1, (c.H, c.V))
+        elif c.up in ("select", "unbind"):  # keys and values are the two of one tensor
+            kv = F.linear(latent, torch.stack([w_k, w_v]).flatten(0, 2)).view(B, T, 2, c.H, c.N)
+            k, v = kv.unbind(2) if c.up == "unbind" else (kv[:, :, 0], kv.select(2, 1))
         else:
             return self._one_projection(latent, w_k, w_v)
         if self.lora_a is not None and self.lora_b is not None:
@@ -414,7 +437,7 @@ class GeneratedMLA(nn.Module):
             scores = scores.float()
         if c.extra == "sink":
             column = self.sink.to(scores.dtype)
-            column = column.repeat(c.B)[:, None, None] if c.core == "bmm" else column[None, :, None, None]
+            column = column.repeat(c.B * c.latents)[:, None, None] if c.core == "bmm" else column[None, :, None, None]
             column = column.transpose(1, 2) if c.core == "einsum_heads_last" else column
             longer = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1)
             return longer.softmax(-1)[..., :-1]

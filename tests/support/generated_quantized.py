@@ -321,18 +321,20 @@ def _quantized(case: Case, rng: random.Random) -> Quantized:
         groups=case.groups if product != "scaled_mm" else 1,
         tied=False,
         cut=False,
+        latents=1,
+        reads=False,
         padded=False,  # what a row without a visible key gets is another number in every precision
         pad_values=False,
         latent_norm=True,
         weight="plain",
-        # A shared key that is added behind rounded rows is refused, which is right and slow.
-        beside="none" if case.beside == "key" else case.beside,
         rope=pick("half", "interleaved", "complex", "none") if R else "none",
         up=pick("per_head", "blocks", "two"),
         dtype="bfloat16" if product == "scaled_mm" else pick("float32", "bfloat16", "float16"),
         door=pick(*["trace"] * 23, "dynamo"),
         forms="absorbed",
     )
+    if case.L >= case.H * min(case.N, case.V):  # no row of a sum is wider than what it makes by itself
+        case = replace(case, beside="none")
     return Quantized(
         case,
         weight="int8_channels" if whole else pick(*FORMATS),

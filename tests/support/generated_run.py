@@ -55,6 +55,27 @@ def side_by_side(
         yield done, got, eager, truth, report
 
 
+def captured_step(module: GeneratedMLA) -> tuple[Program, dict[str, Any]]:
+    """A decode step after a prompt, as a program, and the inputs of that step by name."""
+    case, state = module.case, module.empty_state()
+    for module.start, count in ((0, case.T), (case.T, case.chunk)):
+        x = torch.randn(case.B, count, case.D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        positions = torch.arange(module.start, module.start + count)
+        keep = causal_keep(case, positions)
+        given = [v for v in (x, positions, keep, *state) if v is not None]
+        with torch.no_grad():
+            state = module(x, positions, keep, state)[1 : 1 + len(state)]
+
+    def call(*values: Tensor) -> tuple[Tensor, ...]:
+        x, positions, *rest = values
+        return module(x, positions, None if keep is None else rest.pop(0), tuple(rest))
+
+    with torch.no_grad():
+        traced = make_fx(call, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
+    program = capture.from_graph_module(traced)
+    return program, dict(zip((node.name for node in program.placeholders), given, strict=True))
+
+
 def causal_keep(case: Case, positions: Tensor) -> Tensor | None:
     """[B,S,T], True where query s may see key t: causal, not left padding, not the unused end of a buffer."""
     if case.mask in ("none", "is_causal"):

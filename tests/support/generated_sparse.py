@@ -105,7 +105,7 @@ def _sparse(case: Case, pick: Callable[[str, Sequence[Any]], Any]) -> SparseCase
     static = case.cache in ("index_copy", "slice")
     case = replace(case, cache="tensors") if case.cache == "none" else case  # keys to choose among are cached
     case = replace(
-        case, mask=mask, mask_rank=4, library="", T=max(case.T, 2), D=max(case.D, 2),
+        case, mask=mask, mask_rank=4, library="", T=max(case.T, 2), D=max(case.D, 2), latents=1, reads=False,
         # A bias of K or V, or an open core, leaves less to look at.
         bias=case.bias and pick("bias", (False, False, True)),
         extra=case.extra if case.extra not in ("probs", "softcap") or pick("open", (False, False, True)) else "none",

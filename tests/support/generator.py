@@ -2,8 +2,9 @@
 
 What varies is what published code varies: sizes (equal ones on purpose), the layout of the up-projection, how the
 shared rotary key is rotated, broadcast and joined, the spelling of the attention core, where scale and mask stand, the
-cache protocol, images of other rows that are added, whether K and V are cut to a part of a static cache, biases, LoRA,
-dequantized weights. ``fault`` puts one step where absorption is illegal.
+cache protocol, images of other rows that are added, latents of groups of heads, what reads a token of V beside the
+attention, whether K and V are cut to a part of a static cache, biases, LoRA, dequantized weights. ``fault`` puts one
+step where absorption is illegal.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Case:
     seed: int = 0
     library: str = ""
     beside: str = "none"
+    latents: int = 1
+    reads: bool = False
 
     @property
     def legal(self) -> bool:
@@ -114,6 +117,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
     D, H, L, N, V = (pick(*palette) for _ in range(5))
     R = rarely(pick(*palette), 0)
     rope = pick("half", "interleaved", "complex", "none") if R and R % 2 == 0 else "none"
+    beside = rarely("none", "rows", "gated", "key")
     fault = LEGAL if legal or (legal is None and draw(st.booleans())) else pick(*FAULTS)
     if fault == "rope_on_keys":
         N += N % 2
@@ -142,7 +146,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         steps=rarely(1, 2) if door == "trace" else 2,
         chunk=rarely(1, 1, 2, 3),
         dtype=rarely("float64", "float64", "float32", "bfloat16", "float16"),
-        up=pick("per_head", "blocks", "two", "raw", "einsum", "batched"),
+        up=pick("per_head", "blocks", "two", "raw", "einsum", "batched", *(("select", "unbind") if N == V else ())),
         weight=rarely("plain", "dequant", "merged"),
         values_first=draw(st.booleans()),
         bias=draw(st.booleans()),
@@ -179,7 +183,9 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         lowering=pick("op", "aten"),
         seed=draw(st.integers(0, 9)),
         library=rarely("", "flash", "xformers") if core == "sdpa" else "",
-        beside=rarely("none", "rows", "gated", "key"),
+        beside=beside,
+        latents=1 if fault in ("latent_per_head", "expanded_cache") else rarely(1, 2, 3),
+        reads=beside == "none" and rarely(False, True),  # a token of a sum is not made by itself yet
     )
 
 

@@ -26,6 +26,10 @@ def shared_key_added(q, a, b, r, w_k, w_v):
     return attend(q, heads(a @ w_k) + r[:, None], heads(a @ w_v))
 
 
+def shared_key_of_the_same_rows_added(q, a, b, r, w_k, w_v, low):
+    return attend(q, heads(a @ w_k) + torch.tanh(a @ low)[:, None], heads(a @ w_v))
+
+
 def shared_key_taken_off_first(q, a, b, r, w_k, w_v):
     return attend(q, torch.sub(r[:, None], heads(a @ w_k), alpha=0.5), heads(a @ w_v))
 
@@ -74,6 +78,7 @@ def projected_again(q, a, b, r, w_k, u_k, w_v, again):
 W_K, W_V, U_K, U_V = (L, H * N), (L, H * V), (M, H * N), (M, H * V)
 FORMS = {
     shared_key_added: (W_K, W_V),
+    shared_key_of_the_same_rows_added: (W_K, W_V, (L, N)),
     shared_key_taken_off_first: (W_K, W_V),
     keys_of_two: (W_K, W_V, U_K),
     values_of_two: (W_K, W_V, U_V),
@@ -100,6 +105,17 @@ def test_a_sum_is_an_image_of_joined_rows(form, S):
     assert (site.code, site.kept) == (Code.ABSORBED, ()), site.reason
     weights = [seeded(*shape, seed=20 + k) / shape[-1] ** 0.5 for k, shape in enumerate(FORMS[form])]
     assert count(outcome.program.gm, inputs, weights) <= count(program.gm, inputs, weights)
+
+
+def test_what_is_added_for_each_head_is_no_row_of_its_own():
+    """As wide as the keys that it is added to: no row that all heads share."""
+
+    def form(q, a, b, r, w_k, w_v, again):
+        return attend(q, heads(a @ w_k) + torch.tanh(heads(a @ again)), heads(a @ w_v))
+
+    _, outcome = decide(form, [seeded(B, H, 1, N, seed=3), *rows()], W_K, W_V, W_K)
+    (site,) = outcome.report.sites
+    assert [(k.part, k.code) for k in site.kept] == [("keys", Code.NONLINEAR)], site.reason
 
 
 def gated(of):

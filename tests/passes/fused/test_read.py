@@ -107,11 +107,11 @@ def three(q, k, v, **how):
     return torch.ops.flash_attn_3.fwd(q, k, v, **how)[0]
 
 
-def of_torch(op, causal=False):
-    """An operator that torch's own attention calls on some device, heads first."""
+def of_torch(op, *before, causal=False):
+    """An operator that torch's own attention calls on some device, heads first; ``before``: what precedes dropout."""
 
     def call(q, k, v):
-        return op(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, scale=0.3)[0].transpose(1, 2)
+        return op(*(x.transpose(1, 2) for x in (q, k, v)), *before, 0.0, causal, scale=0.3)[0].transpose(1, 2)
 
     return call
 
@@ -148,6 +148,8 @@ CASES = {
     "xformers, a bias": lambda q, k, v: xformers(q, k, v, b=BIAS, scale=0.4),
     "xformers, three axes": by_heads(xformers),
     "torch's own for the CPU": padded(of_torch(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)),
+    "torch's own, written out": of_torch(torch.ops.aten._scaled_dot_product_attention_math, None),
+    "torch's own, written out, causal": of_torch(torch.ops.aten._scaled_dot_product_attention_math, None, causal=True),
 }
 
 
@@ -161,7 +163,7 @@ SELDOM = (
     "padded heads", "a window to the right", "a soft cap, causal", "version 3, a cap", "packed, three of them",
     "packed, a cap", "a scale", "a window, causal", "a namespace with a hash", "version 3", "lengths, no diagonal",
     "packed, a window", "xformers", "causal", "all keys", "a window", "a cache that is filled", "packed",
-    "xformers, three axes",
+    "xformers, three axes", "torch's own, written out, causal",
 )  # fmt: skip
 """Cases of which others show each part."""
 
@@ -249,7 +251,7 @@ def test_what_is_not_absorbed_runs_as_it_was(case):
     module, program = Flash(CASES[case]), exported(case)
     outcome = optimized(program, forms="expanded")
     assert codes(outcome) == [Code.FORMS_EXPANDED]
-    (op,) = {op for op in calls(program) if any(word in op for word in ("flash", "xformer", "auto_functionalized"))}
+    (op,) = {op for op in calls(program) if any(word in op for word in ("flash", "xformer", "auto_functionalized", "attention_math"))}
     assert op in calls(outcome.program)
     assert not any("scaled_dot_product_attention." in name or "softmax" in name for name in calls(outcome.program))
     assert_equal(module, outcome.program, inputs(S=S, T=T))

@@ -1,0 +1,103 @@
+"""Every reason is true: what a refusal states of K and V is what they do when the rows they are made of are changed.
+
+:mod:`tests.support.reasons` watches them; nothing of the analysis that gives the reasons has a part in it. Run over the
+zoo and over generated modules with a fault; ``MLA_REASONS=1000 MLA_REASONS_SEED=1`` draws more of those, and others.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_compile.errors import MlaCompileWarning
+from tests.support.generated_module import GeneratedMLA
+from tests.support.generated_run import captured_step
+from tests.support.generator import Case, cases, check_each, drawn
+from tests.support.reasons import Told, recording, told
+from tests.support.tiers import also
+from tests.test_zoo import ODD, STYLES, load, pytestmark, random_inputs
+from tests.zoo.base import NotCaptured
+
+__all__ = ["pytestmark"]
+
+CASES = int(os.environ.get("MLA_REASONS", "60"))
+SEED = int(os.environ.get("MLA_REASONS_SEED", "0"))
+PARTS = 10  # tests that share the cases between them, of which the default tier runs one
+
+# What each breaks of all that can be broken, so that the check is seen to tell these apart.
+ONLY = {
+    "activation_after_up": {"nonlinear"},
+    "complex_rope_on_whole_key": {"position"},
+    "convolution_over_tokens": {"mixed", "heads"},  # the convolution reads each head's own columns
+    "latent_per_head": {"heads", "nonlinear"},  # of the hidden state, behind a norm
+    "mask_from_expanded_keys": {"mask"},
+    "softmax_over_queries": {"no softmax of keys"},
+    "dropout_left_on": {"random"},
+}
+BY_DEFAULT = ("activation_after_up", "complex_rope_on_whole_key", "convolution_over_tokens", "latent_per_head")
+TOLD_APART = {"nonlinear", "position", "mixed", "heads", "mask", "no softmax of keys", "random"}
+
+
+def said_of(style: str) -> list[Told]:
+    """All that is said of the attentions of a style in a prompt and a step."""
+    zoo = load(style)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        with recording() as backend:
+            step = zoo.session(torch.compile(zoo.build(ODD).eval(), backend=backend, dynamic=False))
+            for x in random_inputs(ODD, 4)[:2]:
+                step(x)
+            return backend.said(ODD.B)
+
+
+@pytest.mark.parametrize("style", [s if s in BY_DEFAULT else also("family", s)[0] for s in STYLES])
+def test_reasons_of_the_zoo(style: str) -> None:
+    if isinstance(load(style).EXPECTED, NotCaptured):
+        pytest.skip("no graph can be made of it")
+    found = said_of(style)
+    assert not [str(t) for t in found if not t.true]
+    if style in ONLY:
+        (last,) = {t.broken & TOLD_APART for t in found[-1:]}
+        assert last == ONLY[style], [str(t) for t in found]
+
+
+def reasons(case: Case) -> list[Told]:
+    program, given = captured_step(GeneratedMLA(case))
+    return told(program, given, case.B)
+
+
+def check(case: Case) -> None:
+    """Raises AssertionError where a reason that is given for a faulty case is not so."""
+    case = replace(case, dtype="float64", library="", T=max(case.T, 2))
+    assert not [str(t) for t in reasons(case) if not t.true]
+
+
+@pytest.mark.parametrize("part", [0, *also("draws", *range(1, PARTS))])
+def test_reasons_of_generated_modules(part: int) -> None:
+    # A hidden state narrower than the latent makes an up-projection of what makes the latent.
+    found = drawn(max(1, CASES // PARTS), SEED * PARTS + part, cases(legal=False))
+    check_each((replace(case, D=9, H=max(case.H, 2)) for case in found), check)
+
+
+# One head, whose K or V (rotated, of a nonlinear function, of a norm) passes for rows that all heads share: the product
+# that makes it is needed for the attention itself, and not by anything besides.
+OWN_ROWS = [
+    Case(B=3, T=2, D=1, H=1, L=1, N=1, R=0, V=1, up="blocks", latent_norm=False, rope="none", mask="add", mask_rank=3,
+         scale="argument", cache="joint", fault="silu_on_values"),
+    Case(B=1, T=2, D=1, H=1, L=1, Q=1, N=2, R=1, V=1, latent_norm=False, rope="none", scale="query", mask="add",
+         mask_rank=3, cache="none", fault="rope_on_keys"),
+    Case(B=1, T=2, D=1, H=1, L=1, N=1, R=1, V=1, groups=2, up="two", rope="none", scale="argument", mask="add_min",
+         cache="none", fault="norm_on_keys"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OWN_ROWS)
+def test_what_the_attention_reads_itself_is_not_read_elsewhere(case: Case) -> None:
+    check(case)
+    assert {str(t.code) for t in reasons(case)} == {
+        "silu_on_values": {"nonlinear"}, "rope_on_keys": {"position_dependent"}, "norm_on_keys": {"nonlinear"},
+    }[case.fault]  # fmt: skip
