@@ -14,7 +14,7 @@ from torch import fx
 
 from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.passes.decide.by_hand import plan_by_hand
-from mla_compile.passes.decide.call_sizes import call_sizes
+from mla_compile.passes.decide.call_sizes import call_sizes, keys_read
 from mla_compile.passes.decide.memories import memories
 from mla_compile.passes.decide.reads import reads
 from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
@@ -26,7 +26,11 @@ from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.linear.records import Maps
 
 MOST_QUERIES = 8
-"""More are a prompt, whose products are large: what is fastest for those is not asked here."""
+"""More are a prompt, whose products are large."""
+FEWER_KEYS = 4
+"""In a prompt the operator has to read so many times fewer keys, as products of large matrices take less time for each.
+
+Windows and lists say how many. The products are with all keys, and the scores of every head are in memory."""
 MOST_ROWS = 48
 """Query rows (queries times heads) on a CPU. With more of them the products take longer than the rows take to come, and
 products of matrices are as fast as the operator (benchmarks/absorbed_by_hand.py)."""
@@ -65,13 +69,13 @@ def _seen(plan: AbsorbPlan, lists: bool) -> AbsorbPlan:
 
 def _gains(fusion: Fusion) -> bool:
     """Whether the operator is faster than the products that the model writes."""
-    sizes = call_sizes(fusion.plan)
+    sizes, plan, heads = call_sizes(fusion.plan), fusion.plan, set(fusion.plan.heads)
+    on_cpu = val(plan.latent.node).device.type == "cpu"
     if sizes.symbolic or sizes.S > MOST_QUERIES:
-        return False
-    plan, heads = fusion.plan, set(fusion.plan.heads)
+        read, there_are = map(sum, zip(*map(keys_read, fusion.each), strict=True))
+        return on_cpu and FEWER_KEYS * read <= there_are
     chosen = any(one.visible.chosen is not None for one in fusion.each)
     copied = any(heads & set(flatten(p.k.axes)) for p in plan.site.products)  # rows that are written for each head
-    on_cpu = val(plan.latent.node).device.type == "cpu"
     return chosen or copied or not on_cpu or sizes.S * plan.dims.H <= MOST_ROWS
 
 
