@@ -146,13 +146,11 @@ def _absorb(state: State) -> int:
 def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
     """What is absorbed by hand becomes the operator, too, where a kernel runs it."""
     done: list[Absorbed] = []
-    if not state.fuses:
-        return done
     for i, verdict in enumerate(state.verdicts):
         fusion = verdict.fusion
-        if fusion is None or verdict.site.node.name in state.failed:
+        if fusion is None or verdict.code not in state.fuses or verdict.site.node.name in state.failed:
             continue
-        if not _is_fast(val(fusion.plan.latent.node)):
+        if not (state.frozen or _is_fast(val(fusion.plan.latent.node))):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
         state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *fused_told(fusion)))
