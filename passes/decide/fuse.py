@@ -27,10 +27,9 @@ from mla_compile.passes.linear.records import Maps
 
 MOST_QUERIES = 8
 """More are a prompt, whose products are large."""
-FEWER_KEYS = 4
-"""In a prompt the operator has to read so many times fewer keys, as products of large matrices take less time for each.
-
-Windows and lists say how many. The products are with all keys, and the scores of every head are in memory."""
+FEWER_KEYS = 2
+"""In a prompt the operator has to read so many times fewer keys, as windows and lists say. A key takes it 1.4 times as
+long as products with all keys take for each, and these have the scores of every head in memory."""
 MOST_ROWS = 48
 """Query rows (queries times heads) on a CPU. With more of them the products take longer than the rows take to come, and
 products of matrices are as fast as the operator (benchmarks/absorbed_by_hand.py)."""

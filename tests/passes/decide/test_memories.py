@@ -143,9 +143,9 @@ def near(q, rows, window):
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
-@pytest.mark.parametrize(("window", "count", "fused"), [(5, 4, 1), (5, 9, 0), (60, 4, 0)])
+@pytest.mark.parametrize(("window", "count", "fused"), [(5, 4, 1), (12, 12, 0), (60, 4, 0)])
 def test_a_prompt_whose_queries_read_few_keys(window, count, fused, symbolic):
-    """A quarter of 30 and 12 keys at most, by a window and a list; products read all of them."""
+    """Half of 30 and 12 keys at most, by a window and a list; products read all of them."""
 
     def mask(q, a, b):
         own = near(q, a, window).expand(q.shape[0], 1, -1, -1)
