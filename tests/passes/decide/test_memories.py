@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile.codes import Code
 from mla_compile.kernels.cpu import native
@@ -133,6 +134,17 @@ def test_a_part_that_weighs_wrong_is_found(monkeypatch):
     monkeypatch.setattr(by_hand._Memories, "attend", wrong)
     done = optimized(export(Joined().eval(), GIVEN), lowering="op", verify=True)
     assert (done.fused, [site.code for site in done.report.sites]) == (0, [Code.VERIFY_FAILED])
+
+
+def test_one_more_row_costs_what_choosing_costs():
+    counted = []
+    for rows in (8, 28):
+        given = [*GIVEN[:2], seeded(B, 1, rows, W, seed=3)]
+        done = optimized(export(Joined(APART["a list of the second"]).eval(), given), lowering="op")
+        with FlopCounterMode(display=False) as counter:
+            run(done.program, *given)
+        counted.append(counter.get_total_flops())
+    assert counted[1] - counted[0] == 20 * 2 * B * W  # heads are summed before
 
 
 def near(q, rows, window):
