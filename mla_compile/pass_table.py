@@ -20,10 +20,8 @@ from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
-from mla_compile.passes.decide.records import Fusion, Verdict
-from mla_compile.passes.ir.axes import axis_size
+from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import val
-from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
@@ -152,16 +150,12 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
         fusion = verdict.fusion
         if fusion is None or verdict.code not in state.fuses or verdict.site.node.name in state.failed:
             continue
-        if not (_is_step(fusion) if state.frozen else _is_fast(val(fusion.plan.latent.node))):
+        # In a file the listed rows of many queries would be gathered; which kernels run it is not known here.
+        if not (fusion.is_step if state.frozen else _is_fast(val(fusion.plan.latent.node))):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
         state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *fused_told(fusion)))
     return done
-
-
-def _is_step(fusion: Fusion) -> bool:
-    """Whether each call has one query: in a file, lists of more are gathered rows."""
-    return same(axis_size(fusion.plan.site.queries), 1)
 
 
 def _is_fast(rows: torch.Tensor) -> bool:

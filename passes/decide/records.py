@@ -145,6 +145,11 @@ class Fusion:
         """The plan of each memory, or the only one."""
         return self.memories or (self.plan,)
 
+    @property
+    def is_step(self) -> bool:
+        """Whether each call has one query."""
+        return same(axis_size(self.plan.site.queries), 1)
+
 
 @dataclass(frozen=True)
 class Verdict:
