@@ -135,18 +135,24 @@ def peak(name: str, S: int, T: int, dtype: str, threads: int) -> dict[str, Any]:
     at: dict[str, float] = {}
 
     def begun() -> None:
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-        at.update(base=_resident("VmRSS"), start=time.perf_counter())
+        at.update(base=forgotten_peak(), start=time.perf_counter())
 
     with torch.no_grad():
         form(name, layer, begun)(*values)
     seconds = time.perf_counter() - at["start"]
-    return {"peak_bytes": _resident("VmHWM") - at["base"], "base_bytes": at["base"], "seconds": seconds}
+    return {"peak_bytes": resident("VmHWM") - at["base"], "base_bytes": at["base"], "seconds": seconds}
 
 
-def _resident(entry: str) -> int:
+def forgotten_peak() -> int:
+    """Sets the process's peak of resident memory back to what is resident now, in bytes, and returns that."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def resident(entry: str) -> int:
+    """``VmRSS`` (resident memory) or ``VmHWM`` (the peak of it) of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(entry))
 

@@ -147,13 +147,12 @@ def _absorb(state: State) -> int:
 def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
     """Replace hand-absorbed attentions by the operator, if a kernel runs it."""
     done: list[Absorbed] = []
-    if not state.fuses:
-        return done
     for i, verdict in enumerate(state.verdicts):
         fusion = verdict.fusion
-        if fusion is None or verdict.site.node.name in state.failed:
+        if fusion is None or verdict.code not in state.fuses or verdict.site.node.name in state.failed:
             continue
-        if not _is_fast(val(fusion.plan.latent.node)):
+        # In a file the listed rows of many queries would be gathered; which kernels run it is not known here.
+        if not (fusion.is_step if state.frozen else _is_fast(val(fusion.plan.latent.node))):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
         state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *fused_told(fusion)))

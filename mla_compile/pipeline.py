@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mla_compile.caching import with_latent_cache
-from mla_compile.codes import Code
+from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.core.program import Program
 from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
@@ -46,16 +46,17 @@ def run(
     own_cache: bool = False,
     draw: bool = False,
     recompiles: bool = False,
-    fuses: bool = True,
+    fuses: frozenset[Code] = OVER_ROWS,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Rewrite a copy of ``program`` as far as that is proved correct and pays.
 
-    ``frozen``: the weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
-    ``cache="latent"``, inputs that hold K and V are assumed to come from the program itself. ``draw``: the report keeps
-    a drawing of each attention. ``recompiles``: the caller of the result checks its size guards and recompiles where
-    they fail. ``fuses``: attention that is absorbed by hand may become one operator. ``refused``: attentions that other
-    ranks do not absorb, with the reason.
+    ``frozen``: the result goes into a file. Its weights will not change any more, so that folding them costs nothing in
+    a call, and the kernels that will run it are not known here. ``own_cache``: with ``cache="latent"``, inputs that
+    hold K and V are assumed to come from the program itself. ``draw``: the report keeps a drawing of each attention.
+    ``recompiles``: the caller of the result checks its size guards and recompiles where they fail. ``fuses``: the codes
+    of attentions over rows that may become one operator. ``refused``: attentions that other ranks do not absorb, with
+    the reason.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).

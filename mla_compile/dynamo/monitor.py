@@ -17,12 +17,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
-from torch._dynamo import config
 from torch._guards import CompileContext, TracingContext
 
 from mla_compile.core.program import Inputs
 from mla_compile.dynamo.causes import Cause, cause, of_layers, place, readable
 from mla_compile.dynamo.recompiles import parameters_of, running
+from mla_compile.dynamo.settling import variants_allowed
 from mla_compile.errors import warn
 
 _KEPT = 1024
@@ -69,7 +69,7 @@ def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attent
         _ours.popitem(last=False)
     current = CompileContext.current_compile_id()
     variants = 1 + ((current.frame_compile_id if current is not None else None) or 0)
-    if attention and variants == config.recompile_limit and not _logger.isEnabledFor(logging.WARNING):
+    if attention and variants == variants_allowed() and not _logger.isEnabledFor(logging.WARNING):
         _tell(f"{variants} variants of {_named(function)} are compiled; Dynamo runs any further one uncompiled", None)
     return len(before.layers)
 

@@ -26,8 +26,8 @@ from torch._dynamo.utils import get_metrics_context
 from torch._guards import ChainedSource, TracingContext
 
 from mla_compile.core.program import Inputs
-from mla_compile.dynamo.causes import drained, failed
 from mla_compile.dynamo.logs import SETTING, SaidOnce
+from mla_compile.dynamo.phases import Phases
 from mla_compile.dynamo.settings import change, held, user_value
 
 logger = logging.getLogger("mla_compile")
@@ -37,13 +37,6 @@ SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shape
 
 HOOKS = {"skip_nnmodule_hook_guards": False}
 """Makes compiled code notice a hook that is added later; by default torch skips that check to save guards."""
-
-PHASES = 4
-"""The number of values of one source for which code is compiled before it counts as changing in every call.
-
-A tensor that fills and drains is empty, has one row, is full, or has a length in between. Several such tensors need
-several times as many graphs as Dynamo's limit, all of them within the first tokens.
-"""
 
 _ACCUMULATED = "accumulated_recompile_limit"
 
@@ -116,8 +109,7 @@ class Recompiles:
         self._graphs: dict[CodeType, Counter[tuple[int, ...]]] = {}
         self._layers = 1
         self._most = 0
-        self._failed: dict[str, set[str]] = {}
-        self._drains = False
+        self._phases = Phases()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -141,9 +133,7 @@ class Recompiles:
         reason = why_again()
         with self._lock:
             if reason is not None:
-                what, compiled_for = failed(reason)
-                self._failed.setdefault(what, set()).add(compiled_for)
-                self._drains |= drained(reason)
+                self._phases.add(reason)
             graphs = self._graphs.setdefault(traced[0], Counter())
             graphs[layer] += 1  # layers that run the same code differ in their parameters
             self._layers = max(self._layers, len(graphs))
@@ -165,11 +155,10 @@ class Recompiles:
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        """The user's limit per layer, as Dynamo counts per shared code object; a higher one for draining tensors."""
-        given = limit = user_value("recompile_limit")
-        if self._drains and all(len(values) <= PHASES for values in self._failed.values()):
-            limit *= PHASES
-        elif self._layers == 1:
+        """The user's limit per layer, as Dynamo counts per shared code object; a higher one for what has phases."""
+        given = user_value("recompile_limit")
+        limit = self._phases.room(given)
+        if limit == given and self._layers == 1:
             return {}
         # A layer above the limit never settles: from then on the user's limit applies, and compiled variants stay in
         # use.

@@ -7,32 +7,45 @@ dynamic while Dynamo compiles that function, and at no other time.
 
 Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and have one row in others.
 Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor has been
-seen, 0 and 1 are treated like other sizes, for both entry points.
+seen, 0 and 1 are treated like other sizes for both entry points, and the limit allows several times as many variants.
+An optimized module raises the limit during its own calls. With ``torch.compile`` the limit is raised when Dynamo asks
+its hooks for the context of a recompilation, just before it looks at the limit, and restored as soon as it has looked.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo import config
+from torch._dynamo import config, register_hook_for_recompile_user_context
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.utils import get_hook_for_recompile_user_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as sizes_config
 
-from mla_compile.dynamo.causes import changed_source, drained
+from mla_compile.dynamo.causes import changed_source
+from mla_compile.dynamo.phases import Phases
 from mla_compile.dynamo.recompiles import running, why_again
 
-_sources: dict[str, list[str]] = {}
-"""Dynamo's number of a function -> the sources for which it was recompiled."""
-_draining: set[str] = set()
-"""The numbers of functions with a tensor that was seen empty."""
+
+@dataclass
+class _Function:
+    """What made Dynamo recompile a function; ``sources``: the names that are dynamic since then."""
+
+    phases: Phases = field(default_factory=Phases)
+    sources: list[str] = field(default_factory=list)
+
+
+_functions: dict[str, _Function] = {}
+"""Functions with attention, by Dynamo's number."""
 
 
 class _Thread(threading.local):
     patch: ExitStack | None = None
+    room: ExitStack | None = None
 
 
 _thread = _Thread()
@@ -43,35 +56,63 @@ def settle() -> None:
     current = CompileContext.current_compile_id()
     if current is None:
         return
-    _sources.setdefault(_forget_others(str(current)), [])
+    _functions.setdefault(_forget_others(str(current)), _Function())
     if _started not in callback_handler.start_callbacks:  # a reset of Dynamo drops the callbacks
         callback_handler.register_start_callback(_started)
         callback_handler.register_end_callback(_ended)
+    if _asked not in (get_hook_for_recompile_user_context() or ()):
+        register_hook_for_recompile_user_context(_asked)
+
+
+def variants_allowed() -> int:
+    """How many variants of the function that is compiled now Dynamo keeps."""
+    limit = config.recompile_limit
+    known = _functions.get(_number(str(CompileContext.current_compile_id())))
+    return limit if known is None or running() is not None else known.phases.room(limit)
+
+
+def _number(compile_id: str) -> str:
+    return compile_id.rpartition("/")[0]
 
 
 def _forget_others(compile_id: str) -> str:
     """The number of the function. Drops the state of a function that had this number before a reset of Dynamo."""
-    function = compile_id.rpartition("/")[0]
+    function = _number(compile_id)
     if compile_id.endswith("/0"):
-        _sources.pop(function, None)
-        _draining.discard(function)
+        _functions.pop(function, None)
     return function
 
 
+def _asked() -> str:
+    """Dynamo is about to compile, and has not looked at its limit yet."""
+    _close("room")
+    current, reason = CompileContext.current_compile_id(), why_again()
+    known = None if current is None else _functions.get(_forget_others(str(current)))
+    if current is None or known is None or reason is None:
+        return ""
+    known.phases.add(reason)
+    allowed, variants = variants_allowed(), current.frame_compile_id or 0
+    # Only where Dynamo goes on, and so takes the room away again.
+    if config.recompile_limit <= variants < min(allowed, config.accumulated_recompile_limit):
+        _thread.room = ExitStack()
+        _thread.room.enter_context(config.patch(recompile_limit=allowed))
+    return ""
+
+
 def _started(what: CallbackArgs) -> None:
+    _close("room")
     if what.callback_trigger is not CallbackTrigger.DYNAMO:
         return
-    function, reason = _forget_others(what.compile_id), why_again()
+    known, reason = _functions.get(_forget_others(what.compile_id)), why_again()
     # the user chose dynamic=False
-    if function not in _sources or reason is None or not config.automatic_dynamic_shapes:
+    if known is None or reason is None or not config.automatic_dynamic_shapes:
         return
     patches = ExitStack()
-    if function in _draining or drained(reason):
-        _draining.add(function)
+    if known.phases.drains:
         sizes: Any = sizes_config
         patches.enter_context(sizes.patch(backed_size_oblivious=True))
     if running() is None:
-        _name_dynamic(_sources[function], reason, patches)
+        _name_dynamic(known.sources, reason, patches)
     _thread.patch = patches
 
 
@@ -87,6 +128,11 @@ def _name_dynamic(sources: list[str], reason: str, patches: ExitStack) -> None:
 
 
 def _ended(_: CallbackArgs) -> None:
-    patch, _thread.patch = _thread.patch, None
-    if patch is not None:
-        patch.close()
+    _close("patch")
+
+
+def _close(name: str) -> None:
+    held = getattr(_thread, name)
+    setattr(_thread, name, None)
+    if held is not None:
+        held.close()

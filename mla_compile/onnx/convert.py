@@ -21,6 +21,7 @@ from torch import fx
 
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
+from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.errors import ExportError, brief
 from mla_compile.onnx.bake import bake_projections
@@ -59,8 +60,9 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     # Baking later writes weights into the file, so they need no dequantized inputs; ONNX has nothing to order groups of
     # heads.
     plain = replace(options, dequantize="step", expanded_bytes=None)
-    # Attention that was absorbed by hand keeps its own operators, which every runtime has.
-    outcome = pipeline.run(program, plain, frozen=True, fuses=False)
+    # Attention that was absorbed by hand keeps its own operators, which every runtime has and which copy no row to every
+    # head.
+    outcome = pipeline.run(program, plain, frozen=True, fuses=frozenset({Code.SHARED_ROWS}))
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the ONNX operator reads no float8

@@ -33,7 +33,8 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
     one_graph = bool(profile.runner)
     say("tracing and rewriting the decode graph")
     decode, one_token = _decode(lm, options, profile)
-    require_absorbed(decode.report)
+    if not attention_nodes(decode.model.graph):
+        require_absorbed(decode.report)
     wires = Wires(
         tuple(f"{c.attribute}.{c.layer}" + ("" if c.key is None else f".{c.key}") for c in lm.caches),
         tuple(c.axis is not None for c in lm.caches),

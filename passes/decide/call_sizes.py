@@ -46,6 +46,12 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made, _chosen(plan))
 
 
+def keys_read(plan: AbsorbPlan) -> tuple[int, int]:
+    """How many keys a query reads at most where windows and lists say so, and how many there are, as traced."""
+    T, seen = _axis_hint(plan, plan.site.keys), plan.visible
+    return min(T, seen.window or T, _chosen(plan) or T), T
+
+
 def _chosen(plan: AbsorbPlan) -> int | None:
     """Return the length of each query's list in a long context."""
     chosen = plan.visible.chosen

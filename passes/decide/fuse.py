@@ -14,7 +14,7 @@ from torch import fx
 
 from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.passes.decide.by_hand import plan_by_hand
-from mla_compile.passes.decide.call_sizes import call_sizes
+from mla_compile.passes.decide.call_sizes import call_sizes, keys_read
 from mla_compile.passes.decide.memories import memories
 from mla_compile.passes.decide.reads import reads
 from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
@@ -26,7 +26,13 @@ from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.linear.records import Maps
 
 MOST_QUERIES = 8
-"""The most queries per call for which the operator is used; a prompt has more."""
+"""The most queries per call for which the operator is used whatever it reads; a prompt has more, and large products."""
+FEWER_KEYS = 2
+"""How many times fewer keys the operator must read in a prompt, because of windows and lists.
+
+The operator takes 1.4 times as long per key as products with all keys do, and the products hold the scores of every
+head in memory.
+"""
 MOST_ROWS = 48
 """The most query rows (queries times heads) on a CPU.
 
@@ -70,13 +76,13 @@ def _seen(plan: AbsorbPlan, *, lists: bool) -> AbsorbPlan:
 
 def _gains(fusion: Fusion) -> bool:
     """Whether the operator is faster than the products that the model writes."""
-    sizes = call_sizes(fusion.plan)
+    sizes, plan, heads = call_sizes(fusion.plan), fusion.plan, set(fusion.plan.heads)
+    on_cpu = val(plan.latent.node).device.type == "cpu"
     if sizes.symbolic or sizes.S > MOST_QUERIES:
-        return False
-    plan, heads = fusion.plan, set(fusion.plan.heads)
+        read, there_are = map(sum, zip(*map(keys_read, fusion.each), strict=True))
+        return on_cpu and FEWER_KEYS * read <= there_are
     chosen = any(one.visible.chosen is not None for one in fusion.each)
     copied = any(heads & set(flatten(p.k.axes)) for p in plan.site.products)  # rows that are copied for each head
-    on_cpu = val(plan.latent.node).device.type == "cpu"
     return chosen or copied or not on_cpu or sizes.S * plan.dims.H <= MOST_ROWS
 
 

@@ -146,6 +146,11 @@ class Fusion:
         """The plan of each memory, or the only plan."""
         return self.memories or (self.plan,)
 
+    @property
+    def is_step(self) -> bool:
+        """Whether each call has one query."""
+        return same(axis_size(self.plan.site.queries), 1)
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -99,6 +99,35 @@ def test_steps_of_every_kind_of_layer(layers: tuple[str, ...], batch: int, count
 
 
 @pytest.mark.full("family")
+def test_steps_settle_with_torch_compile_too() -> None:
+    torch.compiler.reset()
+    model = tiny(SPARSE, HEAVY)
+    fast = torch.compile(model, backend="mla", options={"codegen": "eager", "strict": True})
+    prompt = torch.randint(1, 67, (2, 21), generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        assert steps(model, fast, prompt, 24) < 1e-6
+
+
+@pytest.mark.full("family")
+def test_prompts_in_chunks_of_which_windows_and_lists_show_few_keys() -> None:
+    torch.compiler.reset()
+    model = tiny(SLIDING, SPARSE, HEAVY)
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    own, held = (DynamicCache(config=model.config) for _ in range(2))
+    random = torch.Generator().manual_seed(4)
+    for count in (90, 23, 1, 37, 2, 1):
+        tokens = torch.randint(1, 67, (2, count), generator=random)
+        with torch.no_grad():
+            want, got = (f(tokens, cache=c, use_cache=True).logits for f, c in ((model, own), (fast, held)))
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    first = [s for s in fast.mla_report.sites if s.graph == fast.mla_report.sites[0].graph]
+    assert all(any("window of 8" in note for note in site.notes) for site in first)
+    assert sum(any("a list of keys" in note for note in site.notes) for site in first) == 1
+
+
+@pytest.mark.full("family")
 def test_left_padding() -> None:
     torch.compiler.reset()
     model = tiny(SLIDING, SPARSE)

@@ -95,10 +95,14 @@ class Drains(nn.Module):
         return (q @ k.mT).softmax(-1) @ k
 
 
-def test_what_fills_and_drains_is_compiled_for_any_size() -> None:
+@pytest.mark.parametrize("door", ["optimize", "backend"])
+def test_what_fills_and_drains_is_compiled_for_any_size(door: str) -> None:
     torch.compiler.reset()
     model = Drains(5).eval()
-    fast = mla_compile.optimize(model, codegen="eager")
+    if door == "optimize":
+        fast = mla_compile.optimize(model, codegen="eager")
+    else:
+        fast = torch.compile(copy.deepcopy(model), backend=mla, options=OPTIONS)
     given = [[{name: torch.zeros(2, 0, 6, dtype=torch.float64) for name in ("waiting", "rows")}] for _ in range(2)]
     counters.clear()
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
@@ -108,6 +112,7 @@ def test_what_fills_and_drains_is_compiled_for_any_size() -> None:
                 found = counters["stats"]["unique_graphs"]
             x = torch.full((2, 1, 6), 0.1 * step, dtype=torch.float64)
             torch.testing.assert_close(fast(x, given[0]), model(x, given[1]))
+        assert torch._dynamo.config.recompile_limit == 2, "the user's setting is left alone"
     assert counters["stats"]["unique_graphs"] == found <= 7, "empty, some, full, and what was seen before"
 
 

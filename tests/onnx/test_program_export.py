@@ -16,6 +16,8 @@ import mla_compile
 from mla_compile import ExportError, InputError, OptionError
 from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
+from tests.zoo import rows_of_two_memories
+from tests.zoo.base import Dims
 
 
 class Decode(nn.Module):
@@ -218,3 +220,30 @@ def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
     done = mla_compile.export_onnx(exported, tmp_path / "m", prefill=False)
     assert done.verification.error < 1e-5
     assert [site.parts for site in done.report.sites] == [("keys",) if part == "keys" else ("heads 0-1 of 3",)]
+
+
+def test_rows_that_all_heads_share_in_two_memories(tmp_path):
+    """DeepSeek-V4's steps: a window of the last rows, and rows that each stand for several, of which a list is read."""
+    dims = Dims(dtype=torch.float32)
+    module, width = rows_of_two_memories.build(dims).eval(), dims.N + dims.R
+    x, window, waiting, rows = (torch.randn(2, n, w) for n, w in ((1, dims.D), (5, width), (1, width), (4, width)))
+    done = mla_compile.export_onnx(
+        module,
+        tmp_path / "m",
+        example_inputs=(x, window, waiting, rows),
+        dynamic_shapes=({}, {}, {}, {1: Dim("past", min=4, max=4096)}),
+    )
+    assert done.verification.error < 1e-5
+    decode = tmp_path / "m" / "decode.onnx"
+    ours = {n.op_type for n in onnx.load(decode, load_external_data=False).graph.node if n.domain}
+    assert ours == {"DecodeAttention", "ListedAttention"}
+    session, held = ort.InferenceSession(decode), [window, rows]
+    names = [value.name for value in session.get_inputs()]
+    for step in range(6):
+        x, waiting = (torch.randn(2, 1, w, generator=torch.Generator().manual_seed(step)) for w in (dims.D, width))
+        given = (x, held[0], waiting, held[1])
+        with torch.no_grad():
+            want, *held = (module(*given)[k] for k in (0, 1, 3))
+        got = session.run(None, {name: value.numpy() for name, value in zip(names, given, strict=True)})
+        for one, other in zip((got[0], got[1], got[3]), (want, *held), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)

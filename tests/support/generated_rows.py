@@ -29,7 +29,7 @@ class RowsCase:
     """One attention. Sizes are the letters of mla_compile.core.dims; W columns a row has, C rows are compressed."""
 
     B: int = 2
-    S: int = 1
+    S: int = 1  # ten in a prompt, whose window shows few of its keys
     T: int = 6
     H: int = 4
     G: int = 1
@@ -64,10 +64,12 @@ def rows_case(seed: int, *, legal: bool) -> RowsCase:
     fused = spelling in ("sdpa", "gqa")
     C = pick([0, 2, 5, 9])
     mask = pick(MASKS)
+    prompt = mask == "window" and pick([False, True])
+    S = 1 if spelling == "einsum" and mask in ("none", "padded") else pick([1, 1, 1, 2, 3])
     return RowsCase(
         B=pick([1, 2, 3]),
-        S=1 if spelling == "einsum" and mask in ("none", "padded") else pick([1, 1, 1, 2, 3]),
-        T=pick([2, 5, 8]),
+        S=10 if prompt else S,
+        T=30 if prompt else pick([2, 5, 8]),
         H=G * pick([2, 3, 4]),
         G=G,
         W=pick([4, 6, 8]),
@@ -75,12 +77,12 @@ def rows_case(seed: int, *, legal: bool) -> RowsCase:
         k=pick([1, 2, 4]),
         spelling="repeat_kv" if G > 1 and spelling in ("broadcast", "einsum") else spelling,
         queries=pick(["normed", "rotated", "both", "given"]),
-        values=pick(["equal", "equal", "first", "last", "middle"]),
+        values="equal" if prompt else pick(["equal", "equal", "first", "last", "middle"]),
         sinks="none" if fused else pick(["none", "joined", "before", "below_top"]),
         float32=not fused and pick([False, False, True]),
         half=pick([False, False, True]),
         mask="added" if fused and mask == "finite" else mask,
-        listed=pick(LISTS) if C and mask in ("none", "added", "padded") else "none",
+        listed=pick(LISTS) if C and (prompt or mask in ("none", "added", "padded")) else "none",
         indexer=pick([False, True]),
         fault=fault,
         seed=seed,

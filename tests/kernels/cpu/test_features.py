@@ -173,3 +173,20 @@ def test_pages(dtype: torch.dtype):
 def test_the_native_kernel_takes_all_of_them(path: str):
     call = call_of(rows=FP8, sinks=torch.zeros(5), softcap=1.0, indices=lists(2, 2, 230, 20))
     assert cpu.suits(call) is (path != "torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_key_and_value_with_sinks_and_a_list(dtype: torch.dtype):
+    """DeepSeek-V4's: rows of 512 columns and no others, of a window beside a list of those that stand for several."""
+    shape = {"B": 1, "S": 2, "H": 64, "L": 512, "R": 0, "rows": dtype, "scale": 512**-0.5}
+    sinks = torch.linspace(-3, 3, 64)
+    chosen = lists(1, 2, 700, 60)
+    chosen[:, 0] = -1  # sees none: the sink takes all
+    for T, more in ((131, {"causal": True, "window": 100}), (700, {"indices": chosen})):
+        check(call_of(T=T, sinks=sinks, **shape, **more), more)
+        parts = [call_of(T=T, **shape, **more) for T in (T, 3)]
+        outs, sums = zip(*(decode.run(part) for part in parts), strict=True)
+        together, _ = decode.merge(outs, sums, sinks=sinks)
+        wide = [reference.decode_attention(p._replace(query=p.query.double(), latent=p.latent.double())) for p in parts]
+        want, _ = decode.merge(*zip(*wide, strict=True), sinks=sinks.double())
+        assert (together.double() - want).norm() <= TOLERANCE[dtype][0] * want.norm()

@@ -54,6 +54,7 @@ def test_attention(dtype: torch.dtype):
     check(Case(B=2, S=3, H=5, T=300, dtype=dtype, causal=True))
     check(Case(H=130, T=700, L=37, R=5, Lv=21, dtype=dtype))
     check(Case(B=2, H=16, T=1500, L=256, R=32, dtype=dtype, lengths=(0, 1400)))
+    check(Case(H=64, T=130, L=512, R=0, dtype=dtype))
 
 
 def test_float8_rows_sinks_a_soft_cap_and_lists():

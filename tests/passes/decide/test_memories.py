@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile.codes import Code
 from mla_compile.kernels.cpu import native
@@ -133,3 +134,41 @@ def test_a_part_that_weighs_wrong_is_found(monkeypatch):
     monkeypatch.setattr(by_hand._Memories, "attend", wrong)
     done = optimized(export(Joined().eval(), GIVEN), lowering="op", verify=True)
     assert (done.fused, [site.code for site in done.report.sites]) == (0, [Code.VERIFY_FAILED])
+
+
+def test_one_more_row_costs_what_choosing_costs():
+    counted = []
+    for rows in (8, 28):
+        given = [*GIVEN[:2], seeded(B, 1, rows, W, seed=3)]
+        done = optimized(export(Joined(APART["a list of the second"]).eval(), given), lowering="op")
+        with FlopCounterMode(display=False) as counter:
+            run(done.program, *given)
+        counted.append(counter.get_total_flops())
+    assert counted[1] - counted[0] == 20 * 2 * B * W  # heads are summed before
+
+
+def near(q, rows, window):
+    """Minus infinity but for the last ``window`` rows that each query has behind it; the last query sees the last."""
+    S, N = q.shape[2], rows.shape[2]
+    behind = torch.arange(N - S, N)[:, None] - torch.arange(N)
+    return torch.zeros(S, N, dtype=q.dtype).masked_fill((behind < 0) | (behind >= window), float("-inf"))
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize(("window", "count", "fused"), [(5, 4, 1), (12, 12, 0), (60, 4, 0)])
+def test_a_prompt_whose_queries_read_few_keys(window, count, fused, symbolic):
+    """Half of 30 and 12 keys at most, by a window and a list; products read all of them."""
+
+    def mask(q, a, b):
+        own = near(q, a, window).expand(q.shape[0], 1, -1, -1)
+        return torch.cat([own, lists(q, b, count)], -1)
+
+    module, given = Joined(mask).eval(), [seeded(B, 1, n, W, seed=n) for n in (30, 12)]
+    given = [seeded(B, H, 20, W), *given]
+    shapes = ({2: torch.export.Dim("queries", min=2, max=29)}, (None, None)) if symbolic else None
+    done = optimized(export(module, given, shapes), lowering="op", verify=True)
+    assert done.fused == fused
+    for queries in (20, 11) if symbolic else (20,):
+        more = [seeded(B, H, queries, W, seed=8), *given[1:]]
+        with torch.no_grad():
+            assert error(run(done.program, *more)[0], module(*more)) < 1e-12
