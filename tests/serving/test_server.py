@@ -15,6 +15,7 @@ import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
 import mla_compile
+from mla_compile.serving.ranks import Ranks
 from mla_compile.serving.server import Server
 from tests.support.server import alone, another, complete, post, running, settings, until, words
 
@@ -303,12 +304,14 @@ def test_a_model_without_latent_attention_is_named(folder, tmp_path):
         Server(settings(tmp_path / "nowhere")).load()
 
 
+COPIES = {"tensor_parallel": 1, "context_parallel": 4}
 BAD = {
     "page_size": (48, "a power of two up to 256"),
     "pages": (0, "expected a number above 0"),
     "grace": (-1, "expected 0 or more"),
     "quantization": ("int2", "'bnb-4bit' or 'bnb-8bit'"),
     "api_key": ("", "leave it out"),
+    "tensor_parallel": (0, "expected a number above 0"),
 }
 
 
@@ -317,6 +320,21 @@ def test_settings_that_cannot_be(folder, name):
     value, said = BAD[name]
     with pytest.raises(mla_compile.OptionError, match=said):
         settings(folder, **{name: value})
+
+
+def test_ranks_that_cannot_be(folder, monkeypatch):
+    """With 1 process, and with 4 as torchrun starts them."""
+    with pytest.raises(mla_compile.OptionError, match=r"of 1 in all: .* `torchrun --nproc-per-node 2 -m mla_compile"):
+        Server(settings(folder, tensor_parallel=2))
+    for name, value in {"TORCHELASTIC_RUN_ID": "any", "RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for tensor, context in ((2, 1), (2, 2), (None, 3), (1, 2), (4, 8)):
+        with pytest.raises(mla_compile.OptionError, match="of 4 in all"):
+            Server(settings(folder, tensor_parallel=tensor, context_parallel=context))
+    with pytest.raises(mla_compile.OptionError, match="'cuda:0', expected auto"):
+        Server(settings(folder, device="cuda:0"))
+    found = [Ranks.of(settings(folder, **how)) for how in ({}, {"context_parallel": 2}, COPIES)]
+    assert found == [Ranks(3, 4, 4, 1), Ranks(3, 4, 4, 2), Ranks(3, 4, 1, 4)]
 
 
 def test_the_dashboard_draws_figures_that_there_are(served):
