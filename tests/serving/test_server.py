@@ -103,7 +103,7 @@ WRONG = {
     "no prompt": ("completions", {"max_tokens": 3}, 422, "prompt: Field required"),
     "an empty prompt": ("completions", {"prompt": ""}, 422, "prompt: String should have at least 1 character"),
     "a prompt without tokens": ("completions", {"prompt": "   "}, 400, "the prompt has no tokens"),
-    "several prompts": ("completions", {"prompt": ["w5"]}, 422, "prompt: Input should be a valid string"),
+    "several prompts": ("completions", {"prompt": ["w5", "w6"]}, 422, "prompt: Input should be a valid string"),
     "half a character": ("completions", '{"prompt": "w5 \\ud800"}', 422, "prompt: Input should be a valid string"),
     "a prompt that is too long": ("completions", {"prompt": "w5 " * 600}, 400, "600 tokens, expected at most 511"),
     "no tokens wanted": ("completions", {"prompt": "w5", "max_tokens": 0}, 422, "max_tokens: Input should be greater"),
