@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
 
 MOST_STOPS = 16
 _NEUTRAL = object()
@@ -39,15 +39,16 @@ _Text = Annotated[str, Field(min_length=1)]
 class Body(BaseModel):
     """What all of them have."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    # More than is described here is passed on, and refused where OpenAI's interface has no such field either.
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
 
     model: str | None = Field(None, description="The name of the model; by default that of the server.")
-    stream: bool | None = None
+    stream: StrictBool | None = None
     temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(_number)] | None = Field(
         None, description="0: the most probable token."
     )
     top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_number)] | None = None
+    seed: Annotated[int, BeforeValidator(_number)] | None = None
     n: _only(1) = None  # type: ignore[valid-type]
     logprobs: _only(False) = None  # type: ignore[valid-type]
     top_logprobs: _only(0) = None  # type: ignore[valid-type]
