@@ -111,7 +111,7 @@ class Desk:
         body["stream"] = bool(given.stream)  # transformers would stream some answers that nobody wants streamed
         inputs = await run_in_threadpool(reader.read, body)
         reader.bound(body, inputs, self._loaded.room)
-        response = await _unless_gone(reader.answer(body, inputs, request_id), request)
+        response = await _unless_gone(reader.answer(body, inputs, request_id, given), request)
         if isinstance(response, StreamingResponse) and path != "/v1/responses":
             response.body_iterator = _with_end(response.body_iterator)
         return response

@@ -56,11 +56,15 @@ class Body(BaseModel):
     frequency_penalty: _only(0) = None  # type: ignore[valid-type]
     logit_bias: _only({}) = None  # type: ignore[valid-type]
     generation_config: _only() = None  # type: ignore[valid-type]
+    # vLLM has these beside OpenAI's, and load generators send them.
+    repetition_penalty: _only(1) = None  # type: ignore[valid-type]
+    top_k: Annotated[int, Field(ge=-1), BeforeValidator(_number)] | None = Field(None, description="0 or -1: of all.")
+    ignore_eos: StrictBool | None = Field(None, description="Only a length or a stop string ends the answer.")
 
     def asked(self) -> dict[str, Any]:
-        """What the client wants, without the fields that ask for nothing, which some handlers do not know."""
+        """What handlers of transformers are told: no fields that ask for nothing, and none that they do not know."""
         nothing = {name for name, field in type(self).model_fields.items() if _NEUTRAL in field.metadata}
-        return self.model_dump(exclude_unset=True, exclude=nothing)
+        return self.model_dump(exclude_unset=True, exclude={*nothing, "top_k", "ignore_eos"})
 
 
 class _WithStops(Body):

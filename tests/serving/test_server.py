@@ -61,6 +61,20 @@ def test_requests_are_drawn_each_by_its_own_settings(served, model):
         mixed = list(pool.map(lambda k: complete(address, prompt, 8, **(hot if k % 2 else {})), range(6)))
     assert mixed == [list(first) if k % 2 else alone(model, prompt, 8) for k in range(6)]
     assert len({tuple(complete(address, prompt, 8, **{**hot, "seed": k})) for k in range(4)}) > 1
+    assert complete(address, prompt, 8, **{**hot, "top_k": 1, "repetition_penalty": 1.0}) == alone(model, prompt, 8)
+
+
+def test_an_answer_ends_with_its_last_token_unless_that_is_ignored(served, model):
+    server, address = served
+    prompt = words(9, seed=8)
+    said = alone(model, prompt, 8)
+    (reader, *_) = server.loaded.readers.values()
+    reader._state.model.generation_config.eos_token_id = int(said[2][1:])
+    try:
+        assert complete(address, prompt, 8) == said[: said.index(said[2]) + 1]
+        assert complete(address, prompt, 8, ignore_eos=True) == said
+    finally:
+        reader._state.model.generation_config.eos_token_id = None
 
 
 @pytest.mark.parametrize("stream", [False, True])
