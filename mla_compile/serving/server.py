@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -40,9 +41,15 @@ class Server:
 
     def load(self) -> None:
         """Loads and compiles the model; raises what :meth:`Loaded.load` does."""
-        self.loaded.load(lambda: try_out(self.app))
+        self.loaded.load(self._first_requests)
         if self.loaded.ranks.count > 1:  # several do not start again by themselves, but torchrun may start them again
             threading.Thread(target=self._until_ranks_end, daemon=True).start()
+
+    def _first_requests(self) -> None:
+        try_out(self.app)
+        # What there is by now stays, and to look for garbage in it would hold up all for a third of a second.
+        gc.collect()
+        gc.freeze()
 
     def _until_ranks_end(self) -> None:
         try:
