@@ -98,7 +98,7 @@ def test_sigterm_under_load_ends_within_the_grace_period(folder):
             stop.set()
             for client in clients:
                 client.join()
-            assert took < 2 + 5  # on a busy machine
+            assert took < 2 + 20  # on a busy machine
 
 
 @full("command")
