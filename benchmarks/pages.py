@@ -607,6 +607,7 @@ BEST = (
     ("most tokens/s", "tokens_per_second", max),
     ("soonest first token", "first_token_median_s", min),
     ("fastest token", "token_median_ms", min),
+    ("least CPU time", "cpu_s", min),
 )
 SERVERS = {"mla_compile": "mla-compile serve", "transformers": "transformers serve, GQA", "vllm": "vLLM"}
 
@@ -619,12 +620,15 @@ def servers() -> str:
     for r in made:
         times = (f"{r['first_token_median_s']:.2f}", f"{r['first_token_p99_s']:.2f}")
         each = (f"{r['token_median_ms']:.0f}", f"{r['token_p99_ms']:.0f}")
-        rows.append((r["users"], SERVERS[r["way"]], f"{r['tokens_per_second']:.1f}", *times, *each))
-    head = ("users", "server", "tokens/s", "first token s", "p99", "a token ms", "p99")
+        rows.append(
+            (r["users"], SERVERS[r["way"]], f"{r['tokens_per_second']:.1f}", *times, *each, f"{r['cpu_s']:.0f}")
+        )
+    head = ("users", "server", "tokens/s", "first token s", "p99", "a token ms", "p99", "CPU s")
     best = " ".join(_best(made, *asked) for asked in BEST)
     r, versions = made[0], {r["way"]: f"{r['way']} {r['version']}, ready after {r['ready_s']:.0f} s" for r in made}
     same = ", ".join(f"{way} {n} of 4" for way, n in {r["way"]: r["as_generated"] for r in made}.items())
     told = f"{NAMES[r['model']]}'s sizes, {r['layers']} layers, float32, {r['rate']} requests per user and s; "
+    told += f"load of the machine {min(r['load'] for r in made):.0f} to {max(r['load'] for r in made):.0f}; "
     kept = f"{'; '.join(versions.values())}. Greedy answers that are those of `generate()`: {same}."
     return f"{table(head, rows)}\n\n{best}\n\n{told}{where(about)}. {kept}"
 

@@ -13,8 +13,8 @@ The servers run one after the other, each by itself with one thread, and get the
 
 Arrivals are a Poisson process, so ``--users 16`` sends sixteen times as many in a second as one. Prompts have
 log-normal, answers geometric lengths. Times are those of the client: from the arrival to the first text, and from one
-token to the next. Before that, four greedy answers of ``mla_compile`` have to be those of ``generate()``; of the others
-it is noted how many are.
+token to the next. CPU seconds are those of the server, which other work on the machine changes little. Before, four
+greedy answers of ``mla_compile`` have to be those of ``generate()``; of the others it is noted how many are.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from serving import ANSWER, PROMPT, Job, describe, figures, load, untied
 import torch  # isort: skip  # after common, which sets the environment
 
 import httpx2
+import psutil
 
 VOCABULARY = 256
 BATCH, SEQUENCES, PAGE = 512, 64, 64
@@ -102,8 +103,8 @@ def command(way: str, folder: Path, port: int, pool: int, args: argparse.Namespa
 
 
 @contextlib.contextmanager
-def started(way: str, folder: Path, pool: int, args: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """A server that is ready: its address, and the seconds that took."""
+def started(way: str, folder: Path, pool: int, args: argparse.Namespace) -> Iterator[tuple[str, float, psutil.Process]]:
+    """A server that is ready: its address, the seconds that took, its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -127,7 +128,7 @@ def started(way: str, folder: Path, pool: int, args: argparse.Namespace) -> Iter
             if process.poll() is not None or time.perf_counter() - begin > HEALTHY_S:
                 raise SystemExit(f"{way} does not serve:\n{log.read_text()[-4000:]}")
             time.sleep(0.2)
-        yield address, time.perf_counter() - begin
+        yield address, time.perf_counter() - begin, psutil.Process(process.pid)
     finally:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGTERM)
@@ -135,6 +136,11 @@ def started(way: str, folder: Path, pool: int, args: argparse.Namespace) -> Iter
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def spent(process: psutil.Process) -> float:
+    """CPU seconds of a process and of those that it has started."""
+    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
 def healthy(address: str) -> bool:
@@ -225,17 +231,20 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             there = {r["users"] for r in rows if {**asked, "way": way}.items() <= r.items()}
             if there.issuperset(args.users):
                 continue
-            with started(way, served[way].folder, pool, args) as (address, seconds):
+            with started(way, served[way].folder, pool, args) as (address, seconds, process):
                 print(f"{way} is ready after {seconds:.0f} s", flush=True)
                 same = agree(way, address, served[way], first)
                 row = {**asked, "way": way, "version": version(way, args), "ready_s": seconds, "as_generated": same}
                 for users in (n for n in args.users if n not in there):
                     jobs = load(users, max(args.least, users * args.each), args.rate, VOCABULARY)
+                    before = spent(process)
                     asyncio.run(ask_all(address, str(served[way].folder), jobs))
-                    rows.append({**row, "users": users, "requests": len(jobs), **figures(jobs)})
+                    took = {"cpu_s": spent(process) - before, "load": os.getloadavg()[0]}
+                    rows.append({**row, "users": users, "requests": len(jobs), **figures(jobs), **took})
                     print("  " + "  ".join(described(rows[-1])), flush=True)
                     rows.sort(key=lambda r: (r["users"], WAYS.index(r["way"])))
-                    write(args.out, {"benchmark": "servers", "machine": machine()}, rows)
+                    about = {"benchmark": "servers", "machine": {**machine(), "threads": args.threads}}
+                    write(args.out, about, rows)
 
 
 def agree(way: str, address: str, served: Loaded, first: Sequence[Job]) -> int:
@@ -249,10 +258,10 @@ def agree(way: str, address: str, served: Loaded, first: Sequence[Job]) -> int:
 
 def described(row: dict[str, Any]) -> list[str]:
     """One row as text."""
-    return describe({**row, row["way"]: row}, row["way"])
+    return [*describe({**row, row["way"]: row}, row["way"]), f"{row['cpu_s']:.1f}", f"{row['load']:.1f}"]
 
 
-HEAD = ("model", "users", "requests", "server", "tokens/s", "first s", "p99", "token ms", "p99")
+HEAD = ("model", "users", "requests", "server", "tokens/s", "first s", "p99", "token ms", "p99", "CPU s", "load")
 
 
 def main() -> None:

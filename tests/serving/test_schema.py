@@ -34,6 +34,7 @@ def test_requests_of_the_schema(served, model, tmp_path):
     server, address = served
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
     asked = [str(COMMAND), "run", f"{address}/openapi.json", "--max-time", str(SECONDS), "--continue-on-failure"]
+    asked += ["--request-timeout", "120"]  # some ask for as many tokens as there is room for
     before = psutil.Process().memory_info().rss
     with another_client(address, model):
         done = subprocess.run([*asked, "--no-color"], cwd=tmp_path, capture_output=True, text=True, check=False)
