@@ -603,6 +603,46 @@ def serving() -> str:
     return table(head, rows) + f"\n\n{told}{where(about)}.\n\n{memory}"
 
 
+BEST = (
+    ("most tokens/s", "tokens_per_second", max),
+    ("soonest first token", "first_token_median_s", min),
+    ("fastest token", "token_median_ms", min),
+    ("least CPU time", "cpu_s", min),
+)
+SERVERS = {"mla_compile": "mla-compile serve", "transformers": "transformers serve, GQA", "vllm": "vLLM"}
+
+
+def servers() -> str:
+    """Servers over HTTP, and which of them is best at what."""
+    about = data("servers")
+    made = about["rows"]
+    rows = []
+    for r in made:
+        times = (f"{r['first_token_median_s']:.2f}", f"{r['first_token_p99_s']:.2f}")
+        each = (f"{r['token_median_ms']:.0f}", f"{r['token_p99_ms']:.0f}")
+        rows.append(
+            (r["users"], SERVERS[r["way"]], f"{r['tokens_per_second']:.1f}", *times, *each, f"{r['cpu_s']:.0f}")
+        )
+    head = ("users", "server", "tokens/s", "first token s", "p99", "a token ms", "p99", "CPU s")
+    best = " ".join(_best(made, *asked) for asked in BEST)
+    r, versions = made[0], {r["way"]: f"{r['way']} {r['version']}, ready after {r['ready_s']:.0f} s" for r in made}
+    same = ", ".join(f"{way} {n} of 4" for way, n in {r["way"]: r["as_generated"] for r in made}.items())
+    told = f"{NAMES[r['model']]}'s sizes, {r['layers']} layers, float32, {r['rate']} requests per user and s; "
+    told += f"load of the machine {min(r['load'] for r in made):.0f} to {max(r['load'] for r in made):.0f}; "
+    kept = f"{'; '.join(versions.values())}. Greedy answers that are those of `generate()`: {same}."
+    return f"{table(head, rows)}\n\n{best}\n\n{told}{where(about)}. {kept}"
+
+
+def _best(rows: Sequence[Mapping[str, Any]], what: str, figure: str, of: Callable[..., Any]) -> str:
+    """Who has the best figure, by numbers of users."""
+    first: dict[str, list[int]] = {}
+    for users in sorted({r["users"] for r in rows}):
+        winner = of((r for r in rows if r["users"] == users), key=lambda r: r[figure])
+        first.setdefault(SERVERS[winner["way"]], []).append(users)
+    told = "; ".join(f"{server} with {', '.join(map(str, users))} users" for server, users in first.items())
+    return f"{what[0].upper()}{what[1:]}: {told}."
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "compiled": compiled.summary,
     "executed": executed.table,
@@ -641,6 +681,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "published": published,
     "published_prompts": lambda: published("published prompts"),
     "serving": serving,
+    "servers": servers,
 }
 
 

@@ -12,9 +12,12 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +153,13 @@ class _Ranks:
         return dist.get_rank(self._group)
 
 
+class _AlwaysAwake(threading.Event):
+    """Lets a rank wait where the first one calls it, and not asleep, for which all would wait."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+
 class LatentManager(ContinuousBatchingManager):
     """The manager that ``init_continuous_batching`` of an optimized model returns."""
 
@@ -166,6 +176,8 @@ class LatentManager(ContinuousBatchingManager):
         self.model = model
         self.output_router: Router = Router()
         watch(self)
+        if not self.is_tp_driver:
+            self._wake_up_loop = _AlwaysAwake()
         self.logit_processor.supported_keys["mla_sampling"] = Sampling
         # Steps are recorded if asked for, and by default if the device can: transformers decides by the mask, which is
         # not needed here.
@@ -258,6 +270,9 @@ class LatentManager(ContinuousBatchingManager):
             with self._request_lock:
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
+        drawn = how.get("mla_sampling")
+        if drawn is not None and drawn.seed is None and self.distributed_helper.tp_size > 1:
+            how["mla_sampling"] = replace(drawn, seed=secrets.randbits(63))  # the same tokens on all ranks
         name = self.output_router.take(request_id, self.num_return_sequences)
         added: str | None = None
         try:
@@ -292,6 +307,15 @@ class LatentManager(ContinuousBatchingManager):
             self._ends = True
         super().stop(*args, **kwargs)
 
+    def wait(self) -> None:
+        """Return when the generating thread has ended. Raises :class:`RankError` if an error ended it."""
+        thread = self._generation_thread
+        if thread is not None:
+            thread.join()
+        error = self.background_thread_status.fatal_error
+        if error is not None:
+            raise RankError(f"the generation loop died: {brief(error)}") from error
+
     def _run_generation_loop(self, **how: Any) -> None:  # transformers 5.24 passes whether it runs in inference mode
         while True:
             self._died = None
@@ -309,7 +333,8 @@ class LatentManager(ContinuousBatchingManager):
         # the others may still run, and transformers makes all of them stop.
         several = self.distributed_helper.tp_size > 1
         if several or batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
-            super()._handle_critical_error(error, batch_processor)
+            with suppress(RuntimeError):  # of ranks that cannot be told any more
+                super()._handle_critical_error(error, batch_processor)
             return
         self._died = error
         self._fail_all_remaining_requests(error, batch_processor)

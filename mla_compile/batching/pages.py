@@ -6,6 +6,7 @@ index in every pool. transformers counts blocks in sectors of bytes; with one ki
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ class LatentPages(PagedAttentionCache):
         self.layer_to_allocator = dict.fromkeys(blocks.layer_indices, blocks)
         self.bytes_per_sector = blocks.bytes_per_block
         self.tokens_per_sector = tokens
-        memory = _Memory(graphs, config, cb_config, dtype, self.bytes_per_sector, tokens)
+        memory = _Memory(graphs, config, cb_config, device, dtype, self.bytes_per_sector, tokens)
         problem: Exception = RuntimeError("another rank has less memory")
         try:
             sizes = memory.infer_max_batch_tokens_and_num_sectors()
@@ -178,10 +179,12 @@ class _Memory(PagedAttentionMemoryHandler):
         graphs: StepGraphs,
         config: PreTrainedConfig,
         cb_config: ContinuousBatchingConfig,
+        device: torch.device,
         dtype: torch.dtype,
         block: int,
         tokens: int,
     ) -> None:
+        self._ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
         super().__init__(
             config=config,
             cb_config=cb_config,
@@ -194,6 +197,11 @@ class _Memory(PagedAttentionMemoryHandler):
         )
         self.num_attention_masks = 0
         self._to_read = graphs.bytes_to_read_token()
+
+    def get_available_memory(self) -> int:
+        """Of a memory that is not a device's own, what falls to each rank of this machine."""
+        available: int = super().get_available_memory()
+        return available // self._ranks_here
 
     @property
     def bytes_per_cache_token(self) -> int:

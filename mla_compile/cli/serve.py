@@ -27,6 +27,22 @@ def serve(
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto: the weights' dtype.")] = "auto",
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda:0 and the like.")] = "auto",
     quantization: Annotated[str | None, typer.Option(metavar="NAME", help="bnb-4bit or bnb-8bit.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel-size",
+            "-tp",
+            min=1,
+            metavar="N",
+            help="Ranks that hold the weights together; else all.",
+        ),
+    ] = None,
+    decode_context_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--decode-context-parallel-size", "-dcp", min=1, metavar="N", help="Ranks that share the rows of a request."
+        ),
+    ] = 1,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights. Off by default.")
     ] = False,
@@ -63,12 +79,15 @@ def serve(
     Many requests run together, over pages of latent rows. `/health` answers 503 with the current stage until everything
     is compiled, and then 200. Prometheus reads `/metrics`. After SIGTERM, running requests end before the server does.
 
-    Exits with 0 after SIGTERM, 2 if the model or the options cannot be used.
+    `torchrun --nproc-per-node 2 -m mla_compile serve MODEL` splits the weights between two ranks.
+
+    Exits with 0 after SIGTERM, and with 2 if the model or the options cannot be used or one of several ranks fails.
     """
     with ending():
         # Imported on use: they need the extra server, which the other commands do not.
         from mla_compile.errors import OptionError
-        from mla_compile.serving.server import Server
+        from mla_compile.serving.ranks import Ranks
+        from mla_compile.serving.server import Server, follow
         from mla_compile.serving.settings import Settings
 
         if kv_cache_dtype not in _CACHES:
@@ -82,6 +101,8 @@ def serve(
             dtype=dtype,
             device=device,
             quantization=quantization,
+            tensor_parallel=tensor_parallel_size,
+            context_parallel=decode_context_parallel_size,
             trust_remote_code=trust_remote_code,
             max_model_len=max_model_len,
             page_size=block_size,
@@ -96,6 +117,9 @@ def serve(
             warm_up=warm_up,
             options=options,
         )
+        if Ranks.of(settings).number:
+            follow(settings)
+            os._exit(0)
         code = "may run (--trust-remote-code)" if trust_remote_code else "is not run"
         say_aside(f"serving {settings.name} at http://{host}:{port}; Python code beside the weights {code}")
         Server(settings, say_aside).run()

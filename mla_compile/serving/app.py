@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as AnyHTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mla_compile.serving import bodies
@@ -23,7 +23,8 @@ from mla_compile.serving.settings import Settings
 from mla_compile.serving.trial import TRIAL
 from mla_compile.version import __version__
 
-_REFUSALS: dict[int | str, dict[str, Any]] = {
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "As OpenAI's interface has it.", "content": {"text/event-stream": {}}},
     400: {"description": "The request cannot be read, or asks for more than there is room for."},
     401: {"description": "The API key is missing or wrong."},
     404: {"description": "There is no such model."},
@@ -48,34 +49,35 @@ def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def not_valid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        names = (str(part) for part in first["loc"] if part != "body")
+        place = ".".join(name for name in names if name.isidentifier() or name.isdecimal())  # not kinds, of a union
         return refusal(422, f"{place or 'the body'}: {first['msg'].removeprefix('Value error, ')}")
 
-    @app.post("/v1/completions", responses=_REFUSALS)
+    @app.post("/v1/completions", responses=_ANSWERS)
     async def completions(body: bodies.Completion, request: Request) -> Any:
         return await desk.answer(body, request)
 
-    @app.post("/v1/chat/completions", responses=_REFUSALS)
+    @app.post("/v1/chat/completions", responses=_ANSWERS)
     async def chat_completions(body: bodies.Chat, request: Request) -> Any:
         return await desk.answer(body, request)
 
-    @app.post("/v1/responses", responses=_REFUSALS)
+    @app.post("/v1/responses", responses=_ANSWERS)
     async def responses(body: bodies.Response, request: Request) -> Any:
         return await desk.answer(body, request)
 
-    @app.get("/v1/models", responses={401: _REFUSALS[401]})
+    @app.get("/v1/models", responses={401: _ANSWERS[401]})
     async def models() -> Any:
         one = {"id": settings.name, "object": "model", "created": 0, "owned_by": "local"}
         return {"object": "list", "data": [{**one, "max_model_len": loaded.room or None}]}
 
-    @app.get("/health", responses={503: _REFUSALS[503]})
+    @app.get("/health", responses={503: _ANSWERS[503]})
     async def health() -> Any:
         why = loaded.trouble()
         if why is None:
             return {"status": "ok"}
         return JSONResponse({"status": "unavailable", "reason": why}, 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(generate_latest(registry()), media_type=CONTENT_TYPE_LATEST)
 
@@ -105,11 +107,11 @@ class Desk:
 
     async def _answered(self, given: bodies.Body, request: Request) -> Any:
         path, request_id = request.url.path, request.state.request_id
-        body, reader = given.model_dump(exclude_unset=True), self._loaded.readers[path]
+        body, reader = given.asked(), self._loaded.readers[path]
         body["stream"] = bool(given.stream)  # transformers would stream some answers that nobody wants streamed
         inputs = await run_in_threadpool(reader.read, body)
         reader.bound(body, inputs, self._loaded.room)
-        response = await _unless_gone(reader.answer(body, inputs, request_id), request)
+        response = await _unless_gone(reader.answer(body, inputs, request_id, given), request)
         if isinstance(response, StreamingResponse) and path != "/v1/responses":
             response.body_iterator = _with_end(response.body_iterator)
         return response

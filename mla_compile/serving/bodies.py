@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
 
 MOST_STOPS = 16
+_NEUTRAL = object()
+"""Marks fields that ask for nothing."""
 
 
 def _only(*neutral: Any) -> Any:
@@ -20,19 +22,33 @@ def _only(*neutral: Any) -> Any:
             return value
         raise ValueError("this server cannot do that; leave the field out")
 
-    return Annotated[Any, AfterValidator(check)]
+    shown = {"enum": [*neutral, None], "description": "This server can do no more than this."}
+    return Annotated[Any, AfterValidator(check), WithJsonSchema(shown), _NEUTRAL]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        raise ValueError(f"Input should be a number, not {value!r:.40}")
+    return value
+
+
+_Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
+_Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
     """What all of them have."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    # More than is described here is passed on, and refused where OpenAI's interface has no such field either.
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
 
     model: str | None = Field(None, description="The name of the model; by default that of the server.")
-    stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=2, description="0: the most probable token.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: StrictBool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(_number)] | None = Field(
+        None, description="0: the most probable token."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1), BeforeValidator(_number)] | None = None
+    seed: Annotated[int, BeforeValidator(_number)] | None = None
     n: _only(1) = None  # type: ignore[valid-type]
     logprobs: _only(False) = None  # type: ignore[valid-type]  # noqa: FBT003
     top_logprobs: _only(0) = None  # type: ignore[valid-type]
@@ -40,19 +56,33 @@ class Body(BaseModel):
     frequency_penalty: _only(0) = None  # type: ignore[valid-type]
     logit_bias: _only({}) = None  # type: ignore[valid-type]
     generation_config: _only() = None  # type: ignore[valid-type]
+    # vLLM has these beside OpenAI's, and load generators send them.
+    repetition_penalty: _only(1) = None  # type: ignore[valid-type]
+    top_k: Annotated[int, Field(ge=-1), BeforeValidator(_number)] | None = Field(None, description="0 or -1: of all.")
+    ignore_eos: StrictBool | None = Field(None, description="Only a length or a stop string ends the answer.")
+
+    def asked(self) -> dict[str, Any]:
+        """What handlers of transformers are told: no fields that ask for nothing, and none that they do not know."""
+        nothing = {name for name, field in type(self).model_fields.items() if _NEUTRAL in field.metadata}
+        return self.model_dump(exclude_unset=True, exclude={*nothing, "top_k", "ignore_eos"})
 
 
 class _WithStops(Body):
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = Field(
+    stop: _Text | Annotated[list[_Text], Field(max_length=MOST_STOPS)] | None = Field(
         None, description=f"Up to {MOST_STOPS} strings before which the answer ends."
     )
-    max_tokens: int | None = Field(None, ge=1, description="More than there is room for means: as many as there is.")
+    max_tokens: _Count | None = Field(None, description="More than there is room for means: as many as there is.")
+
+
+def _one(value: Any) -> Any:
+    """Some clients put a single prompt in a list."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 class Completion(_WithStops):
     """``POST /v1/completions``."""
 
-    prompt: str = Field(min_length=1)
+    prompt: Annotated[_Text, BeforeValidator(_one)]
     suffix: str | None = None
     echo: _only(False) = None  # type: ignore[valid-type]  # noqa: FBT003
     best_of: _only(1) = None  # type: ignore[valid-type]
@@ -78,7 +108,7 @@ class Chat(_WithStops):
     """``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: _Count | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
@@ -87,7 +117,7 @@ class Chat(_WithStops):
 class Response(Body):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]] = Field(min_length=1)
+    input: _Text | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: _Count | None = None
     tools: list[dict[str, Any]] | None = None

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import HTTPException
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import split_revision
 
 from mla_compile.batching.door import continuous_batching
 from mla_compile.errors import InputError
 from mla_compile.serving.generation import LATER, Generation
+from mla_compile.serving.ranks import Ranks
 from mla_compile.serving.reading import HANDLERS, Reader, State
 from mla_compile.serving.settings import Settings
 
@@ -29,8 +31,9 @@ class Loaded:
         ready: whether requests are answered.
     """
 
-    def __init__(self, settings: Settings, told: Callable[[str], None]) -> None:
-        self._settings, self._told = settings, told
+    def __init__(self, settings: Settings, told: Callable[[str], None] = lambda _: None) -> None:
+        self._settings, self.ranks = settings, Ranks.of(settings)
+        self._told = told
         self.stage, self.ready, self.stopping = "starting", False, False
         self.problem: Exception | None = None
         self.readers: dict[str, Reader] = {}
@@ -41,19 +44,22 @@ class Loaded:
     def load(self, try_out: Callable[[], None] = lambda: None) -> None:
         """Loads the weights, rewrites the graphs, compiles them, starts the loop and calls ``try_out``.
 
-        Raises :class:`InputError` for a model without latent attention, and what transformers raises of one that it
-        cannot load.
+        Ranks but the first only run the steps that it asks for. Raises :class:`InputError` for a model without latent
+        attention, or that transformers cannot divide among ranks, and what transformers raises of one that it cannot
+        load.
         """
         begin = time.monotonic()
         settings = self._settings
         self._begin("loading the weights")
-        models = _Models(settings)
+        models = _Models(settings, self.ranks)
         tokenizer, model = models.read(settings.model)
         self._begin("rewriting the model")
-        fast = continuous_batching(model, **settings.options)
+        fast = continuous_batching(model, **settings.options, **self.ranks.sharing())
         if not hasattr(fast, "mla_batching"):
             raise InputError(f"{settings.model} has no latent attention; serve it by `transformers serve`")
         self.manager = self._manager(fast)
+        if self.manager.distributed_helper.tp_size != self.ranks.count:
+            raise InputError(f"{settings.model} has no plan in transformers by which ranks hold its weights together")
         self._begin("compiling")
         if settings.warm_up:
             self.manager.warm_up_for_all(self._compiling)
@@ -61,6 +67,8 @@ class Loaded:
             self.manager.warmup()
         self.room = min(self.manager.room(), settings.max_model_len or self.manager.room(), _positions(fast))
         self.manager.start()
+        if self.ranks.number:
+            return
         self.generation = Generation(self.manager, settings.timeout)
         state = State(settings.name, fast, tokenizer, self.generation)
         self.readers = {path: Reader(path, state) for path in HANDLERS}
@@ -122,7 +130,8 @@ class Loaded:
 class _Models(ModelManager):
     """Reads a tokenizer and a model as ``transformers serve`` does."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        self._ranks = ranks
         super().__init__(
             device=settings.device,
             dtype=settings.dtype,
@@ -139,6 +148,21 @@ class _Models(ModelManager):
         except (OSError, ValueError) as error:
             raise InputError(f"{name} cannot be loaded: {error}") from error
         return getattr(processor, "tokenizer", processor), model
+
+    def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks.count == 1:
+            return super()._load_model(model_id_and_revision, *args, **kwargs)
+        name, revision = split_revision(model_id_and_revision)
+        quantization = self.get_quantization_config()
+        more = {} if quantization is None else {"quantization_config": quantization}
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            **self._ranks.placed(),
+            **more,
+        )
 
 
 def _positions(model: Any) -> int:

@@ -23,9 +23,11 @@ from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from mla_compile.batching.sampling import Sampling
 from mla_compile.errors import brief
+from mla_compile.serving.bodies import Body
 from mla_compile.serving.generation import Generation
 
 _text: ContextVar[Any] = ContextVar("mla_compile_serving_text")
+_given: ContextVar[Body | None] = ContextVar("mla_compile_serving_given", default=None)
 
 
 class _Read(Exception):  # noqa: N818  no error: it ends the first run
@@ -85,9 +87,14 @@ def _served(kind: type[Any]) -> type[Any]:
 
         def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             seed = body.get("seed")  # transformers would set that of the whole process
+            if seed is not None:
+                seed %= 1 << 63  # what a generator takes
             config = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)
             if body.get("temperature"):
                 config.do_sample = True
+            if (given := _given.get()) is not None:
+                config.top_k = config.top_k if given.top_k is None else max(given.top_k, 0)
+                config.eos_token_id = -1 if given.ignore_eos else config.eos_token_id
             config.mla_sampling = Sampling.of(config, seed)
             return config
 
@@ -145,7 +152,8 @@ class Reader:
         wanted = next((body[name] for name in self._limits if body.get(name) is not None), None)
         body[self._limits[0]] = min(left, 1024 if wanted is None else wanted)
 
-    async def answer(self, body: dict[str, Any], inputs: Any, request_id: str) -> Any:
-        """The response, by the handler of transformers."""
+    async def answer(self, body: dict[str, Any], inputs: Any, request_id: str, given: Body) -> Any:
+        """The response, by the handler of transformers; ``given`` is the request as it came."""
+        _given.set(given)
         _text.set(_Text(self._state.tokenizer, inputs))
         return await self._handler.handle_request(body, request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 
+from mla_compile.errors import RankError
 from mla_compile.serving.app import Desk, build
 from mla_compile.serving.door import Door
 from mla_compile.serving.loaded import Loaded
@@ -39,10 +41,25 @@ class Server:
 
     def load(self) -> None:
         """Loads and compiles the model; raises what :meth:`Loaded.load` does."""
-        self.loaded.load(lambda: try_out(self.app))
+        self.loaded.load(self._first_requests)
+        if self.loaded.ranks.count > 1:  # several do not start again by themselves, but torchrun may start them again
+            threading.Thread(target=self._until_ranks_end, daemon=True).start()
+
+    def _first_requests(self) -> None:
+        try_out(self.app)
+        # What there is by now stays, and to look for garbage in it would hold up all for a third of a second.
+        gc.collect()
+        gc.freeze()
+
+    def _until_ranks_end(self) -> None:
+        try:
+            self.loaded.manager.wait()
+        except RankError as error:
+            self.loaded.problem = error
+            self.end()
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT; raises what kept the model from being loaded.
+        """Serves until SIGTERM or SIGINT; raises what kept the model from being loaded, or ended one of several ranks.
 
         A second signal ends the process at once.
         """
@@ -79,6 +96,26 @@ class Server:
     def _stopping(self) -> None:
         self.loaded.stopping = True
         self._told(f"stopping: requests have {self._settings.grace:g} s to end")
+
+
+def follow(settings: Settings) -> None:
+    """What every rank but the first does: it runs the steps that the first asks for, and ends when that does.
+
+    Raises what :meth:`Loaded.load` does, and :class:`RankError` where another rank fails. The first signal is left to
+    the first rank, which has the requests; a second one ends this process at once.
+    """
+    seen: list[int] = []
+
+    def noted(sig: int, _: FrameType | None) -> None:
+        if seen:
+            os._exit(_AT_ONCE if sig == signal.SIGTERM else 130)
+        seen.append(sig)
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, noted)
+    loaded = Loaded(settings)
+    loaded.load()
+    loaded.manager.wait()
 
 
 class _Http(uvicorn.Server):

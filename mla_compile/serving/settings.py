@@ -19,6 +19,8 @@ class Settings:
         host, port: where it listens; by default other machines cannot reach it.
         dtype, device: as ``transformers serve`` takes them.
         quantization: "bnb-4bit" or "bnb-8bit".
+        tensor_parallel: ranks that hold the weights together; by default all that torchrun started.
+        context_parallel: ranks that share the rows of each request.
         trust_remote_code: run the Python code that lies beside the weights.
         max_model_len: the most tokens of one request, prompt and answer; by default what the config says.
         page_size, pages: of the pool; by default as many pages as memory allows.
@@ -40,6 +42,8 @@ class Settings:
     dtype: str = "auto"
     device: str = "auto"
     quantization: str | None = None
+    tensor_parallel: int | None = None
+    context_parallel: int = 1
     trust_remote_code: bool = False
     max_model_len: int | None = None
     page_size: int = 256
@@ -67,6 +71,8 @@ class Settings:
             "max_model_len",
             "pages",
             "max_batch_tokens",
+            "tensor_parallel",
+            "context_parallel",
         ):
             value = getattr(self, what)
             if value is not None and not value > 0:

@@ -96,8 +96,8 @@ class TestMemory:
         # Rows of the layer, and its K and V: H=4 N+R=48 V=24.
         assert graphs.bytes_to_read_token() == 320 + 4 * (48 + 24) * 4
 
-    def test_blocks_fill_the_budget(self, served):
-        """Twice the memory that is allowed, twice the blocks; never more than is allowed."""
+    def test_blocks_fill_the_budget(self, served, monkeypatch):
+        """Twice the memory that is allowed, twice the blocks; half of them for each of two ranks of one machine."""
         _, fast = served
         graphs = fast.mla_batching.steps
         counts = []
@@ -106,6 +106,8 @@ class TestMemory:
             counts.append(_cache(graphs, fast, config).num_blocks)
         assert counts[0] > 100
         assert counts[1] == pytest.approx(2 * counts[0], rel=0.1)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert _cache(graphs, fast, config).num_blocks == pytest.approx(counts[0], rel=0.1)
 
     def test_no_room_is_an_error_that_says_what_to_set(self, served):
         _, fast = served

@@ -23,6 +23,8 @@ def test_completions_and_chats(client, model):
     prompt = words(9, seed=1)
     (choice,) = client.completions.create(model="tiny", prompt=prompt, max_tokens=5, temperature=0).choices
     assert choice.text.split() == alone(model, prompt, 5)
+    (again,) = client.completions.create(model="tiny", prompt=[prompt], max_tokens=5, temperature=0).choices
+    assert again.text == choice.text
     messages = [{"role": "system", "content": "w7"}, {"role": "user", "content": [{"type": "text", "text": prompt}]}]
     (choice,) = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0).choices
     assert choice.message.content.split() == alone(model, f"w7 {prompt}", 5)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_compile.serving import bodies
-from tests.support.server import alone, complete, until
+from tests.support.server import another_client, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the server's dependencies
 CASES = int(os.environ.get("MLA_SERVER_FUZZ", "60"))
@@ -79,12 +78,6 @@ def asked(draw: Any) -> tuple[str, str, dict[str, str]]:
 
 def test_random_requests(served, model):
     server, address = served
-    wrong, stop = list[Any](), threading.Event()
-
-    def another_client() -> None:
-        while not stop.is_set():
-            if (said := complete(address, "w7 w8 w9", 5)) != want:
-                wrong.append(said)
 
     @settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(asked())
@@ -99,15 +92,8 @@ def test_random_requests(served, model):
             assert "\n" not in said
             assert len(said) < 2000
 
-    want = alone(model, "w7 w8 w9", 5)
-    beside = threading.Thread(target=another_client)
-    beside.start()
-    try:
+    with another_client(address, model):
         one()
-    finally:
-        stop.set()
-        beside.join()
-    assert not wrong
     assert requests.get(f"{address}/health", timeout=60).status_code == 200
     until(lambda: server.desk.live == 0 and server.loaded.manager.batch_processor.cache.unheld() == 32)
     assert not server.loaded.manager.output_router.result_handlers

@@ -15,6 +15,7 @@ import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
 import mla_compile
+from mla_compile.serving.ranks import Ranks
 from mla_compile.serving.server import Server
 from tests.support.server import alone, another, complete, post, running, settings, until, words
 
@@ -53,12 +54,27 @@ def test_requests_are_drawn_each_by_its_own_settings(served, model):
     _, address = served
     prompt = words(9, seed=8)
     hot = {"temperature": 2.0, "seed": 5, "top_p": 0.99}
+    complete(address, prompt, 1, **{**hot, "seed": -(2**70)})
     (first,) = {tuple(complete(address, prompt, 8, **hot)) for _ in range(3)}
     assert list(first) != alone(model, prompt, 8)
     with ThreadPoolExecutor(6) as pool:
         mixed = list(pool.map(lambda k: complete(address, prompt, 8, **(hot if k % 2 else {})), range(6)))
     assert mixed == [list(first) if k % 2 else alone(model, prompt, 8) for k in range(6)]
     assert len({tuple(complete(address, prompt, 8, **{**hot, "seed": k})) for k in range(4)}) > 1
+    assert complete(address, prompt, 8, **{**hot, "top_k": 1, "repetition_penalty": 1.0}) == alone(model, prompt, 8)
+
+
+def test_an_answer_ends_with_its_last_token_unless_that_is_ignored(served, model):
+    server, address = served
+    prompt = words(9, seed=8)
+    said = alone(model, prompt, 8)
+    (reader, *_) = server.loaded.readers.values()
+    reader._state.model.generation_config.eos_token_id = int(said[2][1:])
+    try:
+        assert complete(address, prompt, 8) == said[: said.index(said[2]) + 1]
+        assert complete(address, prompt, 8, ignore_eos=True) == said
+    finally:
+        reader._state.model.generation_config.eos_token_id = None
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,7 +118,7 @@ WRONG = {
     "no prompt": ("completions", {"max_tokens": 3}, 422, "prompt: Field required"),
     "an empty prompt": ("completions", {"prompt": ""}, 422, "prompt: String should have at least 1 character"),
     "a prompt without tokens": ("completions", {"prompt": "   "}, 400, "the prompt has no tokens"),
-    "several prompts": ("completions", {"prompt": ["w5"]}, 422, "prompt: Input should be a valid string"),
+    "several prompts": ("completions", {"prompt": ["w5", "w6"]}, 422, "prompt: Input should be a valid string"),
     "half a character": ("completions", '{"prompt": "w5 \\ud800"}', 422, "prompt: Input should be a valid string"),
     "a prompt that is too long": ("completions", {"prompt": "w5 " * 600}, 400, "600 tokens, expected at most 511"),
     "no tokens wanted": ("completions", {"prompt": "w5", "max_tokens": 0}, 422, "max_tokens: Input should be greater"),
@@ -114,7 +130,7 @@ WRONG = {
     "a field that nobody knows": ("completions", {"prompt": "w5", "spam": 1}, 422, "Unexpected fields"),
     "hot": ("completions", {"prompt": "w5", "temperature": 9}, 422, "temperature"),
     "not a number": ("completions", '{"prompt": "w5", "temperature": NaN}', 422, "temperature"),
-    "a seed that is none": ("completions", {"prompt": "w5", "seed": 2**70}, 422, "seed"),
+    "a seed that is none": ("completions", {"prompt": "w5", "seed": True}, 422, "seed"),
     "an empty stop string": ("completions", {"prompt": "w5", "stop": [""]}, 422, "stop"),
     "another model": ("completions", {"prompt": "w5", "model": "other"}, 404, "there is no model 'other' here"),
     "no messages": ("chat/completions", {"messages": []}, 422, "messages"),
@@ -303,12 +319,14 @@ def test_a_model_without_latent_attention_is_named(folder, tmp_path):
         Server(settings(tmp_path / "nowhere")).load()
 
 
+COPIES = {"tensor_parallel": 1, "context_parallel": 4}
 BAD = {
     "page_size": (48, "a power of two up to 256"),
     "pages": (0, "expected a number above 0"),
     "grace": (-1, "expected 0 or more"),
     "quantization": ("int2", "'bnb-4bit' or 'bnb-8bit'"),
     "api_key": ("", "leave it out"),
+    "tensor_parallel": (0, "expected a number above 0"),
 }
 
 
@@ -317,6 +335,21 @@ def test_settings_that_cannot_be(folder, name):
     value, said = BAD[name]
     with pytest.raises(mla_compile.OptionError, match=said):
         settings(folder, **{name: value})
+
+
+def test_ranks_that_cannot_be(folder, monkeypatch):
+    """With 1 process, and with 4 as torchrun starts them."""
+    with pytest.raises(mla_compile.OptionError, match=r"of 1 in all: .* `torchrun --nproc-per-node 2 -m mla_compile"):
+        Server(settings(folder, tensor_parallel=2))
+    for name, value in {"TORCHELASTIC_RUN_ID": "any", "RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for tensor, context in ((2, 1), (2, 2), (None, 3), (1, 2), (4, 8)):
+        with pytest.raises(mla_compile.OptionError, match="of 4 in all"):
+            Server(settings(folder, tensor_parallel=tensor, context_parallel=context))
+    with pytest.raises(mla_compile.OptionError, match="'cuda:0', expected auto"):
+        Server(settings(folder, device="cuda:0"))
+    found = [Ranks.of(settings(folder, **how)) for how in ({}, {"context_parallel": 2}, COPIES)]
+    assert found == [Ranks(3, 4, 4, 1), Ranks(3, 4, 4, 2), Ranks(3, 4, 1, 4)]
 
 
 def test_the_dashboard_draws_figures_that_there_are(served):

@@ -91,6 +91,27 @@ def complete(address: str, prompt: str, new: int = 6, **more: Any) -> list[str]:
     return post(address, "completions", body).json()["choices"][0]["text"].split()
 
 
+@contextmanager
+def another_client(address: str, model: Any) -> Iterator[None]:
+    """Somebody who asks again and again meanwhile, and is told what ``generate()`` says each time."""
+    want, stop, wrong, right = alone(model, "w7 w8 w9", 5), threading.Event(), list[Any](), list[Any]()
+
+    def ask() -> None:
+        while not stop.is_set():
+            said = complete(address, "w7 w8 w9", 5)
+            (right if said == want else wrong).append(said)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        asking.join()
+    assert right
+    assert not wrong
+
+
 def until(holds: Any, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not holds():

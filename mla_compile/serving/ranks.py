@@ -1,0 +1,72 @@
+"""The processes that serve one model together, started by torchrun.
+
+All load the same model, compile the same graphs and run the same steps. The first has the HTTP door, and transformers'
+scheduler hands its requests to the others.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mla_compile.errors import OptionError
+from mla_compile.serving.settings import Settings
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of ``count`` ranks this process is, and how many hold weights (``tensor``) and rows (``context``) together.
+
+    The ranks that share rows are also among those that hold the weights together, or have copies of them.
+    """
+
+    number: int = 0
+    count: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @classmethod
+    def of(cls, settings: Settings) -> Ranks:
+        """As torchrun started them; raises :class:`OptionError` where ``settings`` ask for others."""
+        started = dist.is_available() and dist.is_torchelastic_launched()
+        number, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started else (0, 1)
+        context = settings.context_parallel
+        tensor = count if settings.tensor_parallel is None else settings.tensor_parallel
+        if not (tensor == count and tensor % context == 0) and (tensor, context) != (1, count):
+            raise OptionError(
+                f"tensor_parallel is {tensor} and context_parallel {context} of {count} in all: expected that all ranks"
+                " hold the weights together, in groups that share rows, or that all have copies (tensor_parallel=1) and"
+                f" share rows; `torchrun --nproc-per-node {max(tensor, context)} -m mla_compile serve` starts them"
+            )
+        kind = _device_kind()
+        if count > 1 and settings.device not in ("auto", kind):
+            raise OptionError(f"device is {settings.device!r}, expected auto: each of several ranks has its own")
+        return cls(number, count, tensor, context)
+
+    def placed(self) -> dict[str, Any]:
+        """What ``from_pretrained`` has to be told of where the weights of this rank go."""
+        from transformers.distributed import DistributedConfig
+
+        if self.tensor > 1:
+            return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=self.tensor)}
+        kind = _device_kind()
+        return {"device_map": kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"}
+
+    def sharing(self) -> dict[str, DeviceMesh]:
+        """The option of :func:`mla_compile.continuous_batching` that has ranks share rows."""
+        if self.context == 1:
+            return {}
+        groups = init_device_mesh(
+            _device_kind(), (self.count // self.context, self.context), mesh_dim_names=("groups", "context")
+        )
+        return {"context_parallel": groups["context"]}
+
+
+def _device_kind() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
