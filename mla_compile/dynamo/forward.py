@@ -143,6 +143,10 @@ class CompiledForward(OwnForward):
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
 
+    def use(self, run: Callable[..., Any]) -> None:
+        """From now on ``run(module, args, kwargs, forward)`` is called where Dynamo would run what it compiled."""
+        self._run, self._buffers = run, None
+
     def install(self) -> None:
         """Make this the forward of its module, whose ``mla_report`` is kept up to date with what is compiled."""
         if self.outer is None and not hasattr(self.module, "mla_report"):

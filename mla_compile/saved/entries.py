@@ -1,0 +1,58 @@
+"""Compiled calls in the place of Dynamo: the first whose guards hold runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_compile.errors import ModelFileError, brief
+
+
+@dataclass
+class Entry:
+    """A compiled call.
+
+    Attributes:
+        guards: torch's: ``check`` of the arguments by their names, and ``check_verbose``, which says what does not hold.
+        run: called with these arguments.
+        hits: how often it ran.
+    """
+
+    guards: Any
+    run: Callable[..., Any]
+    hits: int = 0
+
+
+class Entries:
+    """What takes the place of Dynamo in an optimized module."""
+
+    def __init__(self, entries: Sequence[Entry], where: str) -> None:
+        self.entries = list(entries)
+        self.where = where
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any) -> Any:
+        """The module's forward. Raises :class:`ModelFileError` for a call like none that was saved."""
+        given = {"module": module, "args": args, "kwargs": kwargs, "forward": forward}
+        for entry in self.entries:
+            if entry.guards.check(given):
+                if entry is not self.entries[0]:  # which is asked first in the next call, as Dynamo does
+                    self.entries = [entry, *(other for other in self.entries if other is not entry)]
+                entry.hits += 1
+                return entry.run(module, args, kwargs, forward)
+        raise ModelFileError(self._why(given))
+
+    def _why(self, given: dict[str, Any]) -> str:
+        reasons = dict.fromkeys(_first_failure(entry.guards, given) for entry in self.entries)
+        return (
+            f"{self.where} has no code for this call: {'; '.join(reasons)}. Save with calls like this one "
+            "(save(..., run=...)), or call optimize(model), which compiles what comes"
+        )
+
+
+def _first_failure(guards: Any, given: dict[str, Any]) -> str:
+    """What does not hold, in Dynamo's words without its comments."""
+    parts = guards.check_verbose(given).verbose_code_parts
+    return parts[0].split("  #")[0].strip() if parts else "a guard of Dynamo does not hold"
