@@ -102,12 +102,13 @@ def load(folder: str | os.PathLike[str], model: Model, **options: Any) -> Model:
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"load() takes a folder and an nn.Module, got {type(model).__name__}")
     where = Path(folder).absolute()
-    manifest = files.manifest(where)
+    manifest = files.manifest(where, (*_names(0), _REPORT))
     saved = manifest["kind"]
-    given = saved.get("options", {})
-    now = _kind(model, given | options) | {"code": saved.get("code", {})}
+    given = saved["options"]
+    now = _kind(model, given | options) | {"code": saved["code"]}
     _refuse(where, kind.differences(saved, now))
-    _refuse(where, kind.differences(saved["code"], {name: kind.digest_of_module(name) for name in saved["code"]}))
+    source = {name: kind.digest_of_module(name) for name in saved["code"]}
+    _refuse(where, kind.differences({"code": saved["code"]}, {"code": source}))
     data = files.read(where, manifest["files"])
     mode, settings, parsed = _parsed(where, given)
     fast = with_forward(model, parsed, mode, settings, progress=False)

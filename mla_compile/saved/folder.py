@@ -12,15 +12,18 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mla_compile.core.files import umask
 from mla_compile.core.trusted import refusal
 from mla_compile.errors import ModelFileError, TargetError
 
 MANIFEST = "mla_compile_saved.json"
 FORMAT = 1
+PARTS = ("versions", "machine", "options", "model", "code")
+"""What a manifest says of the code."""
 _LARGEST = 1 << 26  # bytes of a manifest
 _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -34,10 +37,12 @@ def write(folder: Path, kind: Mapping[str, Any], files: Mapping[str, bytes]) -> 
     except OSError as error:
         raise TargetError(f"{folder} cannot be written: {error}") from error
     try:
-        for name, data in files.items():
+        digests = {name: digest(data) for name, data in files.items()}
+        said = json.dumps({"format": FORMAT, "kind": kind, "files": digests}, indent=1)
+        for name, data in {**files, MANIFEST: said.encode()}.items():
             (draft / name).write_bytes(data)
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        (draft / MANIFEST).write_text(json.dumps({"format": FORMAT, "kind": kind, "files": digests}, indent=1))
+            (draft / name).chmod(0o644 & ~umask())
+        draft.chmod(0o755 & ~umask())
         if folder.exists():
             folder.rmdir()
         os.replace(draft, folder)
@@ -53,8 +58,8 @@ def check_new(folder: Path) -> None:
         raise TargetError(f"{folder} exists already; give a new folder, or remove it")
 
 
-def manifest(folder: Path) -> dict[str, Any]:
-    """What the folder says of itself. Raises :class:`ModelFileError` for one that is none, or somebody else's."""
+def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
+    """What the folder says of itself; ``needed``: files that every folder has. Raises :class:`ModelFileError` for one that is none, or somebody else's."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ModelFileError(f"{folder} is no folder that mla_compile.save made: it has no {MANIFEST}")
@@ -64,11 +69,16 @@ def manifest(folder: Path) -> dict[str, Any]:
             found = json.loads(file.read(_LARGEST))
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be read: {error}") from error
-    good = isinstance(found, dict) and isinstance(found.get("kind"), dict) and isinstance(found.get("files"), dict)
+    good = isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in ("kind", "files"))
     if not good or found.get("format") != FORMAT:
         raise ModelFileError(f"{path} is not a manifest of format {FORMAT}; save the model again")
-    for name, digest in found["files"].items():
-        if not _NAME.fullmatch(name) or not isinstance(digest, str):
+    for name in PARTS:
+        if not isinstance(found["kind"].get(name), dict):
+            raise ModelFileError(f"{path} does not say which {name} the code is for; save the model again")
+    if missing := [name for name in needed if name not in found["files"]]:
+        raise ModelFileError(f"{path} names no {', '.join(missing)}; save the model again")
+    for name, given in found["files"].items():
+        if not _NAME.fullmatch(name) or not isinstance(given, str):
             raise ModelFileError(f"{path} names a file {name!r}, which is not one that mla_compile.save writes")
     return found
 
@@ -76,16 +86,21 @@ def manifest(folder: Path) -> dict[str, Any]:
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     """The files, each as it was written. Raises :class:`ModelFileError` for one that is not, or is somebody else's."""
     found = {}
-    for name, digest in digests.items():
+    for name, given in digests.items():
         path = folder / name
         if not path.is_file():
             raise ModelFileError(f"{path} is missing; save the model again")
         _refuse(path)
         data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != digest:
+        if digest(data) != given:
             raise ModelFileError(f"{path} is not what was saved: its digest differs; save the model again")
         found[name] = data
     return found
+
+
+def digest(data: bytes) -> str:
+    """What tells one content from every other."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def _refuse(path: Path) -> None:

@@ -59,6 +59,7 @@ class Recording:
         self.traced: set[CodeType] = set()
         self.problem: str | None = None
         self._function: FunctionType | None = None
+        self._code: CodeType | None = None
         self._modules: dict[str, str] = {}
         self._graphs: dict[str, Callable[..., Any]] = {}
 
@@ -75,9 +76,7 @@ class Recording:
     @contextmanager
     def code_context(self, code: CodeType) -> Iterator[None]:
         """Around the compilation of one call."""
-        if self._function is None or code is not self._function.__code__:
-            self._cannot(f"the graph breaks, and {code.co_name} ({code.co_filename}) is compiled by itself")
-        self._modules, self._graphs = {}, {}
+        self._code, self._modules, self._graphs = code, {}, {}
         with ExitStack() as stack:
             write = partial(guards_in_file, names=self.names)
             stack.enter_context(patch.object(dynamo_guards, "pickle_guards_state", write))
@@ -88,8 +87,14 @@ class Recording:
             yield
 
     def add_guarded_code(self, guards: bytes, code: CodeType) -> None:
-        """A call was compiled."""
+        """A call was compiled.
+
+        Not of interest is what guards call (attributes of our tensors): it may run as it is. Functions behind a graph
+        break come with :meth:`add_resume_function`.
+        """
         assert self._function is not None
+        if self._code is not self._function.__code__:
+            return
         known = self._function.__globals__
         missing = globals_of(code) - self._modules.keys() - self._graphs.keys()
         values = {name: known[name] for name in missing if name in known and not name.startswith("__builtins_dict__")}
