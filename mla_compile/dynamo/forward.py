@@ -143,9 +143,18 @@ class CompiledForward(OwnForward):
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
 
-    def use(self, run: Callable[..., Any]) -> None:
-        """From now on ``run(module, args, kwargs, forward)`` is called where Dynamo would run what it compiled."""
-        self._run, self._buffers = run, None
+    def use(self, run: Callable[..., Any], *, buffers: bool = False) -> None:
+        """From now on ``run(module, args, kwargs, forward)`` is called where Dynamo would run what it compiled.
+
+        ``buffers``: rows may still take the place of buffers of K and V, for which a call may be traced.
+        """
+        self._run = run
+        self._buffers = self._buffers if buffers else None
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether rows took the place of buffers of K and V."""
+        return self._buffers is not None and self._buffers.keeps
 
     def install(self) -> None:
         """Make this the forward of its module, whose ``mla_report`` is kept up to date with what is compiled."""

@@ -18,6 +18,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from mla_compile.api import with_forward
+from mla_compile.core import collector
 from mla_compile.core.modules import models_within
 from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo import entry as entry_of_dynamo
@@ -61,7 +62,7 @@ def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Run | None
         TargetError: there is something in ``folder``, or it cannot be written.
     """
     forward = _forward_of(model)
-    _check_release()
+    _check_means(model)
     options = _options(forward)
     where = Path(folder).absolute()
     files.check_new(where)
@@ -70,11 +71,14 @@ def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Run | None
     found = references(twin)
     recording = Recording({id(value): name for name, value in found.items()})
     made = _forward_of(twin)
-    made.use(compiled_entry(made.compiler, package=recording, **made.settings))
+    made.use(compiled_entry(made.compiler, package=recording, **made.settings), buffers=True)
     call = run or _generate
     call(twin)
-    if recording.problem is not None or not recording.compiled:
-        raise ExportError(f"{type(model).__name__} cannot be saved: {recording.problem or 'nothing was compiled'}")
+    problem = recording.problem or (None if recording.compiled else "nothing was compiled")
+    if made.keeps_buffers:
+        problem = "it has a cache in buffers of its own, and which of these are kept as rows is found by tracing"
+    if problem is not None:
+        raise ExportError(f"{type(model).__name__} cannot be saved: {problem}")
     written = _tried(twin, recording, found, call)
     written[_REPORT] = pickled(vars(twin)["mla_report"], {})
     if (library := native.load() if forward.options.lowering == "op" else None) is not None:
@@ -114,7 +118,7 @@ def load(folder: str | os.PathLike[str], model: Model, **options: Any) -> Model:
     fast = with_forward(model, parsed, mode, settings, progress=False)
     _only_whole(fast, ModelFileError)
     place = tempfile.TemporaryDirectory(prefix="mla_compile_")
-    with one_at_a_time():
+    with one_at_a_time(), collector.paused():
         entries = _entries(where, data, references(fast), Path(place.name), parsed.codegen == "inductor")
     weakref.finalize(entries, place.cleanup)
     _forward_of(fast).use(entries)
@@ -129,12 +133,14 @@ def _forward_of(model: object) -> CompiledForward:
     return forward
 
 
-def _check_release() -> None:
+def _check_means(model: torch.nn.Module) -> None:
     if TorchVersion(torch.__version__) < _OLDEST:
         raise ExportError(f"saving compiled code takes torch {_OLDEST} or newer, this is {torch.__version__}")
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         raise ExportError("code of several ranks is not saved: each compiles its own")
+    if elsewhere := {str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "cpu"}:
+        raise ExportError(f"code is saved for CPUs alone, and the model is on {', '.join(sorted(elsewhere))}")
 
 
 def _generate(model: Any) -> None:
@@ -165,9 +171,7 @@ class _Refusing:
         )
 
 
-def _tried(
-    twin: torch.nn.Module, recording: Recording, found: Mapping[str, object], run: Run
-) -> dict[str, bytes]:
+def _tried(twin: torch.nn.Module, recording: Recording, found: Mapping[str, object], run: Run) -> dict[str, bytes]:
     """What was compiled, as files, after a run of what they hold; what is not called in it is left out."""
     # The last first: it is open where earlier ones are not.
     written = [_written(one, recording.names) for one in reversed(recording.compiled)]
@@ -186,7 +190,9 @@ def _tried(
         try:
             run(twin)
         except ModelFileError as error:
-            raise ExportError(f"{type(twin).__name__} cannot be saved, as calls differ when repeated: {error}") from error
+            raise ExportError(
+                f"{type(twin).__name__} cannot be saved, as calls differ when repeated: {error}"
+            ) from error
     data: dict[str, bytes] = {}
     kept = [at for at, entry in enumerate(entries) if entry.hits]
     for number, at in enumerate(kept):
@@ -211,7 +217,9 @@ def _entry(call: bytes, guards: bytes, found: Mapping[str, object]) -> Entry:
     return Entry(checks, FunctionType(code, scope, code.co_name, (None,)))
 
 
-def _entries(where: Path, data: Mapping[str, bytes], found: Mapping[str, object], place: Path, inductor: bool) -> Entries:
+def _entries(
+    where: Path, data: Mapping[str, bytes], found: Mapping[str, object], place: Path, inductor: bool
+) -> Entries:
     """The calls of a folder, whose files are ``data``; native code is copied to ``place`` and loaded from there."""
     libraries = {name: place / name for name in data if name.endswith(".so")}
     for name, path in libraries.items():
@@ -231,10 +239,9 @@ def _entries(where: Path, data: Mapping[str, bytes], found: Mapping[str, object]
 
 
 def _kind(model: torch.nn.Module, options: Mapping[str, Any]) -> kind.Kind:
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return {
         "versions": kind.of_versions(),
-        "machine": kind.of_machine(devices),
+        "machine": kind.of_machine(),
         "options": dict(options),
         "model": kind.of_model(model),
     }

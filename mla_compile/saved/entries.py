@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mla_compile.errors import ModelFileError, brief
+from mla_compile.errors import ModelFileError
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Entry:
     """A compiled call.
 
     Attributes:
-        guards: torch's: ``check`` of the arguments by their names, and ``check_verbose``, which says what does not hold.
+        guards: torch's: ``check`` of arguments by their names, and ``check_verbose``, which says what does not hold.
         run: called with these arguments.
         hits: how often it ran.
     """

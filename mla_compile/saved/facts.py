@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import types
 from typing import Any
 
 import torch
-from torch._dynamo.guards import _get_closure_vars
 
 MISSING = "missing"
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(...), slice, range, enum.Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
+)  # fmt: skip
+"""What is what its ``repr`` says."""
 
 
 def told(value: Any, depth: int = 3) -> str:
     """A value in words: constants as they are, code by its digest, everything else by its type."""
     kind = type(value)
-    if kind in _PLAIN:
+    if isinstance(value, _PLAIN):
         return f"{kind.__name__} {value!r}"
     if isinstance(value, types.FunctionType):
         return f"function {value.__module__}.{value.__qualname__} {digest_of(value.__code__)}"
@@ -26,13 +30,15 @@ def told(value: Any, depth: int = 3) -> str:
         return f"class {value.__module__}.{value.__qualname__}"
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
-    if isinstance(value, (types.BuiltinFunctionType, types.MethodType)):
-        return f"{kind.__name__} {value.__qualname__}"
+    if isinstance(value, types.MethodType):
+        return f"method {told(value.__func__)} of {name_of(type(value.__self__))}"
+    if isinstance(value, types.BuiltinFunctionType):
+        return f"builtin {value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor):
         return f"tensor {name_of(kind)} {value.dtype} {value.device} {value.requires_grad}"
     of = name_of(kind)
     if isinstance(value, dict):
-        return f"{of} of {[told(key, 0) for key in value]}"
+        return f"{of} of {[(told(key, 0), told(one, depth - 1) if depth else '') for key, one in value.items()]}"
     if isinstance(value, (list, tuple)):
         return f"{of} of {[told(one, depth - 1) for one in value] if depth else len(value)}"
     if isinstance(value, (set, frozenset)):

@@ -59,7 +59,10 @@ def check_new(folder: Path) -> None:
 
 
 def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
-    """What the folder says of itself; ``needed``: files that every folder has. Raises :class:`ModelFileError` for one that is none, or somebody else's."""
+    """What the folder says of itself; ``needed``: files that every folder has.
+
+    Raises :class:`ModelFileError` for one that is none, or somebody else's.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise ModelFileError(f"{folder} is no folder that mla_compile.save made: it has no {MANIFEST}")

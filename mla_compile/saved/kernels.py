@@ -52,6 +52,7 @@ def given(files: Mapping[str, Path], folder: Path) -> Iterator[None]:
 
     Raises :class:`ModelFileError` within the block for a kernel that is not there.
     """
+
     def loading(_: Any, argument_types: list[str], source: str) -> Callable[..., None]:
         key = key_of(argument_types, source)
         if key not in files:
@@ -78,7 +79,8 @@ def _kernel(key: str, file: Path) -> Callable[..., None]:
         address: Any = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         sys.modules[name] = module

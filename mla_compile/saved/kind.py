@@ -9,35 +9,33 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 
-from mla_compile.saved.facts import name_of
+from mla_compile.errors import ExportError
+from mla_compile.saved.facts import name_of, told
 from mla_compile.version import __version__
 
 Kind = dict[str, Any]
 """What JSON can hold: words, numbers, lists, and dicts of these."""
 
-_INSTRUCTIONS = re.compile(
-    r"^(Features|flags)\s*:(.*)$", re.MULTILINE
+_INSTRUCTIONS = re.compile(r"^(Features|flags)\s*:(.*)$", re.MULTILINE)
+_MATTERS = re.compile(
+    r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme"
 )
-_MATTERS = re.compile(r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme")
 _OURS = Path(__file__).parents[1]
 _SHOWN = 3
 
 
-def of_machine(devices: Iterable[torch.device]) -> Kind:
-    """This machine, as far as compiled code depends on it."""
-    cards = sorted({device for device in devices if device.type == "cuda"}, key=str)
+def of_machine() -> Kind:
+    """This machine, as far as compiled code for its processor depends on it."""
     return {
         "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".strip(),
         "instructions": _instructions(),
         "threads": torch.get_num_threads(),
-        "cards": [f"{torch.cuda.get_device_name(d)} {torch.cuda.get_device_capability(d)}" for d in cards],
     }
 
 
@@ -70,29 +68,52 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def of_model(model: torch.nn.Module) -> Kind:
-    """The class, names, shapes and dtypes of a model."""
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    """The classes, names, shapes and dtypes of a model, and the attributes of torch's own modules.
+
+    These attributes (the epsilon of a norm) Dynamo takes for constant and does not guard.
+    """
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {
-        "class": name_of(type(model)),
-        "tensors": {name: _told(tensor) for name, tensor in tensors.items()},
+        "modules": {path: _module(module) for path, module in model.named_modules(remove_duplicate=False)},
+        "tensors": {name: _tensor(tensor) for name, tensor in tensors},
     }
 
 
-def _told(tensor: torch.Tensor) -> str:
+def _module(module: torch.nn.Module) -> str:
+    name = name_of(type(module))
+    own = vars(module).items() if name.startswith("torch.") else ()
+    known = (f"{key}={told(value)}" for key, value in own if not key.startswith("_"))
+    return " ".join((name, *known))
+
+
+def _tensor(tensor: torch.Tensor) -> str:
     grad = ", requires_grad" * tensor.requires_grad
     return f"{type(tensor).__name__} {list(tensor.shape)} {tensor.dtype} {tensor.device}{grad}"
 
 
 def of_code(traced: Iterable[CodeType]) -> Kind:
-    """A digest of each file with code that was traced, but for torch's and our own, which have a version."""
-    modules = {module for code in traced if (module := inspect.getmodule(code)) is not None}
-    names = {module.__name__ for module in modules if module.__name__.split(".")[0] not in ("torch", "mla_compile")}
-    return {name: digest_of_module(name) for name in sorted(names)}
+    """A digest of each file with code that was traced, but for torch's and our own, which have a version.
+
+    Raises :class:`ExportError` for code that no file has.
+    """
+    names: set[str] = set()
+    for code in traced:
+        module = inspect.getmodule(code)
+        if module is not None and module.__name__ != "__main__":
+            names.add(module.__name__)
+        elif code.co_filename != "<string>" or code.co_name != "__init__":  # what a dataclass makes of what a file has
+            raise ExportError(f"{code.co_name} ({code.co_filename}) is in no module, and could not be recognised again")
+    return {
+        name: digest_of_module(name) for name in sorted(names) if name.split(".")[0] not in ("torch", "mla_compile")
+    }
 
 
 def digest_of_module(name: str) -> str:
     """Of the source of a module."""
-    file = inspect.getsourcefile(importlib.import_module(name))
+    try:
+        file = inspect.getsourcefile(importlib.import_module(name))
+    except (ImportError, TypeError):  # gone, or built in
+        file = None
     return "no source" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 

@@ -102,7 +102,8 @@ def test_changes_after_loading_are_followed_or_refused(saved: Path):
     with pytest.raises(ModelFileError, match="_forward_hooks"):
         texts(fast)
     handle.remove()
-    assert_same(texts(fast), texts(OneLayer()))
+    with torch.inference_mode():
+        assert_same(texts(fast), texts(OneLayer()))
     model.layer.style = "written_out"
     with pytest.raises(ModelFileError, match="style"):
         texts(fast)
@@ -114,7 +115,7 @@ def test_changes_after_loading_are_followed_or_refused(saved: Path):
 
 def test_a_call_like_none_that_was_saved_is_refused_by_name(saved: Path):
     fast = mla_compile.load(saved, OneLayer())
-    with torch.no_grad(), pytest.raises(ModelFileError, match="has no code for this call: .*float"):
+    with torch.no_grad(), pytest.raises(ModelFileError, match=r"has no code for this call: .*float"):
         fast(seeded(1, 3, D).float())
     assert_same(texts(fast), texts(OneLayer()))
 
@@ -127,19 +128,15 @@ def test_a_call_like_none_that_was_saved_is_refused_by_name(saved: Path):
         (lambda model: model.layer.up.register_buffer("more", torch.ones(1)), "layer.up.more"),
         (lambda model: setattr(model.layer, "style", "written_out"), "style.*written_out"),
         (lambda model: model.layer.norm.register_forward_hook(lambda *_: None), "_forward_hooks"),
-        (lambda model: model.layer.train(), "training|Linear"),
+        (lambda model: setattr(model.layer.norm, "eps", 0.5), "layer.norm: .*eps=float 0.5"),
     ],
-    ids=["dtype", "a layer", "a buffer", "an attribute", "a hook", "training"],
+    ids=["dtype", "a layer", "a buffer", "an attribute", "a hook", "an attribute of torch's"],
 )
 def test_another_model_is_refused_by_name(saved: Path, change: Callable[[Any], object], named: str):
     model: Any = OneLayer()
     change(model)
-    try:
+    with pytest.raises(ModelFileError, match=named):
         texts(mla_compile.load(saved, model))
-    except ModelFileError as error:
-        assert pytest.importorskip("re").search(named, str(error)), error
-    else:
-        pytest.fail("nothing was refused")
 
 
 def _version(manifest: dict[str, Any]) -> None:
@@ -201,7 +198,7 @@ def test_nothing_of_a_damaged_or_foreign_folder_runs(copied: Path, of: str, monk
         path.write_bytes(pickle.dumps(Ran()))
         rewrite(copied, lambda manifest: manifest["files"].update({path.name: files.digest(path.read_bytes())}))
         (path if of == "a writable file" else copied).chmod(0o777)
-    with pytest.raises(ModelFileError, match="everybody may write|digest differs|no folder that mla_compile.save made"):
+    with pytest.raises(ModelFileError, match=r"everybody may write|digest differs|no folder that mla_compile"):
         mla_compile.load(copied, OneLayer())
     assert not (copied / "ran").exists()
 
@@ -210,7 +207,7 @@ def test_a_file_of_another_user_is_refused(copied: Path):
     if os.geteuid():
         pytest.skip("takes root, who may give files away")
     os.chown(copied / "guards_0.pickle", 12345, -1)
-    with pytest.raises(ModelFileError, match="guards_0.pickle belongs to user 12345"):
+    with pytest.raises(ModelFileError, match=r"guards_0.pickle belongs to user 12345"):
         mla_compile.load(copied, OneLayer())
 
 
@@ -229,18 +226,66 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path):
         mla_compile.save(fast, tmp_path / "code")
     with pytest.raises(ExportError, match="nothing was compiled"):
         mla_compile.save(fast, tmp_path / "code", lambda model: None)
-    with pytest.raises(InputError, match="that optimize\\(\\) returned, got Breaks"):
+    with pytest.raises(InputError, match=r"that optimize\(\) returned, got Breaks"):
         mla_compile.save(Breaks(), tmp_path / "code", texts)
     assert not any(tmp_path.iterdir())
     (tmp_path / "mine").touch()
     with pytest.raises(TargetError, match="exists already"):
         mla_compile.save(fast, tmp_path, texts)
-    with pytest.raises(InputError, match="takes a folder and an nn.Module, got int"):
+    with pytest.raises(InputError, match=r"takes a folder and an nn.Module, got int"):
         mla_compile.load(tmp_path, 3)  # type: ignore[type-var]
     assert os.listdir(tmp_path) == ["mine"]
+
+
+@full("inductor")
+def test_transformers_models_in_another_process(tmp_path: Path):
+    """No compiler is there, and Inductor's caches are empty: prompts and steps of every size, of a static cache too."""
+    path = tmp_path / "code"
+    code = "from tests.doors import test_saved; test_saved.{}({!r})"
+    for name, more in (("save_transformers", {}), ("load_transformers", {"CXX": "none", "PATH": str(tmp_path)})):
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name)}
+        command = [sys.executable, "-c", code.format(name, str(path))]
+        subprocess.run(command, env={**os.environ, **caches, **more}, check=True, cwd=Path(__file__).parents[2])
+
+
+def generations(model: Any, sizes: Any) -> list[Tensor]:
+    found = []
+    for batch, prompt, new in sizes:
+        ids = torch.arange(batch * prompt).view(batch, prompt) % 190 + 3
+        for kind_of_cache in ("dynamic", "static"):
+            with torch.inference_mode():
+                made = model.generate(ids, max_new_tokens=new, do_sample=False, cache_implementation=kind_of_cache)
+            found.append(made)
+    return found
+
+
+def save_transformers(path: str) -> None:
+    from tests.support import models
+
+    fast = mla_compile.optimize(models.build("deepseek_v3"))
+    mla_compile.save(fast, path, lambda model: generations(model, ((1, 9, 3), (1, 12, 3), (2, 10, 3))))
+
+
+def load_transformers(path: str) -> None:
+    from torch._dynamo.utils import counters
+
+    from tests.support import models
+
+    sizes = ((1, 30, 9), (4, 5, 8), (2, 70, 3))
+    model = other_weights(models.build("deepseek_v3"))
+    fast = mla_compile.load(path, model)
+    for one, other in zip(generations(fast, sizes), generations(model, sizes), strict=True):
+        assert torch.equal(one, other)
+    assert not counters["frames"]
 
 
 def test_differences_are_told_in_few_words():
     before = {"a": {str(n): n for n in range(9)}, "b": 1}
     told = kind.differences(before, {"a": {str(n): n + 1 for n in range(9)}})
-    assert told == ["a 0: 1, saved for 0", "a 1: 2, saved for 1", "a 2: 3, saved for 2", "6 more of a", "b: none, saved for 1"]
+    assert told == [
+        "a 0: 1, saved for 0",
+        "a 1: 2, saved for 1",
+        "a 2: 3, saved for 2",
+        "6 more of a",
+        "b: none, saved for 1",
+    ]
