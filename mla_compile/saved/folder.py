@@ -69,7 +69,7 @@ def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
     _refuse(path)
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(_LARGEST))
+            found: Any = json.loads(file.read(_LARGEST))
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be read: {error}") from error
     good = isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in ("kind", "files"))
@@ -83,7 +83,7 @@ def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
     for name, given in found["files"].items():
         if not _NAME.fullmatch(name) or not isinstance(given, str):
             raise ModelFileError(f"{path} names a file {name!r}, which is not one that mla_compile.save writes")
-    return found
+    return dict(found)
 
 
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:

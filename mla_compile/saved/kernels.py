@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from mla_compile.errors import ModelFileError
+from mla_compile.saved.instead import instead
+
+_PLACE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def key_of(argument_types: list[str], source: str) -> str:
@@ -67,9 +69,16 @@ def given(files: Mapping[str, Path], folder: Path) -> Iterator[None]:
 def _calling(loading: Callable[..., Any], folder: Path) -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile
 
-    place = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    with patch.object(AsyncCompile, "cpp_pybinding", loading), patch.dict(os.environ, place):
-        yield
+    before = os.environ.get(_PLACE)
+    os.environ[_PLACE] = str(folder)
+    try:
+        with instead(AsyncCompile, "cpp_pybinding", loading):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_PLACE]
+        else:
+            os.environ[_PLACE] = before
 
 
 def _kernel(key: str, file: Path) -> Callable[..., None]:

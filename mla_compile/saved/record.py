@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._dynamo import guards as dynamo_guards
 
 from mla_compile.saved.guards import guards_in_file
+from mla_compile.saved.instead import instead
 
 _SERIALIZABLE = {
     "strict_autograd_cache": True,
@@ -79,9 +79,9 @@ class Recording:
         self._code, self._modules, self._graphs = code, {}, {}
         with ExitStack() as stack:
             write = partial(guards_in_file, names=self.names)
-            stack.enter_context(patch.object(dynamo_guards, "pickle_guards_state", write))
+            stack.enter_context(instead(dynamo_guards, "pickle_guards_state", write))
             checks = dynamo_guards.CheckFunctionManager
-            stack.enter_context(patch.object(checks, "UNSUPPORTED_SERIALIZATION_GUARD_TYPES", ()))
+            stack.enter_context(instead(checks, "UNSUPPORTED_SERIALIZATION_GUARD_TYPES", ()))
             stack.enter_context(torch._dynamo.config.patch(strict_precompile=True))
             stack.enter_context(torch._functorch.config.patch(_SERIALIZABLE))
             yield

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import mla_compile
 from mla_compile import ExportError, InputError, ModelFileError
 from mla_compile.errors import TargetError
+from mla_compile.saved import door
 from mla_compile.saved import folder as files
 from mla_compile.saved import kind
 from tests.support.latent_modules import D, OneLayer
@@ -211,6 +212,12 @@ def test_a_file_of_another_user_is_refused(copied: Path):
         mla_compile.load(copied, OneLayer())
 
 
+def test_an_older_torch_is_refused_by_name(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(door, "_OLDEST", "99.1")
+    with pytest.raises(ModelFileError, match=r"takes torch 99\.1 or newer, this is"):
+        mla_compile.load(saved, OneLayer())
+
+
 class Breaks(OneLayer):
     def forward(self, x: Tensor, past: Any = None) -> Any:
         y, past = super().forward(x, past)
@@ -235,6 +242,19 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path):
     with pytest.raises(InputError, match=r"takes a folder and an nn.Module, got int"):
         mla_compile.load(tmp_path, 3)  # type: ignore[type-var]
     assert os.listdir(tmp_path) == ["mine"]
+
+
+@full("combination")
+def test_folded_weights_follow_those_of_the_model_that_is_given(tmp_path: Path):
+    fast = mla_compile.optimize(OneLayer(), **FAST, fold="always", forms="absorbed")
+    sizes = ((1, 3, 1), (1, 5, 1))
+    mla_compile.save(fast, tmp_path / "code", lambda model: texts(model, sizes))
+    model = other_weights(OneLayer())
+    fast = mla_compile.load(tmp_path / "code", model)
+    assert {site.form for site in fast.mla_report.sites} == {"folded"}
+    assert_same(texts(fast, ((1, 4, 3),)), texts(other_weights(OneLayer()), ((1, 4, 3),)))
+    other_weights(model)
+    assert_same(texts(fast, sizes), texts(other_weights(other_weights(OneLayer())), sizes))
 
 
 @full("inductor")
