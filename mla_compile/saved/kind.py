@@ -74,7 +74,9 @@ def of_model(model: torch.nn.Module) -> Kind:
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {
-        "modules": {path: _module(module) for path, module in model.named_modules(remove_duplicate=False)},
+        "modules": {
+            path or "(itself)": _module(module) for path, module in model.named_modules(remove_duplicate=False)
+        },
         "tensors": {name: _tensor(tensor) for name, tensor in tensors},
     }
 

@@ -34,7 +34,8 @@ def read(folder: Path, model: Model, options: Mapping[str, Any]) -> Model:
     saved = manifest["kind"]
     given = saved["options"]
     now = {**kind_of(model, {**given, **options}), "code": saved["code"]}
-    _refuse(folder, differences(saved, now))
+    _refuse(folder, differences({"versions": saved["versions"]}, {"versions": now["versions"]}))
+    _refuse(folder, differences(saved, now))  # said by the same version
     source = {name: digest_of_module(name) for name in saved["code"]}  # which imports modules
     _refuse(folder, differences({"code": saved["code"]}, {"code": source}))
     data = files.read(folder, manifest["files"])

@@ -10,6 +10,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -771,3 +772,9 @@ def test_the_buffers_of_a_dropped_original_are_freed():
     assert are_rows(model)
     gc.collect()
     assert not any(ref() is not None for ref in original)
+
+
+def test_code_for_a_cache_in_buffers_is_not_saved(tmp_path: Path):
+    fast = optimized(Model(), lowering="aten", verify=False)
+    with pytest.raises(mla_compile.ExportError, match=r"cannot be saved: it has a cache in buffers of its own"):
+        mla_compile.save(fast, tmp_path / "code", lambda model: session(model, inputs()))

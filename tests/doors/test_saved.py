@@ -19,9 +19,8 @@ from torch import Tensor, nn
 import mla_compile
 from mla_compile import ExportError, InputError, ModelFileError
 from mla_compile.errors import TargetError
-from mla_compile.saved import door
+from mla_compile.saved import door, kind
 from mla_compile.saved import folder as files
-from mla_compile.saved import kind
 from tests.support.latent_modules import D, OneLayer
 from tests.support.programs import seeded
 from tests.support.tiers import full
