@@ -136,7 +136,8 @@ def _function(
 
 
 def _code(serialized: SerializedCode) -> types.CodeType:
-    return SerializedCode.to_code_object(serialized)
+    code: types.CodeType = SerializedCode.to_code_object(serialized)
+    return code
 
 
 def _cell(value: object) -> types.CellType:

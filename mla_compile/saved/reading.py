@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields
@@ -21,7 +20,7 @@ from mla_compile.options import Options
 from mla_compile.saved import folder as files
 from mla_compile.saved import kernels
 from mla_compile.saved.calls import NATIVE, REPORT, entry_of, forward_of, kind_of, names, only_whole
-from mla_compile.saved.entries import Entries
+from mla_compile.saved.entries import Entries, Entry
 from mla_compile.saved.kind import differences, digest_of_module
 from mla_compile.saved.pickling import references, unpickled
 
@@ -42,11 +41,11 @@ def read(folder: Path, model: Model, options: Mapping[str, Any]) -> Model:
     mode, settings, parsed = _parsed(folder, given)
     fast = with_forward(model, parsed, mode, settings, progress=False)
     only_whole(fast, ModelFileError)
-    place = tempfile.TemporaryDirectory(prefix="mla_compile_")
-    with one_at_a_time(), collector.paused():
-        entries = _entries(folder, data, references(fast), Path(place.name), parsed.codegen == "inductor")
-    weakref.finalize(entries, place.cleanup)
-    forward_of(fast).use(entries)
+    forward = forward_of(fast)
+    with tempfile.TemporaryDirectory(prefix="mla_compile_") as place, one_at_a_time(), collector.paused():
+        with forward.recompiles.settings():  # by which Dynamo also guards hooks
+            entries = _entries(folder, data, references(fast), Path(place), parsed.codegen == "inductor")
+    forward.use(entries)
     vars(fast)["mla_report"] = unpickled(data[REPORT], {})
     return fast
 
@@ -62,11 +61,12 @@ def _entries(
         native.offer(str(libraries[NATIVE]))
         native.load()
     of_inductor = {name[len("kernel_") : -len(".so")]: path for name, path in libraries.items() if name != NATIVE}
-    entries = []
+    entries: list[Entry] = []
     with kernels.given(of_inductor, place) if inductor else nullcontext():
         while (pair := names(len(entries)))[0] in data:
+            call, guards = (data[name] for name in pair)
             try:
-                entries.append(entry_of(*(data[name] for name in pair), found))
+                entries.append(entry_of(call, guards, found))
             except ModelFileError as error:
                 raise ModelFileError(f"{where} does not fit: {error}") from error
     return Entries(entries, str(where))

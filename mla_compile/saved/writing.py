@@ -72,7 +72,7 @@ def _tried(twin: torch.nn.Module, recording: Recording, run: Run) -> dict[str, b
     used: list[dict[str, Path]] = [{} for _ in written]
     with tempfile.TemporaryDirectory(prefix="mla_compile_") as place:
         entries = []
-        with one_at_a_time():
+        with one_at_a_time(), forward.recompiles.settings():  # by which Dynamo also guards hooks
             for number, (call, guards) in enumerate(written):
                 fresh = Path(place, str(number))
                 fresh.mkdir()
