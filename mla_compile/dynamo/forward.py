@@ -143,6 +143,10 @@ class CompiledForward(OwnForward):
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
 
+    def unwrap(self) -> None:
+        """Takes wrappers off now, which the first call does otherwise."""
+        self._device_of_all()
+
     def use(self, run: Callable[..., Any], *, buffers: bool = False) -> None:
         """From now on ``run(module, args, kwargs, forward)`` is called where Dynamo would run what it compiled.
 

@@ -35,7 +35,7 @@ def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[
         ExportError: torch is older than 2.13, or what was compiled cannot be saved.
         TargetError: there is something in ``folder``, or it cannot be written.
     """
-    _check_release(ExportError)
+    _check_torch(ExportError)
     from mla_compile.saved import writing  # on use: torch's means are no older than that release
 
     writing.write(model, Path(folder).absolute(), run)
@@ -60,12 +60,16 @@ def load(folder: str | os.PathLike[str], model: Model, **options: Any) -> Model:
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"load() takes a folder and an nn.Module, got {type(model).__name__}")
-    _check_release(ModelFileError)
+    _check_torch(ModelFileError)
     from mla_compile.saved import reading  # on use, as above
 
     return reading.read(Path(folder).absolute(), model, options)
 
 
-def _check_release(kind: type[Exception]) -> None:
+def _check_torch(kind: type[Exception]) -> None:
     if TorchVersion(torch.__version__) < _OLDEST:
         raise kind(f"saved code takes torch {_OLDEST} or newer, this is {torch.__version__}; use optimize()")
+    if torch._dynamo.config.caching_precompile:
+        raise kind(
+            "torch's own TORCH_CACHING_PRECOMPILE is on, which drops guards that saved code needs: switch it off"
+        )

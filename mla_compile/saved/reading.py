@@ -42,9 +42,14 @@ def read(folder: Path, model: Model, options: Mapping[str, Any]) -> Model:
     fast = with_forward(model, parsed, mode, settings, progress=False)
     only_whole(fast, ModelFileError)
     forward = forward_of(fast)
-    with tempfile.TemporaryDirectory(prefix="mla_compile_") as place, one_at_a_time(), collector.paused():
-        with forward.recompiles.settings():  # by which Dynamo also guards hooks
-            entries = _entries(folder, data, references(fast), Path(place), parsed.codegen == "inductor")
+    forward.unwrap()
+    with (
+        tempfile.TemporaryDirectory(prefix="mla_compile_") as place,
+        one_at_a_time(),
+        collector.paused(),
+        forward.recompiles.settings(),  # by which Dynamo also guards hooks
+    ):
+        entries = _entries(folder, data, references(fast), Path(place), parsed.codegen == "inductor")
     forward.use(entries)
     vars(fast)["mla_report"] = unpickled(data[REPORT], {})
     return fast

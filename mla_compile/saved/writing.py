@@ -49,8 +49,9 @@ def write(model: torch.nn.Module, folder: Path, run: Run | None) -> None:
 
 def _recorded(twin: torch.nn.Module, run: Run) -> Recording:
     """What Dynamo and we make of the calls of ``run``. Raises :class:`ExportError` where that cannot be saved."""
-    recording = Recording({id(value): name for name, value in references(twin).items()})
     forward = forward_of(twin)
+    forward.unwrap()
+    recording = Recording({id(value): name for name, value in references(twin).items()})
     forward.use(compiled_entry(forward.compiler, package=recording, **forward.settings), buffers=True)
     run(twin)
     problem = recording.problem or (None if recording.compiled else "nothing was compiled")
