@@ -27,11 +27,8 @@ from mla_compile.runtime.latent import LatentTensor
 from mla_compile.saved.facts import MISSING, told
 from mla_compile.saved.pickling import unpickled
 
-MARKS = (
-    "_dynamo_dynamic_indices",
-    "_dynamo_weak_dynamic_indices",
-    "_dynamo_static_indices",
-)
+_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_static_indices")
+"""What says of a tensor which of its sizes change."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,10 @@ class _Pickler(GuardsStatePickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, LatentTensor) and value.recipe is not None:
-            marks = _marks(value)
-            return _latent, (value.recipe, value.shown_rows(), value.leaves, value.is_own, marks)
+            return _latent, (value.recipe, value.shown_rows(), value.leaves, value.is_own, _marks(value))
+        if isinstance(value, LatentTensor):
+            tokens = value.__tensor_flatten__()[1]
+            return LatentTensor.__tensor_unflatten__, ({"full": value.expanded()}, tokens)
         if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
             like = (tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
             return _empty, (type(value), *like, value.is_inference(), _marks(value))
@@ -64,7 +63,7 @@ class _Pickler(GuardsStatePickler):
 
 
 def _marks(value: torch.Tensor) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in MARKS if hasattr(value, name)}
+    return {name: getattr(value, name) for name in _MARKS if hasattr(value, name)}
 
 
 def _latent(recipe: Any, rows: Any, leaves: Any, own: bool, marks: dict[str, Any]) -> LatentTensor:

@@ -22,6 +22,7 @@ from mla_compile import ExportError, InputError, ModelFileError
 from mla_compile.errors import TargetError
 from mla_compile.saved import door, kind
 from mla_compile.saved import folder as files
+from mla_compile.saved.facts import told
 from tests.support import models
 from tests.support.latent_modules import D, OneLayer
 from tests.support.programs import seeded
@@ -310,9 +311,23 @@ def test_generations_of_all_sizes(tmp_path: Path, of: str):
         generations(fast, PROMPTS, **other)
 
 
+def test_values_are_told_apart_where_guards_tell_them_apart():
+    def one(x: int) -> bool:
+        return x in {1, 2, 3}
+
+    def other(x: int) -> bool:
+        return x in {1, 2, 4}
+
+    values = [None, 0, False, 0.0, "0", slice(0, 5), slice(0, 6), one, other, one.__code__, [1, (2, "a")], [1, (2, "b")],
+              {1: 2}, {1: 3}, frozenset("ab"), int, torch.float32, torch.nn.functional, torch.ones(1), torch.ones(1).int(),
+              OneLayer(), "ab".upper]  # fmt: skip
+    assert len({told(value) for value in values}) == len(values)
+    assert told(frozenset("abcdef")) == told(frozenset("fedcba"))
+
+
 def test_differences_are_told_in_few_words():
     before = {"a": {str(n): n for n in range(9)}, "b": 1}
-    told = kind.differences(before, {"a": {str(n): n + 1 for n in range(9)}})
+    found = kind.differences(before, {"a": {str(n): n + 1 for n in range(9)}})
     assert told == [
         "a 0: 1, saved for 0",
         "a 1: 2, saved for 1",
