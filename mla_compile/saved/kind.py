@@ -26,6 +26,8 @@ _INSTRUCTIONS = re.compile(r"^(Features|flags)\s*:(.*)$", re.MULTILINE)
 _MATTERS = re.compile(
     r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme"
 )
+_OF_DATACLASS = ("<string>", "__init__")
+"""What a dataclass makes of what a file has; frozen code is Python's own."""
 _OURS = Path(__file__).parents[1]
 _SHOWN = 3
 
@@ -103,7 +105,7 @@ def of_code(traced: Iterable[CodeType]) -> Kind:
         module = inspect.getmodule(code)
         if module is not None and module.__name__ != "__main__":
             names.add(module.__name__)
-        elif code.co_filename != "<string>" or code.co_name != "__init__":  # what a dataclass makes of what a file has
+        elif not code.co_filename.startswith("<frozen ") and (code.co_filename, code.co_name) != _OF_DATACLASS:
             raise ExportError(f"{code.co_name} ({code.co_filename}) is in no module, and could not be recognised again")
     return {
         name: digest_of_module(name) for name in sorted(names) if name.split(".")[0] not in ("torch", "mla_compile")

@@ -40,11 +40,12 @@ def write(model: torch.nn.Module, folder: Path, run: Run | None) -> None:
     twin = with_forward(model, forward.options, forward.mode, dict(forward.settings), forward.compilations.show)
     only_whole(twin, ExportError)
     recording = _recorded(twin, run or _generate)
+    code = of_code(recording.traced)
     written = _tried(twin, recording, run or _generate)
     written[REPORT] = pickled(vars(twin)["mla_report"], {})
     if (library := native.load() if forward.options.lowering == "op" else None) is not None:
         written[NATIVE] = Path(library.path).read_bytes()
-    files.write(folder, {**kind_of(twin, options), "code": of_code(recording.traced)}, written)
+    files.write(folder, {**kind_of(twin, options), "code": code}, written)
 
 
 def _recorded(twin: torch.nn.Module, run: Run) -> Recording:
