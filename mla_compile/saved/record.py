@@ -95,10 +95,9 @@ class Recording:
         assert self._function is not None
         if self._code is not self._function.__code__:
             return
-        known = self._function.__globals__
-        missing = globals_of(code) - self._modules.keys() - self._graphs.keys()
-        values = {name: known[name] for name in missing if name in known and not name.startswith("__builtins_dict__")}
-        self.compiled.append(Compiled(code, guards, self._modules, values | self._graphs))
+        read, known = globals_of(code) - self._modules.keys(), {**self._function.__globals__, **self._graphs}
+        values = {name: known[name] for name in read if name in known and not name.startswith("__builtins_dict__")}
+        self.compiled.append(Compiled(code, guards, self._modules, values))
 
     def add_backend_id(self, name: str, call: Callable[..., Any] | None = None) -> None:
         """A graph was compiled; ``name``: the global by which the code calls it."""

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import PackageError
 
 from mla_compile.api import with_forward
 from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.forward import CompiledForward
-from mla_compile.errors import ExportError, ModelFileError
+from mla_compile.errors import ExportError, ModelFileError, brief
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.saved import folder as files
@@ -54,7 +55,10 @@ def _recorded(twin: torch.nn.Module, run: Run) -> Recording:
     forward.unwrap()
     recording = Recording({id(value): name for name, value in references(twin).items()})
     forward.use(compiled_entry(forward.compiler, package=recording, **forward.settings), buffers=True)
-    run(twin)
+    try:
+        run(twin)
+    except PackageError as error:
+        raise ExportError(f"{type(twin).__name__} cannot be saved: {brief(error)}") from error
     problem = recording.problem or (None if recording.compiled else "nothing was compiled")
     if forward.keeps_buffers:
         problem = "it has a cache in buffers of its own, and which of these are kept as rows is found by tracing"
