@@ -5,7 +5,8 @@
 
 The tiny DeepSeek-V3 of benchmarks/layers_once.py, all layers dense. A prompt and a step, each time in a process of its
 own: the first of a form finds empty caches (``cold``), the second what Inductor left there (``warm``), Inductor and
-ours in turns. ``saved`` is ``mla_compile.load`` of a folder, which the first process writes. Stages of ours are seconds of the clock: on a busy machine they say how the CPU seconds are shared out.
+ours in turns. ``saved`` is ``mla_compile.load`` of a folder, which the first process writes. Stages of ours are seconds
+of the clock: on a busy machine they say how the CPU seconds are shared out.
 """
 
 from __future__ import annotations

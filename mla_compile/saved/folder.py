@@ -94,7 +94,10 @@ def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
         if not path.is_file():
             raise ModelFileError(f"{path} is missing; save the model again")
         _refuse(path)
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ModelFileError(f"{path} cannot be read: {error}") from error
         if digest(data) != given:
             raise ModelFileError(f"{path} is not what was saved: its digest differs; save the model again")
         found[name] = data

@@ -59,7 +59,9 @@ def _recorded(twin: torch.nn.Module, run: Run) -> Recording:
         run(twin)
     except PackageError as error:
         raise ExportError(f"{type(twin).__name__} cannot be saved: {brief(error)}") from error
-    problem = recording.problem or (None if recording.compiled else "nothing was compiled")
+    problem = recording.problem or (
+        None if recording.compiled else "nothing was compiled: run= has to call it, without gradients"
+    )
     if forward.keeps_buffers:
         problem = "it has a cache in buffers of its own, and which of these are kept as rows is found by tracing"
     if problem is not None:
