@@ -248,7 +248,7 @@ ROOMS = {
     "backend": "dynamo options report",
     "registration": "errors passes.quantized",
     "api": "capture core dynamo errors options pipeline report runtime",
-    "saved": "api core dynamo errors kernels.cpu options runtime version",
+    "saved": "api core dynamo errors kernels.cpu options passes.ir runtime version",
     "mla_compile": "api backend batching core errors onnx ops options registration report saved version",
     # The command line uses the package as everybody else does.
     "models": "core errors mla_compile report",

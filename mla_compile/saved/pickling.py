@@ -17,6 +17,7 @@ from torch import fx
 from torch._dynamo.package import SerializedCode
 
 from mla_compile.errors import ExportError, ModelFileError, brief
+from mla_compile.passes.ir.expr import Expr
 
 
 class Graph:
@@ -95,6 +96,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, fx.GraphModule):
             return Graph, _source_of(value)
+        if isinstance(value, Expr):
+            name = None if value.node is None else value.node.name
+            return _expression, (name, getattr(value.value, "dtype", None), value.op, value.args, dict(value.kwargs))
         if isinstance(value, types.FunctionType):
             serialize = getattr(value, "serialize", None)
             if serialize is not None:
@@ -142,6 +146,15 @@ def _code(serialized: SerializedCode) -> types.CodeType:
 
 def _cell(value: object) -> types.CellType:
     return types.CellType(value)
+
+
+def _expression(
+    name: str | None, dtype: torch.dtype | None, op: Any, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Expr:
+    """A folded weight's, of which only the value is asked: by the names of weights, without a graph."""
+    node: Any = None if name is None else types.SimpleNamespace(name=name)
+    value: Any = None if dtype is None else torch.empty(0, dtype=dtype)
+    return Expr(value, None, node, op, args, kwargs)
 
 
 def _operator(namespace: str, name: str, overload: str) -> Any:
