@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +18,7 @@ from mla_compile.errors import InputError
 from mla_compile.saved import kind
 from mla_compile.saved.entries import Entry
 from mla_compile.saved.guards import guards_of_file
-from mla_compile.saved.pickling import unpickled
+from mla_compile.saved.pickling import references, unpickled
 
 NATIVE = "native.so"
 REPORT = "report.pickle"
@@ -28,13 +29,12 @@ def names(number: int) -> tuple[str, str]:
     return f"call_{number}.pickle", f"guards_{number}.pickle"
 
 
-def entry_of(call: bytes, guards: bytes, found: Mapping[str, object]) -> Entry:
-    """A call, from the two files; ``found``: the parts of the model."""
-    code, modules, values = unpickled(call, found)
+def entry_of(call: bytes, guards: bytes, model: torch.nn.Module) -> Entry:
+    """A call of a model, from the two files."""
+    code, modules, values = unpickled(call, references(model))
     scope = {**vars(entry_of_dynamo), **values}
     scope |= {alias: importlib.import_module(name) for alias, name in modules.items()}
-    checks = guards_of_file(guards, found, code, scope)
-    return Entry(checks, FunctionType(code, scope, code.co_name, (None,)))
+    return Entry(partial(guards_of_file, guards, model, code, scope), FunctionType(code, scope, code.co_name, (None,)))
 
 
 def kind_of(model: torch.nn.Module, options: Mapping[str, Any]) -> kind.Kind:

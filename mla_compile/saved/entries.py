@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mla_compile.core import collector
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.errors import ModelFileError
 
 
-@dataclass
 class Entry:
     """A compiled call.
 
     Attributes:
-        guards: torch's: ``check`` of arguments by their names, and ``check_verbose``, which says what does not hold.
-        run: called with these arguments.
+        run: called with the entry's arguments where the guards hold.
         hits: how often it ran.
     """
 
-    guards: Any
-    run: Callable[..., Any]
-    hits: int = 0
+    def __init__(self, make: Callable[[], Any], run: Callable[..., Any]) -> None:
+        self._make, self.run, self.hits = make, run, 0
+        self._guards: Any = None
+
+    @property
+    def guards(self) -> Any:
+        """torch's: ``check`` of arguments by their names, and ``check_verbose``, which says what does not hold.
+
+        Made when they are first asked for, as those of deep models take a second. Raises :class:`ModelFileError` where
+        the model is not as it was then.
+        """
+        if self._guards is None:
+            with one_at_a_time(), collector.paused():
+                if self._guards is None:
+                    self._guards = self._make()
+        return self._guards
 
 
 class Entries:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from mla_compile.errors import ModelFileError
 from mla_compile.runtime.latent import LatentTensor
 from mla_compile.saved.facts import MISSING, told
-from mla_compile.saved.pickling import unpickled
+from mla_compile.saved.pickling import references, unpickled
 
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_static_indices")
 """What says of a tensor which of its sizes change."""
@@ -116,12 +116,12 @@ def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
     return values
 
 
-def guards_of_file(data: bytes, found: Mapping[str, object], code: CodeType, scope: dict[str, Any]) -> Any:
-    """The guards of a call on the model whose parts are ``found``; ``scope``: the globals of the compiled ``code``.
+def guards_of_file(data: bytes, model: torch.nn.Module, code: CodeType, scope: dict[str, Any]) -> Any:
+    """The guards of a call of ``model``; ``scope``: the globals of the compiled ``code``.
 
     Raises :class:`ModelFileError`, which names what is not as it was.
     """
-    given: GuardsOfCall = unpickled(data, found)
+    given: GuardsOfCall = unpickled(data, references(model))
     output, key = given.state.output_graph, given.state.output_graph.name_of_builtins_dict_key_in_fglobals
     if key:
         output.global_scope[key] = scope[key] = vars(builtins)
@@ -129,5 +129,5 @@ def guards_of_file(data: bytes, found: Mapping[str, object], code: CodeType, sco
     now = _values(given.guards, {"L": output.local_scope, "G": scope})
     for guard, before, value in zip(given.guards, given.values, now, strict=True):
         if value != before:
-            raise ModelFileError(f"{guard.name} is {value}, and was {before} when the model was compiled")
+            raise ModelFileError(f"{guard.name} is {value}, and was {before} when the code was made")
     return load_guard_manager(given.state, code, scope)

@@ -22,7 +22,7 @@ from mla_compile.saved import kernels
 from mla_compile.saved.calls import NATIVE, REPORT, entry_of, forward_of, kind_of, names, only_whole
 from mla_compile.saved.entries import Entries, Entry
 from mla_compile.saved.kind import differences, digest_of_module
-from mla_compile.saved.pickling import references, unpickled
+from mla_compile.saved.pickling import unpickled
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -49,15 +49,13 @@ def read(folder: Path, model: Model, options: Mapping[str, Any]) -> Model:
         collector.paused(),
         forward.recompiles.settings(),  # by which Dynamo also guards hooks
     ):
-        entries = _entries(folder, data, references(fast), Path(place), parsed.codegen == "inductor")
+        entries = _entries(folder, data, fast, Path(place), parsed.codegen == "inductor")
     forward.use(entries)
     vars(fast)["mla_report"] = unpickled(data[REPORT], {})
     return fast
 
 
-def _entries(
-    where: Path, data: Mapping[str, bytes], found: Mapping[str, object], place: Path, inductor: bool
-) -> Entries:
+def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, place: Path, inductor: bool) -> Entries:
     """The calls of a folder, whose files are ``data``; native code is copied to ``place`` and loaded from there."""
     libraries = {name: place / name for name in data if name.endswith(".so")}
     for name, path in libraries.items():
@@ -70,10 +68,11 @@ def _entries(
     with kernels.given(of_inductor, place) if inductor else nullcontext():
         while (pair := names(len(entries)))[0] in data:
             call, guards = (data[name] for name in pair)
-            try:
-                entries.append(entry_of(call, guards, found))
-            except ModelFileError as error:
-                raise ModelFileError(f"{where} does not fit: {error}") from error
+            entries.append(entry_of(call, guards, model))
+    try:
+        _ = entries[0].guards  # what other code assumed of the model is told when it is first asked for
+    except ModelFileError as error:
+        raise ModelFileError(f"{where} does not fit: {error}") from error
     return Entries(entries, str(where))
 
 

@@ -76,24 +76,25 @@ def _tried(twin: torch.nn.Module, recording: Recording, run: Run) -> dict[str, b
         (pickled((one.code, one.modules, one.values), recording.names), one.guards)
         for one in reversed(recording.compiled)
     ]
-    forward, found = forward_of(twin), references(twin)
+    forward = forward_of(twin)
     used: list[dict[str, Path]] = [{} for _ in written]
     with tempfile.TemporaryDirectory(prefix="mla_compile_") as place:
         entries = []
-        with one_at_a_time(), forward.recompiles.settings():  # by which Dynamo also guards hooks
+        with one_at_a_time():
             for number, (call, guards) in enumerate(written):
                 fresh = Path(place, str(number))
                 fresh.mkdir()
                 inductor = forward.options.codegen == "inductor"
                 with kernels.noting(used[number], fresh) if inductor else nullcontext():
-                    entries.append(entry_of(call, guards, found))
+                    entries.append(entry_of(call, guards, twin))
         forward.use(Entries(entries, "what was compiled"))
         try:
             run(twin)
         except ModelFileError as error:
             raise ExportError(f"{type(twin).__name__} cannot be saved: when its calls are repeated, {error}") from error
         data: dict[str, bytes] = {}
-        for number, at in enumerate(at for at, entry in enumerate(entries) if entry.hits):
+        # In the order in which they were compiled, which is that in which they are needed.
+        for number, at in enumerate(at for at in reversed(range(len(entries))) if entries[at].hits):
             data |= dict(zip(names(number), written[at], strict=True))
             data |= {f"kernel_{key}.so": file.read_bytes() for key, file in used[at].items()}
     return data
