@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mla_compile.options import Options
     from mla_compile.registration import register_quantized_linear
     from mla_compile.report.report import Report
+    from mla_compile.saved.door import load, save
 
 __all__ = [
     "CaptureError",
@@ -59,10 +60,12 @@ __all__ = [
     "continuous_batching",
     "explain",
     "export_onnx",
+    "load",
     "metrics",
     "migrate_cache",
     "optimize",
     "register_quantized_linear",
+    "save",
 ]
 
 try:
@@ -86,9 +89,11 @@ __getattr__, __dir__ = lazy(
         "continuous_batching": "mla_compile.batching.door",
         "explain": "mla_compile.api",
         "export_onnx": "mla_compile.onnx.export",
+        "load": "mla_compile.saved.door",
         "metrics": "mla_compile.batching.figures",
         "migrate_cache": "mla_compile.api",
         "optimize": "mla_compile.api",
         "register_quantized_linear": "mla_compile.registration",
+        "save": "mla_compile.saved.door",
     },
 )

@@ -212,20 +212,36 @@ def _optimize_module(
         if not (isinstance(value, bool) or (name == "dynamic" and value is None)):
             raise OptionError(f"{name} is {value!r}, expected True or False")
     parsed = Options.parse(options, verify=True)
-    fast = plain_copy(module)
-    copy_models(fast, plain_copy)
-    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"), progress=progress)
+    report = None
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
-        vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)
+        report = explain_module(module, args, kwargs, parsed)
+    return with_forward(module, parsed, mode, settings, report, progress=progress)
+
+
+def with_forward(
+    module: Model,
+    options: Options,
+    mode: str | None,
+    settings: dict[str, Any],
+    report: Report | None = None,
+    *,
+    progress: bool | None = None,
+) -> Model:
+    """The optimized module of ``module``, which may be one itself; ``report``: what is known of it so far."""
+    fast = plain_copy(module)
+    copy_models(fast, plain_copy)
+    forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
+    if report is not None:
+        vars(fast)["mla_report"] = report
     for part in models_within(fast):
         own = vars(part).get("forward")
-        CompiledForward(part, parsed, mode, dict(settings), own, progress=progress, outer=fast).install()
+        CompiledForward(part, options, mode, dict(settings), own, progress=progress, outer=fast).install()
     forward.install()
     return fast
 
 
-def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
+def plain_copy(module: Model) -> Model:
     """A module object that shares parameters, buffers and submodules, including later replacements, with ``module``.
 
     A hook of the copy runs as long as ``module`` has that hook.

@@ -51,7 +51,7 @@ class SharedCacheError(MlaCompileError, RuntimeError):
 
 
 class ExportError(MlaCompileError, RuntimeError):
-    """A model could not be exported to ONNX; nothing was written to the requested path."""
+    """A model could not be exported, or its compiled code not saved; nothing was written to the requested path."""
 
 
 class TargetError(ExportError):
@@ -59,7 +59,7 @@ class TargetError(ExportError):
 
 
 class ModelFileError(MlaCompileError, RuntimeError):
-    """An exported model, one of its files, or a native library cannot be used here."""
+    """An exported model, saved code, one of their files, or a native library cannot be used here."""
 
 
 class NothingToCompareError(MlaCompileError):

@@ -35,10 +35,12 @@ PUBLIC = {
     "continuous_batching",
     "explain",
     "export_onnx",
+    "load",
     "metrics",
     "migrate_cache",
     "optimize",
     "register_quantized_linear",
+    "save",
 }
 
 
@@ -246,7 +248,8 @@ ROOMS = {
     "backend": "dynamo options report",
     "registration": "errors passes.quantized",
     "api": "capture core dynamo errors options pipeline report runtime",
-    "mla_compile": "api backend batching core errors onnx ops options registration report version",
+    "saved": "api core dynamo errors kernels.cpu options passes.ir runtime version",
+    "mla_compile": "api backend batching core errors onnx ops options registration report saved version",
     # The command line uses the package as everybody else does.
     "models": "core errors mla_compile report",
     "serving": "batching core errors version",

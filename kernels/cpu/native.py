@@ -73,6 +73,7 @@ class Library:
         rows: the same for a packed ``RowsCall``.
         float16: whether the compiler supports the type.
         amx: 0 never uses the tile registers, 1 uses them where that is faster, 2 wherever it is possible (for tests).
+        path: the library's file.
     """
 
     run: Callable[[bytes], int]
@@ -80,9 +81,17 @@ class Library:
     rows: Callable[[bytes], int]
     float16: bool
     amx: int
+    path: str
 
 
 _lock = threading.Lock()
+_offered: list[str] = []
+
+
+def offer(path: str) -> None:
+    """Has :func:`load` take a library that was built from this source for this machine, where it has none yet."""
+    with _lock:
+        _offered[:] = [path]
 
 
 @functools.cache
@@ -91,7 +100,7 @@ def _load_once() -> Library | None:
         log.info("native CPU kernel: switched off by MLA_COMPILE_NATIVE=0")
         return None
     try:
-        library = library_of(_build())
+        library = library_of(trusted.load(_offered[0]) if _offered else _build())
         count("kernels", kind="native")
         return library
     except Exception as error:  # noqa: BLE001 - a missing or broken compiler fails in many ways, none of which is fatal
@@ -110,7 +119,7 @@ def library_of(built: ctypes.CDLL) -> Library:
     for entry in entries:
         entry.argtypes = [ctypes.c_char_p]
     features = built.mla_features()
-    return Library(*entries, bool(features & 1), int(bool(features & 2)))
+    return Library(*entries, bool(features & 1), int(bool(features & 2)), built._name)
 
 
 def load() -> Library | None:

@@ -124,7 +124,7 @@ def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
             written[:] = [place for place, one in enumerate(functionals) if has_data_mutation(one)]
             return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
 
-    run._orig_mod = gm  # make_fx looks here for the modules of nodes
+    run._orig_mod = gm  # type: ignore[attr-defined]  # make_fx looks here for the modules of nodes
     # For each operator, torch would scan its cache of everything dispatched in this process, without adding to it.
     torch._ops.reset_cached_ops()
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)

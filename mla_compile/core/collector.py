@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _State:
@@ -35,3 +37,13 @@ def resume() -> None:
         _State.inside -= 1
         if not _State.inside and _State.ran:
             gc.enable()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Cycles are not collected within the block."""
+    pause()
+    try:
+        yield
+    finally:
+        resume()

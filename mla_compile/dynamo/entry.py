@@ -18,8 +18,10 @@ from mla_compile.dynamo.sizes import begin_with_one
 _numbers = itertools.count()
 
 
-def compiled_entry(compiler: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings: Any) -> Callable[..., Any]:
     """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class; ``compiler``: a backend.
+
+    ``package`` is told of everything that Dynamo compiles, as Dynamo's own ``CompilePackage`` is.
 
     Dynamo counts recompilations per code object. All models of a library may enter through the same one (a decorator's
     wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore gets its own code
@@ -37,5 +39,10 @@ def compiled_entry(compiler: Callable[..., Any], **settings: Any) -> Callable[..
     weakref.finalize(own, reset_code, code).atexit = False
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True
+    if package is not None:
+        package.begin(own)
+        settings["nopython"] = settings.pop("fullgraph", False)
+        recorded: Callable[..., Any] = torch._dynamo.optimize(compiler, package=package, **settings)(own)
+        return recorded
     compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
     return compiled

@@ -145,6 +145,23 @@ class CompiledForward(OwnForward):
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
 
+    def unwrap(self) -> None:
+        """Takes wrappers off now, which the first call does otherwise."""
+        self._device_of_all()
+
+    def use(self, run: Callable[..., Any], *, buffers: bool = False) -> None:
+        """From now on ``run(module, args, kwargs, forward)`` is called where Dynamo would run what it compiled.
+
+        ``buffers``: rows may still take the place of buffers of K and V, for which a call may be traced.
+        """
+        self._run = run
+        self._buffers = self._buffers if buffers else None
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether rows took the place of buffers of K and V."""
+        return self._buffers is not None and self._buffers.keeps
+
     def install(self) -> None:
         """Make this the forward of its module, whose ``mla_report`` is updated after each compilation."""
         if self.outer is None and not hasattr(self.module, "mla_report"):

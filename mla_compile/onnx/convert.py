@@ -60,7 +60,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     # Baking later writes weights into the file, so they need no dequantized inputs; ONNX has nothing to order groups of
     # heads.
     plain = replace(options, dequantize="step", expanded_bytes=None)
-    # Attention that was absorbed by hand keeps its own operators, which every runtime has and which copy no row to every
+    # Attention that was absorbed by hand keeps its own operators: every runtime has them, and they copy no row to every
     # head.
     outcome = pipeline.run(program, plain, frozen=True, fuses=frozenset({Code.SHARED_ROWS}))
     rewritten = outcome.program

@@ -27,10 +27,11 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs],
     readers = {symbol: read for symbol, read in found.items() if read is not None}
     gain = gain.subs(dict.fromkeys(found.keys() - readers.keys(), UNSEEN))
     # torch's printer knows the functions of its shape expressions (FloorDiv, Mod).
-    value = sympy.lambdify(list(readers), gain, modules=[{"math": math}, "math"], printer=PythonPrinter)
+    code = compile(PythonPrinter().doprint(gain), "<multiply-adds saved>", "eval")
+    named = {str(symbol): read for symbol, read in readers.items()}
 
     def absorbed_pays(inputs: Inputs) -> bool:
-        return bool(value(*[read(inputs) for read in readers.values()]) > 0)
+        return bool(eval(code, vars(math) | {"math": math}, {name: read(inputs) for name, read in named.items()}) > 0)
 
     return absorbed_pays
 

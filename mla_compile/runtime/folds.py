@@ -58,6 +58,13 @@ class FoldedWeights:
         self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """How values are computed, without any of them."""
+        return {**vars(self), "_known": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def values(self, inputs: Inputs) -> list[torch.Tensor]:
         """One tensor per fold for these inputs. Raises :class:`WeightError` for weights that cannot be folded."""
         live = {name: read(inputs) for name, read in self._read.items()}

@@ -165,6 +165,11 @@ class OwnBuffers:
         self._failures = 0
         self._lock = threading.Lock()
 
+    @property
+    def keeps(self) -> bool:
+        """Whether any buffers are kept as rows."""
+        return bool(self._kept)
+
     def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Replace empty buffers by rows, at first and whenever they become empty again."""
         if self._links is None or not self._is_settled(self._links):

@@ -92,11 +92,11 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop
     rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
         # A projected piece is an image of its own rows, however these were made.
-        narrow = piece.source is None or piece.projected or bytes_hint(piece.source) < bytes_hint(node)
-        stop = None if narrow else maps.reasons.get(piece.source)
+        if piece.source is None or piece.projected or bytes_hint(piece.source) < bytes_hint(node):
+            continue
+        stop = maps.reasons.get(piece.source)
         # These two codes say no more than the sum's own reason.
         if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
-            assert piece.source is not None
             if depends_on(piece.source, rows):
                 return stop
     return None

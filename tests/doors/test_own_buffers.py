@@ -9,6 +9,7 @@ import io
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -800,3 +801,9 @@ def test_the_memory_of_the_buffers_is_freed_with_the_original(layer: type[nn.Mod
     del model
     gc.collect()
     assert all(memory.expired() for memory in original)
+
+
+def test_code_for_a_cache_in_buffers_is_not_saved(tmp_path: Path):
+    fast = optimized(Model(), lowering="aten", verify=False)
+    with pytest.raises(mla_compile.ExportError, match=r"cannot be saved: it has a cache in buffers of its own"):
+        mla_compile.save(fast, tmp_path / "code", lambda model: session(model, inputs()))

@@ -3,7 +3,7 @@
 K and V are made of rows: what the nearest up-projections read, and the floating inputs that no up-projection reads.
 These are given numbers of our own, and what K and V do is watched: whether a token of theirs moves with the rows of one
 token, whether it is an affine map of them, the same map for every token, and whether all heads read the same. Nothing
-here uses the linear maps of ``passes``; where the attentions are, and which of their axes hold keys and heads, is theirs.
+here uses the linear maps of ``passes``; where the attentions are, and which axes hold keys and heads, is theirs.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class Obligations:
         return found
 
     def _read_elsewhere(self, made: Iterable[fx.Node]) -> bool:
-        """Whether what the model returns moves with a product that makes K or V while the attention's result does not."""
+        """Whether the model's output moves with a product that makes K or V while the attention's result does not."""
         held = {self.site.node: self.values[self.site.node]}
         if self.site.probs is not None:
             held[self.site.probs.node] = self.values[self.site.probs.node]

@@ -1,0 +1,1 @@
+"""Compiled code in a folder: :func:`mla_compile.save` and :func:`mla_compile.load`."""

@@ -1,0 +1,70 @@
+"""Compiled calls in the place of Dynamo: the first whose guards hold runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mla_compile.core import collector
+from mla_compile.core.tracing import one_at_a_time
+from mla_compile.errors import ModelFileError
+
+
+class Entry:
+    """A compiled call.
+
+    Attributes:
+        run: called with the entry's arguments where the guards hold.
+        hits: how often it ran.
+    """
+
+    def __init__(self, make: Callable[[], Any], run: Callable[..., Any]) -> None:
+        self._make, self.run, self.hits = make, run, 0
+        self._guards: Any = None
+
+    @property
+    def guards(self) -> Any:
+        """torch's: ``check`` of arguments by their names, and ``check_verbose``, which says what does not hold.
+
+        Made when they are first asked for, as those of deep models take a second. Raises :class:`ModelFileError` where
+        the model is not as it was then.
+        """
+        if self._guards is None:
+            with one_at_a_time(), collector.paused():
+                if self._guards is None:
+                    self._guards = self._make()
+        return self._guards
+
+
+class Entries:
+    """What takes the place of Dynamo in an optimized module."""
+
+    def __init__(self, entries: Sequence[Entry], where: str) -> None:
+        self.entries = list(entries)
+        self.where = where
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any) -> Any:
+        """The module's forward. Raises :class:`ModelFileError` for a call like none that was saved."""
+        given = {"module": module, "args": args, "kwargs": kwargs, "forward": forward}
+        for entry in self.entries:
+            if entry.guards.check(given):
+                if entry is not self.entries[0]:  # which is asked first in the next call, as Dynamo does
+                    self.entries = [entry, *(other for other in self.entries if other is not entry)]
+                entry.hits += 1
+                return entry.run(module, args, kwargs, forward)
+        raise ModelFileError(self._why(given))
+
+    def _why(self, given: dict[str, Any]) -> str:
+        reasons = dict.fromkeys(_first_failure(entry.guards, given) for entry in self.entries)
+        return (
+            f"{self.where} has no code for this call: {'; '.join(reasons)}. Save with calls like this one "
+            "(save(..., run=...)), or call optimize(model), which compiles what comes"
+        )
+
+
+def _first_failure(guards: Any, given: dict[str, Any]) -> str:
+    """What does not hold, in Dynamo's words without its comments."""
+    parts = guards.check_verbose(given).verbose_code_parts
+    return parts[0].split("  #")[0].strip() if parts else "a guard of Dynamo does not hold"

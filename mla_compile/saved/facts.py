@@ -1,0 +1,60 @@
+"""What a value is, in words that are equal in two processes where Dynamo's guards would take one for the other."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import types
+from typing import Any
+
+import torch
+
+MISSING = "missing"
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(...), slice, range, enum.Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
+)  # fmt: skip
+"""What is what its ``repr`` says."""
+
+
+def told(value: Any, depth: int = 3) -> str:
+    """A value in words: constants as they are, code by its digest, everything else by its type."""
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return f"{kind.__name__} {value!r}"
+    if isinstance(value, types.FunctionType):
+        return f"function {value.__module__}.{value.__qualname__} {digest_of(value.__code__)}"
+    if isinstance(value, types.CodeType):
+        return f"code {digest_of(value)}"
+    if isinstance(value, type):
+        return f"class {value.__module__}.{value.__qualname__}"
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
+    if isinstance(value, types.MethodType):
+        return f"method {told(value.__func__)} of {name_of(type(value.__self__))}"
+    if isinstance(value, types.BuiltinFunctionType):
+        return f"builtin {value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return f"tensor {name_of(kind)} {value.dtype} {value.device} {value.requires_grad}"
+    of = name_of(kind)
+    if isinstance(value, dict):
+        return f"{of} of {[(told(key, 0), told(one, depth - 1) if depth else '') for key, one in value.items()]}"
+    if isinstance(value, (list, tuple)):
+        return f"{of} of {[told(one, depth - 1) for one in value] if depth else len(value)}"
+    if isinstance(value, (set, frozenset)):
+        return f"{of} of {sorted(told(one, 0) for one in value)}"
+    return of
+
+
+def name_of(kind: type) -> str:
+    """A class by its module and name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def digest_of(code: types.CodeType) -> str:
+    """What a function does, apart from where it is written."""
+    digest = hashlib.sha256(code.co_code)
+    for const in code.co_consts:
+        digest.update((digest_of(const) if isinstance(const, types.CodeType) else told(const)).encode())
+    digest.update(repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode())
+    return digest.hexdigest()

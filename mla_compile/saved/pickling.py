@@ -1,0 +1,171 @@
+"""Compiled calls as bytes: closures of ours, graphs as source code, and what Inductor says of its code.
+
+Only read after the digests and the owner of the file: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.package import SerializedCode
+
+from mla_compile.errors import ExportError, ModelFileError, brief
+from mla_compile.passes.ir.expr import Expr
+
+
+class Graph:
+    """A graph's code and what it reads, without its nodes; compiled when it is first called."""
+
+    def __init__(self, source: str, names: dict[str, Any], held: dict[str, Any]) -> None:
+        self._source, self._names = source, names
+        for path, value in held.items():
+            *owners, last = path.split(".")
+            at: Any = self
+            for owner in owners:
+                at = vars(at).setdefault(owner, types.SimpleNamespace())
+            setattr(at, last, value)
+
+    def forward(self, *inputs: Any) -> Any:
+        """The graph's outputs."""
+        call = vars(self).get("_call")
+        if call is None:
+            scope = dict(self._names)
+            exec(self._source, scope)  # noqa: S102  as torch does with every graph
+            call = vars(self)["_call"] = types.MethodType(scope["forward"], self)
+        return call(*inputs)
+
+    __call__ = _lazy_forward = forward
+
+
+def references(model: torch.nn.Module) -> dict[str, object]:
+    """What a file refers to and does not hold: modules, parameters and buffers of a model, by their paths."""
+    found: dict[str, object] = {}
+    for path, module in model.named_modules():
+        found[f"module {path}"] = module
+        for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+            found |= {f"{kind} {path} {name}": tensor for name, tensor in held.items() if tensor is not None}
+    return found
+
+
+def pickled(value: object, names: Mapping[int, str]) -> bytes:
+    """``value`` with references to parts of a model; ``names``: those of the parts by their identity.
+
+    Raises :class:`ExportError` for what cannot be written.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file, names).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ExportError(f"compiled code holds what cannot be saved: {brief(error)}") from error
+    return file.getvalue()
+
+
+def unpickled(data: bytes, found: Mapping[str, object]) -> Any:
+    """What was written with references to the parts of a model, which are now those in ``found``."""
+    return _Unpickler(found, io.BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, found: Mapping[str, object], file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.found = found
+
+    def persistent_load(self, name: str) -> object:
+        if name not in self.found:
+            raise ModelFileError(f"the model has no {name}, for which code was compiled")
+        return self.found[name]
+
+
+class _Pickler(pickle.Pickler):
+    """Of functions within functions, too."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self.names = names
+
+    def persistent_id(self, value: object) -> str | None:
+        return self.names.get(id(value))
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, fx.GraphModule):
+            return Graph, _source_of(value)
+        if isinstance(value, Expr):
+            name = None if value.node is None else value.node.name
+            return _expression, (name, getattr(value.value, "dtype", None), value.op, value.args, dict(value.kwargs))
+        if isinstance(value, types.FunctionType):
+            serialize = getattr(value, "serialize", None)
+            if serialize is not None:
+                return _inductor, (pickle.dumps(serialize()),)
+            if "<" in value.__qualname__:
+                parts = (value.__code__, value.__module__, value.__qualname__, value.__defaults__, value.__closure__)
+                return _function, (*parts, value.__kwdefaults__)
+        if isinstance(value, types.CodeType):
+            return _code, (SerializedCode.from_code_object(value),)
+        if isinstance(value, types.CellType):
+            return _cell, (value.cell_contents,)
+        if isinstance(value, types.ModuleType):
+            return importlib.import_module, (value.__name__,)
+        if isinstance(value, torch._ops.OpOverload):
+            return _operator, (value.namespace, value._opname, value._overloadname)
+        if isinstance(value, torch._ops.OpOverloadPacket):
+            return _packet, tuple(value._qualified_op_name.split("::"))
+        return NotImplemented
+
+
+def _source_of(gm: fx.GraphModule) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    code = gm.graph.python_code("self")
+    paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    held = {}
+    for path in paths:
+        value: Any = gm
+        for name in path.split("."):
+            value = getattr(value, name)
+        held[path] = value
+    return code.src, code.globals, held
+
+
+def _function(
+    code: types.CodeType, module: str, name: str, defaults: Any, closure: Any, keywords: Any
+) -> types.FunctionType:
+    made = types.FunctionType(code, vars(importlib.import_module(module)), name, defaults, closure)
+    made.__kwdefaults__ = keywords
+    return made
+
+
+def _code(serialized: SerializedCode) -> types.CodeType:
+    code: types.CodeType = SerializedCode.to_code_object(serialized)
+    return code
+
+
+def _cell(value: object) -> types.CellType:
+    return types.CellType(value)
+
+
+def _expression(
+    name: str | None, dtype: torch.dtype | None, op: Any, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Expr:
+    """A folded weight's, of which only the value is asked: by the names of weights, without a graph."""
+    node: Any = None if name is None else types.SimpleNamespace(name=name)
+    value: Any = None if dtype is None else torch.empty(0, dtype=dtype)
+    return Expr(value, None, node, op, args, kwargs)
+
+
+def _operator(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _packet(namespace: str, name: str) -> Any:
+    return getattr(getattr(torch.ops, namespace), name)
+
+
+def _inductor(data: bytes) -> Callable[..., Any]:
+    from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+
+    return deserialize_bundled_cache_entry(pickle.loads(data))

@@ -1,0 +1,133 @@
+"""What Dynamo makes of the calls of a model, kept as it is made."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._dynamo import guards as dynamo_guards
+
+from mla_compile.saved.guards import guards_in_file
+from mla_compile.saved.instead import instead
+
+_SERIALIZABLE = {
+    "strict_autograd_cache": True,
+    "bypass_autograd_cache_key": True,
+    "bundled_autograd_cache": True,
+    "force_non_lazy_backward_lowering": True,
+    "force_autograd_cache": True,
+}
+"""What torch's own ``aot_compile`` sets, so that Inductor's code can be saved."""
+
+
+@dataclass
+class Compiled:
+    """One compiled call.
+
+    Attributes:
+        code: Dynamo's: it takes the entry's arguments apart, calls graphs, and puts together what the model returns.
+        guards: when it may run, as :func:`guards_in_file` writes it.
+        modules: the modules that are globals of the code, by the names that they have there.
+        values: other globals that the code reads: compiled graphs above all.
+    """
+
+    code: CodeType
+    guards: bytes
+    modules: dict[str, str]
+    values: dict[str, Any]
+
+
+class Recording:
+    """A ``package`` of Dynamo, which is told of everything that is compiled for one function.
+
+    Attributes:
+        names: parts of the model by their identity, to which files refer.
+        compiled: the calls, in the order in which they were compiled.
+        traced: the functions that were traced.
+        problem: why the calls cannot be saved; None: they can.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names
+        self.compiled: list[Compiled] = []
+        self.traced: set[CodeType] = set()
+        self.problem: str | None = None
+        self._function: FunctionType | None = None
+        self._code: CodeType | None = None
+        self._modules: dict[str, str] = {}
+        self._graphs: dict[str, Callable[..., Any]] = {}
+
+    def begin(self, function: FunctionType) -> None:
+        """The function whose calls are recorded."""
+        self._function = function
+
+    # What Dynamo calls.
+
+    def is_initialized(self) -> bool:
+        """Always: there is nothing to read."""
+        return True
+
+    @contextmanager
+    def code_context(self, code: CodeType) -> Iterator[None]:
+        """Around the compilation of one call."""
+        self._code, self._modules, self._graphs = code, {}, {}
+        with ExitStack() as stack:
+            write = partial(guards_in_file, names=self.names)
+            stack.enter_context(instead(dynamo_guards, "pickle_guards_state", write))
+            checks = dynamo_guards.CheckFunctionManager
+            stack.enter_context(instead(checks, "UNSUPPORTED_SERIALIZATION_GUARD_TYPES", ()))
+            stack.enter_context(torch._dynamo.config.patch(strict_precompile=True))
+            stack.enter_context(torch._functorch.config.patch(_SERIALIZABLE))
+            yield
+
+    def add_guarded_code(self, guards: bytes, code: CodeType) -> None:
+        """A call was compiled.
+
+        Not of interest is what guards call (attributes of our tensors): it may run as it is. Functions behind a graph
+        break come with :meth:`add_resume_function`.
+        """
+        assert self._function is not None
+        if self._code is not self._function.__code__:
+            return
+        read, known = globals_of(code) - self._modules.keys(), {**self._function.__globals__, **self._graphs}
+        values = {name: known[name] for name in read if name in known and not name.startswith("__builtins_dict__")}
+        self.compiled.append(Compiled(code, guards, self._modules, values))
+
+    def add_backend_id(self, name: str, call: Callable[..., Any] | None = None) -> None:
+        """A graph was compiled; ``name``: the global by which the code calls it."""
+        if call is not None:
+            self._graphs[name] = call
+
+    def add_import_source(self, alias: str, module: str) -> None:
+        """A module became a global of the code."""
+        self._modules[alias] = module
+
+    def add_inlined_source(self, codes: list[CodeType]) -> None:
+        """Functions were traced."""
+        self.traced.update(codes)
+
+    def add_resume_function(self, code: CodeType, *_: Any) -> None:
+        """The graph broke."""
+        self._cannot(f"the graph breaks in {code.co_name} ({code.co_filename}:{code.co_firstlineno})")
+
+    def update_device_type(self, _: Any) -> None:
+        """Not of interest."""
+
+    def bypass_current_entry(self) -> None:
+        """Something cannot be saved."""
+        self._cannot("torch cannot save what it assumed of the model")
+
+    def _cannot(self, why: str) -> None:
+        self.problem = self.problem or why
+
+
+def globals_of(code: CodeType) -> set[str]:
+    """The names of globals that a function, or one within it, reads."""
+    found = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return found.union(*(globals_of(const) for const in code.co_consts if isinstance(const, CodeType)))
