@@ -74,7 +74,14 @@ def _latent(recipe: Any, rows: Any, leaves: Any, own: bool, marks: dict[str, Any
 
 
 def _empty(
-    kind: type, shape: Any, stride: Any, dtype: Any, device: Any, grad: bool, inference: bool, marks: dict[str, Any]  # noqa: FBT001
+    kind: type,
+    shape: Any,
+    stride: Any,
+    dtype: Any,
+    device: Any,
+    grad: bool,
+    inference: bool,
+    marks: dict[str, Any],  # noqa: FBT001
 ) -> torch.Tensor:
     with torch.inference_mode(mode=inference):
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)

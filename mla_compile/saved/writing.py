@@ -38,7 +38,9 @@ def write(model: torch.nn.Module, folder: Path, run: Run | None) -> None:
     _check_means(model)
     options = _options(forward)
     files.check_new(folder)
-    twin = with_forward(model, forward.options, forward.mode, dict(forward.settings), progress=forward.compilations.show)
+    twin = with_forward(
+        model, forward.options, forward.mode, dict(forward.settings), progress=forward.compilations.show
+    )
     only_whole(twin, ExportError)
     recording = _recorded(twin, run or _generate)
     code = of_code(recording.traced)

@@ -96,9 +96,9 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop
             continue
         stop = maps.reasons.get(piece.source)
         # These two codes say no more than the sum's own reason.
-        if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
-            if depends_on(piece.source, rows):
-                return stop
+        told = stop is not None and stop.code not in ("position_dependent", "unsupported_op")
+        if told and depends_on(piece.source, rows):
+            return stop
     return None
 
 
