@@ -240,8 +240,8 @@ ROOMS = {
     "repeats": "core",
     "dynamo": """capture codes core errors kernels.cpu options pass_state passes.ir passes.quantized pipeline repeats
         report runtime version""",
-    "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
-        ops options passes.ir pipeline report runtime version""",
+    "onnx": """capture codes core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton
+        kernels.tuned ops options passes.ir pipeline report runtime version""",
     # The doors.
     "batching": """api capture core dynamo errors kernels.cpu options pass_state passes.cache passes.ir pipeline report
         runtime""",

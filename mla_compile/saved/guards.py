@@ -79,9 +79,9 @@ def _empty(
     stride: Any,
     dtype: Any,
     device: Any,
-    grad: bool,
-    inference: bool,
-    marks: dict[str, Any],  # noqa: FBT001
+    grad: bool,  # noqa: FBT001  pickle passes arguments by position
+    inference: bool,  # noqa: FBT001
+    marks: dict[str, Any],
 ) -> torch.Tensor:
     with torch.inference_mode(mode=inference):
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
