@@ -169,7 +169,11 @@ def _is_write_over_all(node: fx.Node) -> bool:
 def _write_of_slice(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
     """The write of one position of a buffer, as one of a slice; None where heads may be written one by one."""
     how = decode(node)
-    if not isinstance(how, WriteOne) or _is_computed(how.base) or isinstance(decode(how.x), (Write, WriteOne, WriteRows)):
+    if (
+        not isinstance(how, WriteOne)
+        or _is_computed(how.base)
+        or isinstance(decode(how.x), (Write, WriteOne, WriteRows))
+    ):
         return None
     others = map(decode, (how.base, *node.users))
     if any(isinstance(one, WriteOne) and one.dim == how.dim for one in others):

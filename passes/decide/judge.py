@@ -327,9 +327,7 @@ def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | 
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
 
 
-def _read_by_its_own_rows(
-    verdict: Verdict, node: fx.Node, source: fx.Node, alive: _Alive, maps: Maps
-) -> Stop | None:
+def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: _Alive, maps: Maps) -> Stop | None:
     """What makes rows of the site itself of ``node``, where nothing else reads it; None where something does."""
     assert verdict.plan is not None
     site, roots = verdict.site, verdict.site.node.graph.output_node().all_input_nodes

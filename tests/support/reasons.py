@@ -196,7 +196,9 @@ class Obligations:
         if sum(rows.values()) >= sum(of.heads * of.at.shape[2] for of in sides.values()):
             found.add("wide")
         heads = {side: any(of.tells_heads_apart() for of in (sides[side], near[side])) for side in sides}
-        return {side: frozenset(of.broken() | found | ({"heads"} if heads[side] else set())) for side, of in sides.items()}
+        return {
+            side: frozenset(of.broken() | found | ({"heads"} if heads[side] else set())) for side, of in sides.items()
+        }
 
     def operands(self, side: str) -> list[fx.Node]:
         return [o.node for o in self.sides[side]]

@@ -251,7 +251,11 @@ def test_what_is_not_absorbed_runs_as_it_was(case):
     module, program = Flash(CASES[case]), exported(case)
     outcome = optimized(program, forms="expanded")
     assert codes(outcome) == [Code.FORMS_EXPANDED]
-    (op,) = {op for op in calls(program) if any(word in op for word in ("flash", "xformer", "auto_functionalized", "attention_math"))}
+    (op,) = {
+        op
+        for op in calls(program)
+        if any(word in op for word in ("flash", "xformer", "auto_functionalized", "attention_math"))
+    }
     assert op in calls(outcome.program)
     assert not any("scaled_dot_product_attention." in name or "softmax" in name for name in calls(outcome.program))
     assert_equal(module, outcome.program, inputs(S=S, T=T))
