@@ -333,7 +333,7 @@ def _quantized(case: Case, rng: random.Random) -> Quantized:
         door=pick(*["trace"] * 23, "dynamo"),
         forms="absorbed",
     )
-    if case.L >= case.H * min(case.N, case.V):  # no row of a sum is wider than what it makes by itself
+    if case.H * min(case.N, case.V) <= case.L:  # no row of a sum is wider than what it makes by itself
         case = replace(case, beside="none")
     return Quantized(
         case,

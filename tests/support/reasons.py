@@ -297,7 +297,7 @@ class Obligations:
         return found
 
     def _read_elsewhere(self, made: Iterable[fx.Node]) -> bool:
-        """Whether what the model returns moves with a product that makes K or V while the attention's result does not."""
+        """Whether what is returned moves with a product that makes K or V while the attention's result does not."""
         held = {self.site.node: self.values[self.site.node]}
         if self.site.probs is not None:
             held[self.site.probs.node] = self.values[self.site.probs.node]
