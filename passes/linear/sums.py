@@ -92,13 +92,13 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop
     rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
         # What is projected afterwards is an image of rows of its own, whatever made these.
-        narrow = piece.source is None or piece.projected or bytes_hint(piece.source) < bytes_hint(node)
-        stop = None if narrow else maps.reasons.get(piece.source)
+        if piece.source is None or piece.projected or bytes_hint(piece.source) < bytes_hint(node):
+            continue
+        stop = maps.reasons.get(piece.source)
         # These two say no more than this sum would say itself.
-        if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
-            assert piece.source is not None
-            if depends_on(piece.source, rows):
-                return stop
+        stated = stop is not None and stop.code not in ("position_dependent", "unsupported_op")
+        if stated and depends_on(piece.source, rows):
+            return stop
     return None
 
 
