@@ -96,8 +96,8 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop
             continue
         stop = maps.reasons.get(piece.source)
         # These two codes say no more than the sum's own reason.
-        told = stop is not None and stop.code not in ("position_dependent", "unsupported_op")
-        if told and depends_on(piece.source, rows):
+        stated = stop is not None and stop.code not in ("position_dependent", "unsupported_op")
+        if stated and depends_on(piece.source, rows):
             return stop
     return None
 

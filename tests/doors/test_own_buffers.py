@@ -23,6 +23,7 @@ from mla_compile.errors import MlaCompileWarning, StaleWeightError
 from mla_compile.runtime.latent import LatentTensor
 from mla_compile.runtime.own_buffers import KeptBuffer, empty_buffers
 from tests.support.tiers import also, full
+from tests.zoo import own_cache_module
 from tests.zoo.base import CAPACITY, Buffered, Dims
 
 ODD = Dims()
@@ -760,30 +761,16 @@ def test_without_memory_for_rows_the_buffers_stay(monkeypatch):
     assert are_plain(fast)
 
 
-class Held(nn.Module):
-    """As in public code (litgpt): a module of its own holds the buffers, which are converted where they are read."""
+class Holding(own_cache_module.Attention):
+    """As in public code: a module of its own holds the buffers."""
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("k", k, persistent=False)
-        self.register_buffer("v", v, persistent=False)
+    k_cache, v_cache = (property(lambda self, name=name: getattr(self.cache, name)) for name in "kv")
 
-    def forward(self, positions: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.k, self.v = self.k.to(k.dtype), self.v.to(v.dtype)
-        return tuple(b[: len(x)].index_copy_(2, positions, x) for b, x in ((self.k, k), (self.v, v)))
-
-
-class Holding(Buffered):
     def __init__(self, dims: Dims = ODD) -> None:
         super().__init__(dims)
-        self.held = Held(*self.empty())
 
     def forward(self, x: Tensor, start: int) -> Tensor:
-        positions = torch.arange(start, start + x.shape[1])
-        q, k, v = self.step(x, positions)
-        return self.over(q, *self.held(positions, k, v), positions)
-
-    k_cache, v_cache = (property(lambda self, name=name: getattr(self.held, name)) for name in "kv")
+        return super().forward(x, torch.arange(start, start + x.shape[1]))
 
 
 @pytest.mark.parametrize("layer", [Attention, Holding])

@@ -1,6 +1,6 @@
-"""Linear attention with a decay, chunk by chunk over a state (as gated linear attention, RetNet and Mamba-2 do),
-its keys and values made of a latent. Its products within a chunk look like scores, and no softmax or other function of
-each score is taken: attention of another kind, of which nothing is said."""
+"""Linear attention with a decay, chunk by chunk over a state (as gated linear attention, RetNet and Mamba-2 are
+computed), keys and values made of a latent. Products within a chunk look like scores, and no softmax or other function
+of each score is taken: attention of another kind, of which nothing is said."""
 
 import torch
 
