@@ -52,7 +52,7 @@ def ready(address: str) -> list[int]:
     seen: list[int] = []
     for _ in range(1200):
         try:
-            status = requests.get(f"{address}/health", timeout=5).status_code
+            status = requests.get(f"{address}/health", timeout=60).status_code
         except requests.exceptions.ConnectionError:
             status = 0
         if seen[-1:] != [status]:
