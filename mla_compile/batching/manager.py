@@ -271,7 +271,7 @@ class LatentManager(ContinuousBatchingManager):
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         drawn = how.get("mla_sampling")
-        if drawn is not None and drawn.seed is None and self.distributed_helper.tp_size > 1:
+        if isinstance(drawn, Sampling) and drawn.seed is None and self.distributed_helper.tp_size > 1:
             how["mla_sampling"] = replace(drawn, seed=secrets.randbits(63))  # the same tokens on all ranks
         name = self.output_router.take(request_id, self.num_return_sequences)
         added: str | None = None

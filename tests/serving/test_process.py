@@ -26,6 +26,7 @@ COMMAND = ("-m", "mla_compile", "serve")
 SMALL = ("--codegen", "eager", "--block-size", "16", "--num-blocks", "32", "--max-num-seqs", "8")
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND)
 TRIES = int(os.environ.get("MLA_SERVER_STOPS", "2"))
+REQUESTS = int(os.environ.get("MLA_SERVER_REQUESTS", "1000"))
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def ready(address: str) -> list[int]:
     seen: list[int] = []
     for _ in range(1200):
         try:
-            status = requests.get(f"{address}/health", timeout=5).status_code
+            status = requests.get(f"{address}/health", timeout=60).status_code
         except requests.exceptions.ConnectionError:
             status = 0
         if seen[-1:] != [status]:
@@ -169,3 +170,30 @@ def test_a_rank_that_dies_ends_the_others(folder):
         second.kill()
         assert process.wait(timeout=60) == 1
         assert not any(rank.is_running() for rank in ranks)
+
+
+@full("command")
+def test_requests_with_the_id_of_others(folder, model):
+    """Half of the clients repeat an id, stream, or leave; the others get what ``generate()`` says, and memory stays."""
+    with started(*COMMAND, str(folder), *SMALL) as (process, address):
+        ready(address)
+        want = [alone(model, f"w{n} w6", 12) for n in range(8)]
+        memory, marks, wrong = psutil.Process(process.pid).memory_info, list[int](), list[object]()
+
+        def ask(number: int) -> None:
+            if number % (REQUESTS // 4) == 0:
+                marks.append(memory().rss)
+            if number % 2:
+                said = complete(address, f"w{number % 8} w6", 12)
+                wrong.extend([said] if said != want[number % 8] else [])
+                return
+            body = {"prompt": "w9 " * (number % 40 + 1), "max_tokens": number % 30 + 1, "stream": number % 3 == 0}
+            with suppress(requests.exceptions.RequestException):
+                timeout = 0.02 if number % 5 == 0 else 60
+                requests.post(f"{address}/v1/completions", json=body, headers={"x-request-id": "same"}, timeout=timeout)
+
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(ask, range(REQUESTS)))
+        assert not wrong
+        assert memory().rss - marks[1] < 16 << 20
+        assert requests.get(f"{address}/health", timeout=60).status_code == 200
