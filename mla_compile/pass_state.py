@@ -10,7 +10,7 @@ from torch import fx
 
 from mla_compile.analysis import CANONICAL, Analysis, Read, analyse, copy_with_origins
 from mla_compile.caching import packed_notes
-from mla_compile.codes import OVER_ROWS, Code
+from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program
@@ -97,8 +97,6 @@ class State:
         draw: bool,
         recompiles: bool = False,
         read: Read | None = None,
-        *,
-        fuses: frozenset[Code] = OVER_ROWS,
     ) -> None:
         self.base = base
         self.options = options
@@ -106,7 +104,6 @@ class State:
         self.draw = draw
         self.recompiles = recompiles
         self.frozen = frozen
-        self.fuses = frozenset() if options.lowering == "aten" else fuses
         # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
         # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold

@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mla_compile.caching import with_latent_cache
-from mla_compile.codes import OVER_ROWS, Code
+from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
@@ -46,7 +46,6 @@ def run(
     own_cache: bool = False,
     draw: bool = False,
     recompiles: bool = False,
-    fuses: frozenset[Code] = OVER_ROWS,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Rewrites a copy of ``program`` as far as it can be proved right and pays.
@@ -55,8 +54,7 @@ def run(
     a call, and which kernels run it is not known here. ``own_cache``: with
     ``cache="latent"``, inputs that hold K and V are taken to come from the program itself. ``draw``: the report keeps
     each attention as a drawing. ``recompiles``: whoever runs the result checks guards of its sizes, and compiles anew
-    where they do not hold. ``fuses``: the codes of attentions over rows that may become one operator. ``refused``:
-    attentions that other ranks do not absorb, and why.
+    where they do not hold. ``refused``: attentions that other ranks do not absorb, and why.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
@@ -72,7 +70,7 @@ def run(
         # again without it. This ends, because every round adds a site.
         failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
         while True:
-            state = State(base, options, frozen, failed, draw, recompiles, read, fuses=fuses)
+            state = State(base, options, frozen, failed, draw, recompiles, read)
             read = None  # the passes go on with its copy
             for one in PASSES:
                 _apply(one, state)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo import config, register_hook_for_recompile_user_context
+from torch._dynamo import config
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
-from torch._dynamo.utils import get_hook_for_recompile_user_context
+from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as sizes_config
 

@@ -20,7 +20,6 @@ from torch import fx
 
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
-from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.errors import ExportError, brief
 from mla_compile.onnx.bake import bake_projections
@@ -58,9 +57,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     tidy(program)
     # Weights are baked into the file further on, dequantized or not; what orders groups of heads is none of ONNX.
     plain = replace(options, dequantize="step", expanded_bytes=None)
-    # What is absorbed by hand stays in the operators that it is written in: every runtime has those, and it copies no
-    # row to every head.
-    outcome = pipeline.run(program, plain, frozen=True, fuses=frozenset({Code.SHARED_ROWS}))
+    outcome = pipeline.run(program, plain, frozen=True)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the operator in ONNX reads no float8
