@@ -152,8 +152,8 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
         fusion = verdict.fusion
         if fusion is None or verdict.site.node.name in state.failed:
             continue
-        # In a file, whose kernels are not known, listed rows of many queries would be gathered; what is absorbed by hand
-        # stays in the operators that it is written in, which every runtime has and which copy no row to every head.
+        # In a file, whose kernels are not known, listed rows of many queries would be gathered, and what is absorbed by
+        # hand stays in operators that every runtime has, none of which copies a row to every head.
         in_file = fusion.is_step and verdict.code is Code.SHARED_ROWS
         if not (in_file if state.frozen else _is_fast(val(fusion.plan.latent.node))):
             continue
