@@ -10,7 +10,7 @@ from torch import fx
 
 from mla_compile.analysis import CANONICAL, Analysis, Read, analyse, copy_with_origins
 from mla_compile.caching import packed_notes
-from mla_compile.codes import OVER_ROWS, Code
+from mla_compile.codes import Code
 from mla_compile.core.choices import Fold
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
@@ -100,7 +100,6 @@ class State:
         frozen: bool,
         draw: bool,
         recompiles: bool = False,
-        fuses: frozenset[Code] = OVER_ROWS,
     ) -> None:
         self.base = base
         self.options = options
@@ -108,7 +107,6 @@ class State:
         self.draw = draw
         self.recompiles = recompiles
         self.frozen = frozen
-        self.fuses = frozenset() if options.lowering == "aten" else fuses
         # If weights can change, every call has to compare the folded weights with copies, which reads more bytes than
         # any fold saves. With that cost counted, "auto" comes out as "never" for all dims.
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold

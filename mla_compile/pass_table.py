@@ -147,12 +147,16 @@ def _absorb(state: State) -> int:
 def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
     """Replace hand-absorbed attentions by the operator, if a kernel runs it."""
     done: list[Absorbed] = []
+    if state.options.lowering == "aten":
+        return done
     for i, verdict in enumerate(state.verdicts):
         fusion = verdict.fusion
-        if fusion is None or verdict.code not in state.fuses or verdict.site.node.name in state.failed:
+        if fusion is None or verdict.site.node.name in state.failed:
             continue
-        # In a file the listed rows of many queries would be gathered; which kernels run it is not known here.
-        if not (fusion.is_step if state.frozen else _is_fast(val(fusion.plan.latent.node))):
+        # In a file, whose kernels are not known, listed rows of many queries would be gathered, and what is absorbed by
+        # hand stays in operators that every runtime has, none of which copies a row to every head.
+        in_file = fusion.is_step and verdict.code is Code.SHARED_ROWS
+        if not (in_file if state.frozen else _is_fast(val(fusion.plan.latent.node))):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
         state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *fused_told(fusion)))

@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mla_compile.caching import with_latent_cache
-from mla_compile.codes import OVER_ROWS, Code
+from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
@@ -46,7 +46,6 @@ def run(
     own_cache: bool = False,
     draw: bool = False,
     recompiles: bool = False,
-    fuses: frozenset[Code] = OVER_ROWS,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Rewrite a copy of ``program`` as far as that is proved correct and pays.
@@ -54,9 +53,8 @@ def run(
     ``frozen``: the result goes into a file. Its weights will not change any more, so that folding them costs nothing in
     a call, and the kernels that will run it are not known here. ``own_cache``: with ``cache="latent"``, inputs that
     hold K and V are assumed to come from the program itself. ``draw``: the report keeps a drawing of each attention.
-    ``recompiles``: the caller of the result checks its size guards and recompiles where they fail. ``fuses``: the codes
-    of attentions over rows that may become one operator. ``refused``: attentions that other ranks do not absorb, with
-    the reason.
+    ``recompiles``: the caller of the result checks its size guards and recompiles where they fail. ``refused``:
+    attentions that other ranks do not absorb, with the reason.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
@@ -74,7 +72,7 @@ def run(
         # is decided again without it. The loop ends because every round adds a site.
         failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
         while True:
-            state = State(base, options, failed, read, frozen=frozen, draw=draw, recompiles=recompiles, fuses=fuses)
+            state = State(base, options, failed, read, frozen=frozen, draw=draw, recompiles=recompiles)
             read = None  # the passes rewrite the copy that it analysed
             for one in PASSES:
                 _apply(one, state)

@@ -21,7 +21,6 @@ from torch import fx
 
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
-from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.errors import ExportError, brief
 from mla_compile.onnx.bake import bake_projections
@@ -60,9 +59,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     # Baking later writes weights into the file, so they need no dequantized inputs; ONNX has nothing to order groups of
     # heads.
     plain = replace(options, dequantize="step", expanded_bytes=None)
-    # Attention that was absorbed by hand keeps its own operators: every runtime has them, and they copy no row to every
-    # head.
-    outcome = pipeline.run(program, plain, frozen=True, fuses=frozenset({Code.SHARED_ROWS}))
+    outcome = pipeline.run(program, plain, frozen=True)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the ONNX operator reads no float8
