@@ -78,7 +78,7 @@ def table() -> str:
     runs = json.loads(RESULTS.read_text())
     head = ("feature", "as machine code, gfx1100", "gfx942", "simulated by others", "by us", "compiled", "on a GPU")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(_line(name, runs) for name in FEATURES)]
-    return "\n".join([*lines, "", "Tests that passed, and their seconds. " + "; ".join(map(_about, runs)) + "."])
+    return "\n".join([*lines, "", "Tests that passed, and their seconds.", "", *map(_about, runs)])
 
 
 def _line(name: str, runs: list[dict[str, Any]]) -> str:
@@ -100,8 +100,8 @@ def _about(run: dict[str, Any]) -> str:
     """Versions, how much ran, and the seeded faults: what they were, how many showed of how many."""
     seconds = sum(row["seconds"] for row in run["rows"])
     words = f"{run['of']}, Triton {run['triton']}{run['arch'] and ' for ' + run['arch']}, {run['date']}"
-    faults = "".join(f", {what}: {shown} of {of} showed" for what, shown, of in run.get("seeded", ()))
-    return f"{words}: {len(run['rows'])} tests, {seconds:.0f} s{faults}"
+    faults = "".join(f" {what}: {shown} of {of} showed." for what, shown, of in run.get("seeded", ()))
+    return f"* {words}: {len(run['rows'])} tests, {seconds:.0f} s.{faults}"
 
 
 def main() -> None:

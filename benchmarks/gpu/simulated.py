@@ -3,9 +3,9 @@
     PYTHONPATH=DIR:. python -m pytest -p benchmarks.gpu.simulated tests/kernels/hopper/test_decode_gluon.py
 
 ``DIR`` is a checkout of triton-viz, whose requirements are installed beside Triton 3.8: it does not load with 3.6 and
-3.9. The kernels' text is executed with Gluon's own functions in place of our
-stand-ins (tests/support/gluon_machine.py): its checks of types, shapes and layouts, and triton-viz's NumPy.
-``SIMULATOR_RESULTS`` names a file for outcomes and seconds.
+3.9. The kernels' text is executed with Gluon's own functions, which check types, shapes and layouts, over triton-viz's
+NumPy, in place of our stand-ins (tests/support/gluon_machine.py). ``SIMULATOR_RESULTS`` names a file for outcomes and
+seconds.
 
 What triton-viz lacks is added here, and says so: a barrier that counts arrivals and bytes, a wait that lets the other
 partitions go on and notices a deadlock, bfloat16, and rows in a swizzled tile. It has no clusters of CTAs; what is
