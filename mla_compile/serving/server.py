@@ -101,8 +101,8 @@ class Server:
 def follow(settings: Settings) -> None:
     """What every rank but the first does: it runs the steps that the first asks for, and ends when that does.
 
-    Raises what :meth:`Loaded.load` does, and :class:`RankError` where another rank fails. Once loaded, it leaves the
-    first signal to the first rank, which has the requests; a second one ends this process at once.
+    Raises what :meth:`Loaded.load` does, and :class:`RankError` where another rank fails. Once it has loaded, the first
+    signal is left to the first rank, which has the requests; a second one ends this process at once.
     """
     seen: list[int] = []
 
