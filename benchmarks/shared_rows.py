@@ -124,7 +124,8 @@ def fits(layer: Layer, tokens: int) -> bool:
     """Whether the copies that eager code makes for each head fit in the free memory."""
     (held,) = filled(layer, 0).layers
     rows = tokens / held.compress_rate + layer.config.sliding_window
-    return 3 * rows * layer.config.num_attention_heads * layer.config.head_dim * 2 < 0.8 * common.available_bytes()
+    copies = 3 * rows * layer.config.num_attention_heads * layer.config.head_dim * 2
+    return bool(copies < 0.8 * common.available_bytes())
 
 
 def steps(kind: str, layer: Layer, calls: dict[str, Callable[..., Tensor]], tokens: int, args: Any) -> dict[str, Any]:
