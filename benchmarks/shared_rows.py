@@ -124,7 +124,8 @@ def fits(layer: Layer, tokens: int) -> bool:
     """Whether the copies that eager code makes for each head fit in the free memory."""
     (held,) = filled(layer, 0).layers
     rows = tokens / held.compress_rate + layer.config.sliding_window
-    return 3 * rows * layer.config.num_attention_heads * layer.config.head_dim * 2 < 0.8 * common.available_bytes()
+    copies = 3 * rows * layer.config.num_attention_heads * layer.config.head_dim * 2
+    return bool(copies < 0.8 * common.available_bytes())
 
 
 def steps(kind: str, layer: Layer, calls: dict[str, Callable[..., Tensor]], tokens: int, args: Any) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def measured_alone(kind: str, name: str, tokens: int, threads: int) -> dict[str,
 
 def describe(row: dict[str, Any]) -> list[str]:
     """One row of steps as text."""
-    cells = [str(Times(**row["ms"][n])) if n in row["ms"] else "too large" for n in FORMS]
+    cells = [str(Times(**row["ms"][n])) if n in row["ms"] else "left out" for n in FORMS]
     over = [f"{row['over_mla'][n]:.1f}" if n in row["over_mla"] else "" for n in ("eager", "inductor")]
     return [row["layer"], str(row["tokens"]), *cells, *over]
 
@@ -203,8 +204,14 @@ def timed_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         for tokens in args.tokens:
             rows.append(steps(kind, layer, calls, tokens, args))
             print("  " + "  ".join(describe(rows[-1])), flush=True)
+            written(args.out, [], rows)
             gc.collect()
     return rows
+
+
+def written(path: Path, prompts: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """What there is so far."""
+    common.write(path, {"benchmark": "shared_rows", "machine": common.machine(), "prompts": prompts}, rows)
 
 
 def main() -> None:
@@ -232,8 +239,8 @@ def main() -> None:
             found = measured_alone(kind, name, tokens, args.threads)
             prompts.append({"layer": kind, "tokens": tokens, "form": name, **found})
             print("  " + "  ".join(describe_peak(prompts[-1])), flush=True)
+            written(args.out, prompts, [])
         rows = [] if prompts else timed_steps(args)
-    common.write(args.out, {"benchmark": "shared_rows", "machine": common.machine(), "prompts": prompts}, rows)
     if prompts:
         print("\n" + common.table([describe_peak(row) for row in prompts], PEAKS))
     else:
