@@ -14,7 +14,7 @@ ALIKE = "mla_compile::weigh_alike"
 INDEX = "mla_compile::index_scores"
 
 
-class Sizes(NamedTuple):
+class CallLetters(NamedTuple):
     """The letters of a call. ``V`` is the width of the summed rows; ``page`` is 0 for a contiguous cache."""
 
     B: int
@@ -128,7 +128,7 @@ class DecodeCall(NamedTuple):
         return self.kv_scale.shape[2] if self.kv_scale is not None and self.kv_scale.dim() == 3 else 0
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> CallLetters:
         """The letters of a checked call. Over pages, T is the capacity of a row of the block table."""
         B, S, H, _ = self.query.shape
         _, T, L = self.latent.shape
@@ -136,7 +136,7 @@ class DecodeCall(NamedTuple):
         if self.block_table is not None:
             page, T = T, self.block_table.shape[1] * T
         R = 0 if self.rope is None else self.rope.shape[2]
-        return Sizes(B, S, H, T, L, R, self.summed.shape[2], page)
+        return CallLetters(B, S, H, T, L, R, self.summed.shape[2], page)
 
 
 class IndexCall(NamedTuple):

@@ -39,15 +39,15 @@ from mla_compile.kernels.devices import Device, Pace, preset
 from mla_compile.kernels.tiles import (
     KB,
     LEAST,
-    Layout,
     NoPlanError,
+    RowLayout,
     depth,
     fitted,
     padded,
     shared_memory,
     starting_row,
 )
-from mla_compile.kernels.tuned import WIDTH, Kernel, Row, table
+from mla_compile.kernels.tuned import WIDTH, Kernel, TunedTile, table
 
 # The constants of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has the
 # same.
@@ -123,8 +123,8 @@ def _cache_kind(dtype: torch.dtype) -> str:
     return "float8"
 
 
-def _layout(L: int, R: int, Lv: int | None, cache_dtype: torch.dtype, mask_bytes: int, *, paged: bool) -> Layout:
-    return Layout(
+def _layout(L: int, R: int, Lv: int | None, cache_dtype: torch.dtype, mask_bytes: int, *, paged: bool) -> RowLayout:
+    return RowLayout(
         padded(L), padded(R), padded(Lv or 0), cache_dtype.itemsize, max(2, cache_dtype.itemsize), paged, mask_bytes
     )
 
@@ -160,7 +160,7 @@ def _hopper_suits(
 
 
 def _microseconds(
-    row: Row, smem: int, layout: Layout, device: Device, work: tuple[int, int, int], splits: int
+    row: TunedTile, smem: int, layout: RowLayout, device: Device, work: tuple[int, int, int], splits: int
 ) -> float:
     """The formula of the module. ``work`` is batch, query rows, and tiles of a request."""
     batch, rows, tiles = work
@@ -187,18 +187,18 @@ def _microseconds(
     return math.ceil(blocks / slots) * (row.t0_us + math.ceil(tiles / splits) * tile) + combine
 
 
-def chain_us(layout: Layout, block_n: int, pace: Pace) -> float:
+def chain_us(layout: RowLayout, block_n: int, pace: Pace) -> float:
     """Microseconds of a tile's dependent products and of the work between them, for a block that runs alone."""
     return links(layout, block_n) * pace.link + pace.step
 
 
-def links(layout: Layout, block_n: int) -> int:
+def links(layout: RowLayout, block_n: int) -> int:
     """The number of dependent products of 16: along the columns of a row for the scores, along tokens for the sum."""
     return (layout.latent + layout.rope + block_n) // LEAST
 
 
 @lru_cache(maxsize=4096)
-def _splits(row: Row, smem: int, layout: Layout, device: Device, batch: int, rows: int, tiles: int) -> int:
+def _splits(row: TunedTile, smem: int, layout: RowLayout, device: Device, batch: int, rows: int, tiles: int) -> int:
     """The number of splits that the formula finds fastest; the smallest of almost equal ones."""
     most = max(1, min(MAX_SPLITS, tiles * row.block_n // MIN_SPLIT))
     best, least = 1, math.inf

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mla_compile.errors import InputError
 from mla_compile.kernels.devices import Device
-from mla_compile.kernels.tuned import Kernel, Row, table
+from mla_compile.kernels.tuned import Kernel, TunedTile, table
 
 KB = 1024
 SLACK = 2 * KB  # reductions across warps, page ids, statistics: not counted individually in the bound below
@@ -18,7 +18,7 @@ LEAST = 16  # query rows and tokens of a tile: the smallest side of a matrix pro
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """The padded widths of a cached row, in columns, and the bytes of an element of the cache and of the products.
 
     ``values`` is 0 if the latent rows are the values. ``paged``: the place of a tile is looked up in a block table.
@@ -55,7 +55,7 @@ def depth(num_stages: int, *, paged: bool) -> int:
 
 
 def shared_memory(
-    layout: Layout, block_m: int, block_n: int, num_warps: int, num_stages: int, capability: tuple[int, int]
+    layout: RowLayout, block_m: int, block_n: int, num_warps: int, num_stages: int, capability: tuple[int, int]
 ) -> int:
     """An upper bound on the shared memory, in bytes, that Triton's compiler uses for one block of the attention kernel.
 
@@ -88,7 +88,9 @@ def shared_memory(
     return queries + block_n * (ring + converted) + weights + mask + SLACK
 
 
-def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: Kernel, *, listed: bool = False) -> Row:
+def starting_row(
+    kind: str, rows: int, layout: RowLayout, device: Device, kernel: Kernel, *, listed: bool = False
+) -> TunedTile:
     """The table's row for this device; for output wider than in any row, the widest row with fewer query rows."""
     known = [r for r in table() if (r.kernel, r.cache) == (kernel, kind) and r.capability <= device.capability]
     known = [r for r in known if listed or not r.listed]
@@ -105,7 +107,7 @@ def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: K
     return replace(widest, block_m=max(LEAST, widest.block_m * (widest.max_width or layout.out) // layout.out))
 
 
-def fitted(row: Row, layout: Layout, device: Device) -> tuple[Row, int]:
+def fitted(row: TunedTile, layout: RowLayout, device: Device) -> tuple[TunedTile, int]:
     """The row, or the first smaller one whose shared memory fits the device, and its shared memory in bytes."""
     least = 0
     for smaller in _smaller(row):
@@ -121,7 +123,7 @@ def fitted(row: Row, layout: Layout, device: Device) -> tuple[Row, int]:
     )
 
 
-def _smaller(row: Row) -> list[Row]:
+def _smaller(row: TunedTile) -> list[TunedTile]:
     """The row itself, then ever smaller ones: first less depth, then fewer tokens, then fewer query rows.
 
     Query rows are reduced late, because all rows of a tile share one read of the cache; only the last halving of the

@@ -14,7 +14,7 @@ WIDTH = 576  # columns of the rows for which the table has times: 512 of the lat
 
 
 @dataclass(frozen=True)
-class Row:
+class TunedTile:
     """One row of ``tuned.json``: a tile and what is known about its speed.
 
     It applies to devices from this ``capability`` up to the next one in the table, to ``min_rows`` to ``max_rows``
@@ -52,7 +52,7 @@ class Row:
     provenance: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, entry: dict[str, Any], provenance: str = "") -> Row:
+    def of(cls, entry: dict[str, Any], provenance: str = "") -> TunedTile:
         """From JSON, where tuples are lists."""
         return cls(**{"provenance": provenance, **entry, "capability": tuple(entry["capability"])})
 
@@ -63,7 +63,7 @@ class Row:
 
 
 @lru_cache(maxsize=8)
-def table(path: Path = TABLE) -> tuple[Row, ...]:
+def table(path: Path = TABLE) -> tuple[TunedTile, ...]:
     """The rows of ``tuned.json``. After writing a new one, call ``table.cache_clear()`` and ``plan.cache_clear()``."""
     content = json.loads(path.read_text())
-    return tuple(Row.of(entry, content["provenance"]) for entry in content["rows"])
+    return tuple(TunedTile.of(entry, content["provenance"]) for entry in content["rows"])

@@ -19,7 +19,7 @@ from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
-from mla_compile.passes.decide.cost import Device, default_device
+from mla_compile.passes.decide.cost import DeviceModel, default_device
 from mla_compile.passes.decide.fuse import with_fusions
 from mla_compile.passes.decide.groups import with_groups
 from mla_compile.passes.decide.judge import judge
@@ -82,7 +82,9 @@ class Analysis:
         """The nodes that are computed from weights and constants only."""
         return self.maps.weights
 
-    def judged(self, forms: Forms, fold: Fold, device: Device | None = None, *, sparse: bool = True) -> list[Verdict]:
+    def judged(
+        self, forms: Forms, fold: Fold, device: DeviceModel | None = None, *, sparse: bool = True
+    ) -> list[Verdict]:
         """The verdict on each attention, in order. ``device`` is that of the program by default.
 
         ``sparse``: whether an attention may read only the keys of an index list.
@@ -104,7 +106,7 @@ class Analysis:
 
 
 @dataclass(frozen=True)
-class Read:
+class CanonicalProgram:
     """The analysis of a canonical copy, without row slices, and the ``changes`` of each canonicalisation pass."""
 
     changes: dict[str, int]

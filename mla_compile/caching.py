@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from mla_compile.analysis import Analysis, Read, analyse, canonicalize, copy_with_origins, weights_of
+from mla_compile.analysis import Analysis, CanonicalProgram, analyse, canonicalize, copy_with_origins, weights_of
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.packed import error_of
@@ -23,7 +23,9 @@ from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.narrow import narrow
 
 
-def with_latent_cache(captured: Program, *, assume: bool = False, packs: bool = False) -> tuple[Program, Read | None]:
+def with_latent_cache(
+    captured: Program, *, assume: bool = False, packs: bool = False
+) -> tuple[Program, CanonicalProgram | None]:
     """Replace the K and V that the caller keeps by their rows, and return the rewritten program.
 
     If there are none, return the program itself, and the analysis of the copy on which that was found. Caches are
@@ -38,7 +40,7 @@ def with_latent_cache(captured: Program, *, assume: bool = False, packs: bool = 
         found = analyse(program, slices=False)  # the rewrite handles buffers, which are read from row 0
         kept, torn = _keep_rows(found, refused, assume=assume, packs=packs)
         if not kept:
-            return captured, Read(changes, found)
+            return captured, CanonicalProgram(changes, found)
         if torn:
             refused |= torn
             continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-Verdict = Literal["absorbed", "kept", "refused", "not_mla"]
+VerdictName = Literal["absorbed", "kept", "refused", "not_mla"]
 
 
 class Code(str, Enum):
@@ -59,7 +59,7 @@ class Code(str, Enum):
 class CodeInfo:
     """The usual verdict of a code, one line of meaning, and generic advice (``None`` if there is none)."""
 
-    verdict: Verdict
+    verdict: VerdictName
     meaning: str
     fix: str | None = None
 

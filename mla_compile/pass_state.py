@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from mla_compile.analysis import CANONICAL, Analysis, Read, analyse, copy_with_origins
+from mla_compile.analysis import CANONICAL, Analysis, CanonicalProgram, analyse, copy_with_origins
 from mla_compile.caching import packed_notes
 from mla_compile.codes import Code
 from mla_compile.core.choices import Fold
@@ -17,7 +17,7 @@ from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program
 from mla_compile.core.records import PassRecord, SiteReport
 from mla_compile.options import Options
-from mla_compile.passes.cache.held import Held, held
+from mla_compile.passes.cache.held import HeldValues, held
 from mla_compile.passes.decide.cost import AbsorbedColumns
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.collectives import received_bytes
@@ -87,7 +87,7 @@ _RECEIVED = "a call of the traced sizes receives {count:,} bytes from other rank
 _APPENDED = "new rows are appended in place to {count} cached tensor{s}, whose rows are not copied in every call"
 
 
-class State:
+class PassState:
     """One program on its way through the passes: the current graph, and the findings of the passes so far."""
 
     def __init__(
@@ -95,7 +95,7 @@ class State:
         base: Program,
         options: Options,
         failed: Mapping[str, tuple[Code, str]],
-        read: Read | None = None,
+        read: CanonicalProgram | None = None,
         *,
         frozen: bool,
         draw: bool,
@@ -118,7 +118,7 @@ class State:
         self.sketch: Sketch | None = None
         self.rewritten: list[Absorbed] = []
         self.fused: list[Absorbed] = []
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, HeldValues] = {}
         self.checks: dict[str, Check] = {}
         self.folded: dict[str, list[Folded]] = {}
         self.records: list[PassRecord] = []

@@ -1,4 +1,4 @@
-"""The table of passes in order: what each reads, what it changes, and how it runs on a :class:`State`."""
+"""The table of passes in order: what each reads, what it changes, and how it runs on a :class:`PassState`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mla_compile.core.program import Program, copy_graph
 from mla_compile.errors import VerificationError
 from mla_compile.kernels import launch, linear
 from mla_compile.kernels.cpu import native
-from mla_compile.pass_state import State
+from mla_compile.pass_state import PassState
 from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
@@ -60,31 +60,28 @@ _INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {p
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass. ``work`` returns the number of changes it made, or of things it found.
-
-    ``changes`` is empty for an analysis, which never edits the graph.
-    """
+    """One pass. ``work`` returns how many changes it made, or things it found; an analysis has no ``changes``."""
 
     name: str
     reads: str
     changes: str
-    work: Callable[[State], int] = field(repr=False)
+    work: Callable[[PassState], int] = field(repr=False)
 
 
-def _canonical(name: str) -> Callable[[State], int]:
+def _canonical(name: str) -> Callable[[PassState], int]:
     return lambda state: state.canonicalize(name)
 
 
-def _analyse(state: State) -> int:
+def _analyse(state: PassState) -> int:
     return len(state.analysis.sites)
 
 
-def _judge(state: State) -> int:
+def _judge(state: PassState) -> int:
     state.verdicts = state.analysis.judged(state.options.forms, state.folding, sparse=state.options.sparse == "auto")
     return len(state.verdicts)
 
 
-def _split_heads(state: State) -> int:
+def _split_heads(state: PassState) -> int:
     """Split attentions whose heads are computed differently, on a copy, as long as that absorbs more of each."""
     candidates = {
         v.site.node.name
@@ -115,13 +112,13 @@ def _split_heads(state: State) -> int:
     return len(state.splits)
 
 
-def _unfollowed(state: State) -> int:
+def _unfollowed(state: PassState) -> int:
     state.lost = unfollowed(state.graph, state.analysis.weights, state.analysis.sites)
     state.lost += state.analysis.without_softmax()
     return len(state.lost)
 
 
-def _absorb(state: State) -> int:
+def _absorb(state: PassState) -> int:
     state.verdicts = [
         replace(v, code=state.failed[v.site.node.name][0], reason=state.failed[v.site.node.name][1])
         if v.site.node.name in state.failed
@@ -144,7 +141,7 @@ def _absorb(state: State) -> int:
     return len(state.rewritten) + len(state.fused)
 
 
-def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
+def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
     """Replace hand-absorbed attentions by the operator, if a kernel runs it."""
     done: list[Absorbed] = []
     if state.options.lowering == "aten":
@@ -170,7 +167,7 @@ def _is_fast(rows: torch.Tensor) -> bool:
     return rows.device.type == "cpu" and native.load() is not None
 
 
-def _verify(state: State) -> int:
+def _verify(state: PassState) -> int:
     """Check each distinct site once, and give the result to all sites that are the same computation.
 
     An attention that was split by heads is compared with its original as a whole.
@@ -195,7 +192,7 @@ def _by_name(program: Program) -> dict[str, fx.Node]:
     return {node.name: node for node in program.gm.graph.nodes}
 
 
-def _index(state: State) -> int:
+def _index(state: PassState) -> int:
     """Compute the scores of each indexer with one operator, if an attention reads its index list."""
     if state.options.lowering == "aten":
         return 0
@@ -224,7 +221,7 @@ def _folds(verdict: Verdict) -> bool:
     return verdict.choice is not None and (verdict.choice.fold_query or verdict.choice.fold_output)
 
 
-def _fold(state: State) -> int:
+def _fold(state: PassState) -> int:
     if not any(map(_folds, state.chosen)):
         return 0
     # Absorbing has changed the graph, so the analysis' maps are stale.
@@ -233,22 +230,22 @@ def _fold(state: State) -> int:
     return sum(map(len, state.folded.values()))
 
 
-def _dequantize(state: State) -> int:
+def _dequantize(state: PassState) -> int:
     return dequantize_once(state.program, weights_of(state.program), state.rewritten, state.options.dequantize)
 
 
-def _narrow(state: State) -> int:
+def _narrow(state: PassState) -> int:
     alone = [pair for v in state.chosen for pair in v.narrowed]
     return narrow(alone, LinearMaps(weights_of(state.program), state.program.fake_mode)) if alone else 0
 
 
-def _settle(state: State) -> int:
+def _settle(state: PassState) -> int:
     done = settle(state.graph)
     remove_dead_code(state.graph)
     return done
 
 
-def _by_heads(state: State) -> int:
+def _by_heads(state: PassState) -> int:
     """Compute large expanded attentions for a few heads at a time, in the program and in its expanded variant."""
     limit = state.options.expanded_bytes
     if limit is None:
@@ -274,7 +271,7 @@ def _by_heads(state: State) -> int:
     return state.by_heads
 
 
-def _grouped(state: State, program: Program, names: Collection[str] | None) -> ByHeads:
+def _grouped(state: PassState, program: Program, names: Collection[str] | None) -> ByHeads:
     untouched = None if state.untouched is None else state.untouched.gm.graph
     return group_heads(
         program,
@@ -285,21 +282,21 @@ def _grouped(state: State, program: Program, names: Collection[str] | None) -> B
     )
 
 
-def _lower(state: State) -> int:
+def _lower(state: PassState) -> int:
     return lower_to_aten(state.graph, state.program.fake_mode) if state.options.lowering == "aten" else 0
 
 
-def _lower_projections(state: State) -> int:
+def _lower_projections(state: PassState) -> int:
     done = lower_projections(state.graph, state.program.fake_mode, weights_of(state.program))
     remove_dead_code(state.graph)
     return done
 
 
-def _read_parts(state: State) -> int:
+def _read_parts(state: PassState) -> int:
     return read_parts(state.graph, state.program.fake_mode)
 
 
-def _read_packed(state: State) -> int:
+def _read_packed(state: PassState) -> int:
     return read_packed(state.graph, state.program.fake_mode, _reads_float8)
 
 
@@ -307,7 +304,7 @@ def _reads_float8(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and native.load() is not None)
 
 
-def _few_rows(state: State) -> int:
+def _few_rows(state: PassState) -> int:
     if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
         return 0
     # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
@@ -323,11 +320,11 @@ def _several_ranks() -> bool:
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
-def _schedule(state: State) -> int:
+def _schedule(state: PassState) -> int:
     return share_schedules(state.graph, state.program.fake_mode)
 
 
-def _share(state: State) -> int:
+def _share(state: PassState) -> int:
     """Rewrite attention to read this rank's rows, if the rows of all caches that ranks share allow it."""
     program = state.program
     if not program.shared:
@@ -346,21 +343,21 @@ def _share(state: State) -> int:
     return 0
 
 
-def _is_prompt(state: State) -> bool:
+def _is_prompt(state: PassState) -> bool:
     """Whether a call has more queries than absorbing pays for."""
     codes = {v.code for v in state.verdicts if v.plan is not None}
     return codes == {Code.COST_PREFILL}
 
 
-def _one_form(state: State) -> bool:
+def _one_form(state: PassState) -> bool:
     return bool(state.rewritten) and _in_one_form(state)
 
 
-def _in_one_form(state: State) -> bool:
+def _in_one_form(state: PassState) -> bool:
     return bool(state.rewritten or state.fused) and not any(v.by_call for v in state.chosen)
 
 
-def _append(state: State) -> int:
+def _append(state: PassState) -> int:
     attended = state.fused or any(v.plan is not None for v in state.verdicts)
     if state.options.appends != "in_place" or not attended:
         return 0

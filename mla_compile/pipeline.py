@@ -25,7 +25,7 @@ from mla_compile.core.program import Program
 from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
 from mla_compile.options import Options
-from mla_compile.pass_state import Outcome, State
+from mla_compile.pass_state import Outcome, PassState
 from mla_compile.pass_table import PASSES, Pass
 from mla_compile.passes.ir.collectives import collectives
 from mla_compile.passes.ir.expr import evaluated_once
@@ -72,7 +72,7 @@ def run(
         # is decided again without it. The loop ends because every round adds a site.
         failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
         while True:
-            state = State(base, options, failed, read, frozen=frozen, draw=draw, recompiles=recompiles)
+            state = PassState(base, options, failed, read, frozen=frozen, draw=draw, recompiles=recompiles)
             read = None  # the passes rewrite the copy that it analysed
             for one in PASSES:
                 _apply(one, state)
@@ -88,7 +88,7 @@ def run(
             failed.update((name, (Code.VERIFY_FAILED, problem)) for name, problem in new.items())
 
 
-def _apply(one: Pass, state: State) -> None:
+def _apply(one: Pass, state: PassState) -> None:
     """Run a pass, record its time, and check the graph if the pass changed it."""
     start = time.perf_counter()
     changes = one.work(state)

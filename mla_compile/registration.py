@@ -10,7 +10,7 @@ from mla_compile.passes.quantized import registry
 
 def register_quantized_linear(
     op: str | torch._ops.OpOverloadPacket | torch._ops.OpOverload | type[torch.nn.Module],
-    dequantize: registry.Dequantize | None,
+    dequantize: registry.DequantizeFunction | None,
     *,
     rows: str = "rows",
     rounds_rows: bool = False,

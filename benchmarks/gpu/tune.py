@@ -47,7 +47,7 @@ from mla_compile.kernels import tuned
 from mla_compile.kernels.devices import preset
 from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.plan import HOPPER_BLOCK, Device, NoPlanError, Plan, check
-from mla_compile.kernels.tiles import Layout, depth
+from mla_compile.kernels.tiles import RowLayout, depth
 
 DTYPES = {"half": torch.bfloat16, "float8": FP8, "float32": torch.float32}
 CLASSES = {f"{kind}-{rows}": (kind, rows) for kind in DTYPES for rows in (16, 32, 128)}
@@ -272,7 +272,7 @@ def alone(run: Run, clock: timing.Clock, kind: str, rows: int, best: Candidate) 
     bytes_ = DTYPES[kind].itemsize
     return {
         "t0_us": round(max(0.1, start), 2), "lone_us": round(max(0.01, slope), 3),
-        "links": planning.links(Layout(512, 64, 0, bytes_, max(2, bytes_), best.paged), best.block_n),
+        "links": planning.links(RowLayout(512, 64, 0, bytes_, max(2, bytes_), best.paged), best.block_n),
         "depth": depth(best.num_stages, paged=best.paged),
     }  # fmt: skip
 

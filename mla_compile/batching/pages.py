@@ -113,7 +113,7 @@ class LatentPages(PagedAttentionCache):
         self.layer_to_allocator = dict.fromkeys(blocks.layer_indices, blocks)
         self.bytes_per_sector = blocks.bytes_per_block
         self.tokens_per_sector = tokens
-        memory = _Memory(graphs, config, cb_config, device, dtype, self.bytes_per_sector, tokens)
+        memory = _BlockMemory(graphs, config, cb_config, device, dtype, self.bytes_per_sector, tokens)
         problem: Exception = RuntimeError("another rank has less memory")
         try:
             sizes = memory.infer_max_batch_tokens_and_num_sectors()
@@ -171,7 +171,7 @@ class LatentPages(PagedAttentionCache):
         return f"the request may grow to {tokens} tokens, and the pool has room for {self.room()}; ask for fewer"
 
 
-class _Memory(PagedAttentionMemoryHandler):
+class _BlockMemory(PagedAttentionMemoryHandler):
     """Counts the blocks that fit as transformers does, but with the tensors that exist here."""
 
     def __init__(

@@ -20,11 +20,11 @@ from transformers.generation.continuous_batching.utils import (
     get_memory_pools,
 )
 
+from mla_compile.batching.compiled import Sizes
 from mla_compile.core.program import Call
 from mla_compile.runtime.folds import addresses
 
 logger = logging.getLogger("mla_compile")
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -50,14 +50,16 @@ def step_to_trace(
     B, S = (BATCH, 1) if one_token else (1, QUERY)
     ids = torch.arange(3, 3 + B * S, device=device).reshape(B, S)
     positions = torch.arange(PAST, PAST + S, device=device).repeat(B, 1)
-    step = _Step(lm, last_only=not one_token and "logits_to_keep" in inspect.signature(lm.model.forward).parameters)
+    step = _StepModule(
+        lm, last_only=not one_token and "logits_to_keep" in inspect.signature(lm.model.forward).parameters
+    )
     batch = {0: BATCH} if one_token else {}
     new = batch if one_token else {1: QUERY}
     rows = [batch | ({} if c.axis is None else {c.axis: PAST}) for c in lm.caches]
     return step, (ids, positions, lm.empty(B, PAST)), [new, new, *rows]
 
 
-class _Step(torch.nn.Module):
+class _StepModule(torch.nn.Module):
     def __init__(self, lm: CausalLM, *, last_only: bool) -> None:
         super().__init__()
         self.model = lm.model

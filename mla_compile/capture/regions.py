@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_compile.passes.ir.graph import splice
 
-Converted = Callable[[fx.Node, Any], Any]
+Convert = Callable[[fx.Node, Any], Any]
 
 
 def write_out(
@@ -26,8 +26,8 @@ def write_out(
     region: Sequence[fx.Node],
     *,
     sizes: Sequence[fx.Node] = (),
-    enter: Converted = lambda node, value: value,
-    leave: Converted = lambda node, value: value,
+    enter: Convert = lambda node, value: value,
+    leave: Convert = lambda node, value: value,
 ) -> list[fx.Node]:
     """Replace ``region`` by the operators that it runs, traced on fake values; return the nodes of its results.
 

@@ -61,7 +61,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
     found = stretches(graph, {*inputs, *sizes})
     if found is None or not all(is_closed(one) for one in found):
         return None
-    copied = _Copies(given.fakes, inputs, sizes, found)
+    copied = _Unrolled(given.fakes, inputs, sizes, found)
     pieces: dict[Hashable, _Piece] = {}
     for one in found:
         if one.kind not in pieces:
@@ -111,7 +111,7 @@ def _traced(one: Stretch) -> _Piece | None:
     return _Piece(traced, origins)
 
 
-class _Copies:
+class _Unrolled:
     """Builds the graph of all stretches, in order."""
 
     def __init__(

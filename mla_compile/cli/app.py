@@ -69,7 +69,7 @@ def demo(
     """
     with ending():
         lengths = values.counts(contexts, "contexts", _MOST_CONTEXT)
-        settings = demo_.Settings(layers, lengths, dtype)
+        settings = demo_.DemoSettings(layers, lengths, dtype)
         if quick:
             short = tuple(sorted({min(n, 1024) for n in lengths}))
             settings = replace(settings, layers=1, contexts=short, tokens=8, rounds=3)
@@ -83,7 +83,7 @@ def demo(
             raise typer.Exit(NEGATIVE)
 
 
-def _show(outcome: demo_.Outcome) -> None:
+def _show(outcome: demo_.DemoResult) -> None:
     out.print(outcome.report)
     out.print()
     _show_agreement(outcome.agreement)
@@ -115,7 +115,7 @@ def _show_agreement(agreement: demo_.Agreement) -> None:
     out.print(said, style="green" if agreement.ok else "bold red")
 
 
-def _timing_table(outcome: demo_.Outcome) -> Table:
+def _timing_table(outcome: demo_.DemoResult) -> Table:
     table = Table(title=f"one decode step, milliseconds (median of {outcome.settings.rounds} interleaved rounds)")
     for name in ("context", "eager", "Inductor", "mla_compile", "vs eager", "vs Inductor"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -15,7 +15,7 @@ from mla_compile.cli.common import INTERRUPTED, AsJson, ending, err, failed, pri
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 from mla_compile.models import config_file
-from mla_compile.workbench.bench import DTYPES, VARIANTS, Bench, Settings, config_of, config_with, subject
+from mla_compile.workbench.bench import DTYPES, VARIANTS, Bench, BenchSettings, config_of, config_with, subject
 from mla_compile.workbench.plotting import check, draw_times
 
 _TITLES = {"eager": "eager", "inductor": "Inductor", "mla": "mla"}
@@ -57,7 +57,7 @@ def bench(
     results that differ), 2 for input that cannot be used, 130 if interrupted.
     """
     with ending():
-        settings = Settings(
+        settings = BenchSettings(
             values.counts(contexts, "contexts", _MOST_CONTEXT), values.dtype(dtype),
             values.count(batch, "batch", _MOST_BATCH),
             values.count(layers, "layers", config_file.LARGEST_DEPTH),

@@ -19,7 +19,7 @@ from mla_compile.report.facts import Facts
 from mla_compile.workbench import planning, step_formulas
 from mla_compile.workbench.layouts import LayoutPlan, attentions
 from mla_compile.workbench.machines import machine as machine_named
-from mla_compile.workbench.planning import Plan
+from mla_compile.workbench.planning import DeploymentPlan
 from mla_compile.workbench.plotting import check, draw
 from mla_compile.workbench.request import AS_STORED, MOST_DRAFTS, WEIGHT_BYTES, Request
 
@@ -131,7 +131,7 @@ def plan(
             raise typer.Exit(NEGATIVE)
 
 
-def _advice(model: Facts, result: Plan) -> str:
+def _advice(model: Facts, result: DeploymentPlan) -> str:
     """Suggest options under which the users fit."""
     request, most = result.request, max(row.most_users for row in result.layouts)
     asked = f"{request.users:,} users of {request.context:,} tokens"
@@ -143,7 +143,7 @@ def _advice(model: Facts, result: Plan) -> str:
     return f"{asked} fit from --tp {least.request.tp} on ({step_formulas.LABELS[fit.layout]}){fewer}"
 
 
-def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
+def formula_lines(result: DeploymentPlan, latent: bool, chooses: bool) -> list[str]:
     """Return every formula that was evaluated, one per line, and the meaning of its letters."""
     used: set[sympy.Symbol] = set()
     lines = []
@@ -162,7 +162,7 @@ def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
     return lines
 
 
-def _show(result: Plan) -> None:
+def _show(result: DeploymentPlan) -> None:
     request, machine = result.request, result.machine
     where = f"{request.tp} x {machine.name}" if request.tp > 1 else machine.name
     dtypes = f"weights {AS_STORED}" if result.stored else request.weight_dtype

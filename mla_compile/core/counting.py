@@ -11,7 +11,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Kind:
+class Metric:
     """One metric: its meaning, its labels, and the bounds of its buckets (s) if it is a distribution."""
 
     meaning: str
@@ -21,21 +21,21 @@ class Kind:
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _NEXT = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, Metric] = {
     # Named as in vLLM.
-    "prompt_tokens": Kind("Tokens of the prompts of requests that were taken."),
-    "generation_tokens": Kind("Tokens that were generated."),
-    "num_preemptions": Kind("Requests that were put back because the pool was full, and read again what they had."),
-    "request_success": Kind("Requests that ended: by stop, length, error, abort.", ("finished_reason",)),
-    "time_to_first_token_seconds": Kind("From the arrival of a request to its first token.", bounds=_FIRST),
-    "inter_token_latency_seconds": Kind("From one token of a request to its next.", bounds=_NEXT),
-    "e2e_request_latency_seconds": Kind("From the arrival of a request to its last token.", bounds=_FIRST),
+    "prompt_tokens": Metric("Tokens of the prompts of requests that were taken."),
+    "generation_tokens": Metric("Tokens that were generated."),
+    "num_preemptions": Metric("Requests that were put back because the pool was full, and read again what they had."),
+    "request_success": Metric("Requests that ended: by stop, length, error, abort.", ("finished_reason",)),
+    "time_to_first_token_seconds": Metric("From the arrival of a request to its first token.", bounds=_FIRST),
+    "inter_token_latency_seconds": Metric("From one token of a request to its next.", bounds=_NEXT),
+    "e2e_request_latency_seconds": Metric("From the arrival of a request to its last token.", bounds=_FIRST),
     # Our own.
-    "compilations": Kind("Graphs that code was made for, by what they compute.", ("graph",)),
-    "fallbacks": Kind("What ran in a slower way than was meant, by the reason.", ("reason",)),
-    "kernels": Kind("Kernels for CPU that were loaded: native, or torch's operators.", ("kind",)),
-    "refused_requests": Kind("Requests over HTTP that were refused, by status.", ("status",)),
-    "sites": Kind("Attentions of the graphs that were rewritten, by what became of them.", ("became",)),
+    "compilations": Metric("Graphs that code was made for, by what they compute.", ("graph",)),
+    "fallbacks": Metric("What ran in a slower way than was meant, by the reason.", ("reason",)),
+    "kernels": Metric("Kernels for CPU that were loaded: native, or torch's operators.", ("kind",)),
+    "refused_requests": Metric("Requests over HTTP that were refused, by status.", ("status",)),
+    "sites": Metric("Attentions of the graphs that were rewritten, by what became of them.", ("became",)),
 }
 
 

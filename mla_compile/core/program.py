@@ -22,7 +22,7 @@ Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Fold:
+class FoldedWeight:
     """A product of weights that a graph takes as an extra input instead of computing it in every call.
 
     ``compute`` maps the live tensors of ``weights`` (names of :attr:`Program.weights`) to the value of ``placeholder``.
@@ -95,7 +95,7 @@ class Program:
     gm: fx.GraphModule
     mutations: tuple[str, ...] = ()
     weights: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    folds: list[Fold] = field(default_factory=list)
+    folds: list[FoldedWeight] = field(default_factory=list)
     fake_mode: FakeTensorMode | None = None
     aliases: dict[int, str] = field(default_factory=dict)
     original: fx.GraphModule | torch.export.ExportedProgram | None = None

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mla_compile.codes import OVER_ROWS, Code, Verdict
+from mla_compile.codes import OVER_ROWS, Code, VerdictName
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
 
-VERDICTS: tuple[Verdict, ...] = ("absorbed", "kept", "refused", "not_mla")
+VERDICTS: tuple[VerdictName, ...] = ("absorbed", "kept", "refused", "not_mla")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SiteReport:
 
     index: int
     where: Location
-    verdict: Verdict
+    verdict: VerdictName
     code: Code
     reason: str
     form: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["number", "length", "size", "layers", "other"]
+CauseKind = Literal["number", "length", "size", "layers", "other"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n[ ]*(?P<code>[^\n]*)')
 _COMMENT = re.compile(r"  # (?P<code>.+?)  # (?P<file>\S+):(?P<line>\d+) in (?P<function>\w+)")
@@ -19,7 +19,7 @@ _WITHIN = re.compile(r"(?:L\['\w+'\]|args\[\d+\]|kwargs\['\w+'\]|(?!(?:L|args|kw
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
 
-_ADVICE: dict[Kind, str] = {
+_ADVICE: dict[CauseKind, str] = {
     "number": "pass it as a tensor, or as an argument of the model; if it is the only index of an axis, Dynamo "
     "makes it a constant: write to a slice, cache[:, n : n + 1] = ..., or index by a tensor of positions",
     "length": "keep its contents in one tensor, or read and change it only in a method decorated with "
@@ -38,7 +38,7 @@ _DYNAMIC = "leave out the option dynamic; without it, values that change are com
 class Cause:
     """The value that changes from call to call, and where it is used, as ``file:line in function: code``, if known."""
 
-    kind: Kind
+    kind: CauseKind
     what: str
     where: str | None
 
@@ -62,7 +62,7 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     where = place(reason) or _commented(reason)
     if found := _SIZE.match(guard):
         name, axis, old, new = found.group("name", "axis", "old", "new")
-        kind: Kind = "size"
+        kind: CauseKind = "size"
         what = f"axis {axis} of the tensor {_model(name, root)} changes its size from call to call ({old}, then {new})"
         where = where or places.get(readable(name))
     elif found := _LENGTH.fullmatch(guard):

@@ -52,7 +52,7 @@ from mla_compile.runtime.growing import with_room
 from mla_compile.runtime.latent import LatentTensor
 from mla_compile.runtime.latent_calls import expanding, layouts_of, plain_examples, with_rows
 from mla_compile.runtime.own_buffers import BuffersInTrace
-from mla_compile.runtime.shared_rows import SharedRows
+from mla_compile.runtime.shared_rows import RankRows
 
 logger = logging.getLogger("mla_compile")
 
@@ -61,7 +61,7 @@ GRADIENTS = (
     "torch.no_grad() or torch.inference_mode()"
 )
 
-_Carrier = TypeVar("_Carrier", LatentTensor, SharedRows)
+_Carrier = TypeVar("_Carrier", LatentTensor, RankRows)
 Latents = Mapping[str, LatentTensor]
 """Placeholder name -> the input that holds latent rows."""
 
@@ -135,7 +135,7 @@ class Compiler:
                     self.on_report()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        latents, shared = _carrying(gm, example_inputs, LatentTensor), _carrying(gm, example_inputs, SharedRows)
+        latents, shared = _carrying(gm, example_inputs, LatentTensor), _carrying(gm, example_inputs, RankRows)
         sharing = sharing_of(gm, example_inputs, self.options)
         for rows in shared.values():
             if sharing is None or not sharing.same_ranks(rows.sharing):

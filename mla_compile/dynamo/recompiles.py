@@ -69,11 +69,11 @@ def _module_of(source: object) -> LocalSource | None:
     return None
 
 
-class _Thread(threading.local):
+class _ThreadRecompiles(threading.local):
     running: Recompiles | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadRecompiles()
 
 
 def running() -> Recompiles | None:

@@ -19,7 +19,7 @@ from torch._dynamo import config
 _lock = threading.RLock()
 
 
-class _Shared:
+class _Nesting:
     """The number of callers inside, and the settings before the first of them entered."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class _Shared:
         self.outside: dict[str, Any] = {}
 
 
-class _OfThread(threading.local, _Shared):
+class _OfThread(threading.local, _Nesting):
     pass
 
 
@@ -65,7 +65,7 @@ def user_value(name: str) -> Any:
 
 
 @cache
-def _state() -> _Shared:
+def _state() -> _Nesting:
     """The saved values: per thread if torch keeps settings per thread, which is found out by a trial, once."""
     changed, seen = threading.Event(), []
 
@@ -80,4 +80,4 @@ def _state() -> _Shared:
     changed.set()
     reader.join()
     config.recompile_limit = before
-    return _Shared() if seen == [before + 1] else _OfThread()
+    return _Nesting() if seen == [before + 1] else _OfThread()

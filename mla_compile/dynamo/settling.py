@@ -43,12 +43,12 @@ _functions: dict[str, _Function] = {}
 """Functions with attention, by Dynamo's number."""
 
 
-class _Thread(threading.local):
+class _ThreadPatch(threading.local):
     patch: ExitStack | None = None
     room: ExitStack | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadPatch()
 
 
 def settle() -> None:

@@ -33,9 +33,9 @@ from mla_compile.options import Options
 from mla_compile.report.report import Report
 from mla_compile.runtime.own_buffers import BuffersInTrace, KeptBuffer, empty_buffers
 
-Arguments = tuple[torch.nn.Module, Sequence[object], Mapping[str, object]]
+CallArguments = tuple[torch.nn.Module, Sequence[object], Mapping[str, object]]
 """A module, and the positional and keyword arguments of its forward."""
-Copies = Callable[[Arguments], AbstractContextManager[Arguments]]
+Copies = Callable[[CallArguments], AbstractContextManager[CallArguments]]
 
 
 def explain_module(
@@ -129,7 +129,7 @@ def _one_line(reason: str) -> str:
     return ": ".join((*lines[:1], *told))
 
 
-def _why_not(given: Arguments, copies: Copies, error: Exception) -> MlaCompileError:
+def _why_not(given: CallArguments, copies: Copies, error: Exception) -> MlaCompileError:
     """The error for a failed capture: it blames the inputs if the model does not run on them uncompiled either."""
     name = type(given[0]).__name__
     try:
@@ -155,7 +155,7 @@ def _traced_line(error: Exception) -> str:
 
 
 @contextmanager
-def _fake_copies(given: Arguments) -> Iterator[Arguments]:
+def _fake_copies(given: CallArguments) -> Iterator[CallArguments]:
     """Fake copies, inside their fake mode. Tensors that module and inputs share stay shared."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
@@ -165,18 +165,18 @@ def _fake_copies(given: Arguments) -> Iterator[Arguments]:
 
 
 @contextmanager
-def _real_copies(given: Arguments) -> Iterator[Arguments]:
+def _real_copies(given: CallArguments) -> Iterator[CallArguments]:
     """Copies of everything that a forward may write to; parameters are shared."""
     yield _copied(given, {id(parameter): parameter for parameter in given[0].parameters()})
 
 
 @contextmanager
-def _own_copies(given: Arguments) -> Iterator[Arguments]:
+def _own_copies(given: CallArguments) -> Iterator[CallArguments]:
     """Copies of everything, for a forward that replaces parameters."""
     yield _copied(given)
 
 
-def _copied(given: Arguments, shared: dict[int, torch.nn.Parameter] | None = None) -> Arguments:
+def _copied(given: CallArguments, shared: dict[int, torch.nn.Parameter] | None = None) -> CallArguments:
     module, args, kwargs = given
     memo: dict[int, Any] = {**(shared or {})}
     try:

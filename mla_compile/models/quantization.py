@@ -64,7 +64,7 @@ def _words(bits: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PathRule:
     """The packing of modules whose path the pattern matches from its beginning; ``None``: they are not quantized."""
 
     pattern: re.Pattern[str]
@@ -82,7 +82,7 @@ class Quantization:
     method: str
     dtype: str
     arithmetic: str
-    rules: tuple[Rule, ...]
+    rules: tuple[PathRule, ...]
     keeps_head: bool
 
     def packing(self, tensor: Tensor) -> Packing | None:
@@ -182,12 +182,12 @@ def _regex(pattern: str) -> re.Pattern[str]:
 _ALL = re.compile("")
 
 
-def _skipped(names: Iterable[str]) -> tuple[Rule, ...]:
+def _skipped(names: Iterable[str]) -> tuple[PathRule, ...]:
     """Rules for a list of modules to leave unquantized, each a regular expression for some steps of a path.
 
     transformers matches such a list at the beginning or the end of a path, AutoAWQ anywhere in it.
     """
-    return tuple(Rule(_regex(rf"(?:.*\.)?(?:{name})(?:(?<=\.)|(?=\.|$))"), None) for name in names)
+    return tuple(PathRule(_regex(rf"(?:.*\.)?(?:{name})(?:(?<=\.)|(?=\.|$))"), None) for name in names)
 
 
 def _fp8(fields: _Fields, dtype: str) -> Quantization:
@@ -202,7 +202,7 @@ def _fp8(fields: _Fields, dtype: str) -> Quantization:
     height, width = (0, 0) if whole else fields.block("weight_block_size", (128, 128))
     words = "fp8, one scale for a matrix" if whole else f"fp8 with a scale for {height} x {width}"
     skip = fields.names("modules_to_not_convert") or fields.names("ignored_layers")
-    rules = (*_skipped(skip), Rule(_ALL, Packing(words, 8, (height, width), 4)))
+    rules = (*_skipped(skip), PathRule(_ALL, Packing(words, 8, (height, width), 4)))
     return Quantization("fp8", dtype, "fp8", rules, keeps_head=not skip)
 
 
@@ -217,12 +217,12 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
     rules = []
     for pattern in (dynamic := fields.part("dynamic")):
         if pattern.startswith("-:"):
-            rules.append(Rule(_regex(pattern.removeprefix("-:")), None))
+            rules.append(PathRule(_regex(pattern.removeprefix("-:")), None))
             continue
         own = dynamic.part(pattern)
         chosen = packing(own.bits("bits", bits, sizes), own.group("group_size", group or -1))
-        rules.append(Rule(_regex(pattern.removeprefix("+:")), chosen))
-    rules.append(Rule(_ALL, packing(bits, group)))
+        rules.append(PathRule(_regex(pattern.removeprefix("+:")), chosen))
+    rules.append(PathRule(_ALL, packing(bits, group)))
     return Quantization("gptq", dtype, dtype, tuple(rules), keeps_head=not fields.flag("lm_head", default=False))
 
 
@@ -231,7 +231,10 @@ def _awq(fields: _Fields, dtype: str) -> Quantization:
     bits = fields.bits("bits", fields.bits("w_bit", 4, (4,)), (4,))
     group = fields.group("group_size", fields.group("q_group_size", 128) or -1)
     words = f"int{bits} in {_groups(group)} with zero points"
-    rules = (*_skipped(fields.names("modules_to_not_convert")), Rule(_ALL, Packing(words, bits, (1, group), 2, bits)))
+    rules = (
+        *_skipped(fields.names("modules_to_not_convert")),
+        PathRule(_ALL, Packing(words, bits, (1, group), 2, bits)),
+    )
     return Quantization("awq", dtype, dtype, rules, keeps_head=True)
 
 
@@ -253,12 +256,12 @@ def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
         scales = "quantized scales" if double else "scales"
         packing = Packing(f"{kind} with {scales} for 64", 4, (1, 64), 1 + 4 / 256 if double else 4, flat=True)
     skip = fields.names("llm_int8_skip_modules")
-    return Quantization("bitsandbytes", dtype, dtype, (*_skipped(skip), Rule(_ALL, packing)), keeps_head=not skip)
+    return Quantization("bitsandbytes", dtype, dtype, (*_skipped(skip), PathRule(_ALL, packing)), keeps_head=not skip)
 
 
 def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
     """The formats of compressed-tensors 0.20; ``ignore`` comes first, then the groups in their order."""
-    rules = [Rule(_named(name), None) for name in fields.names("ignore")]
+    rules = [PathRule(_named(name), None) for name in fields.names("ignore")]
     arithmetic = dtype
     groups = fields.part("config_groups")
     if not groups:
@@ -268,7 +271,7 @@ def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
         form = group.text("format", fields.text("format", "dense"))
         weights, inputs = group.part("weights"), group.part("input_activations")
         packing = _of_group(weights, form, dtype) if weights and form != "dense" else None
-        rules += [Rule(_named(target), packing) for target in group.names("targets")]
+        rules += [PathRule(_named(target), packing) for target in group.names("targets")]
         if packing and packing.words.startswith("fp8") and inputs.get("num_bits") == 8:
             arithmetic = "fp8"
     return Quantization("compressed-tensors", dtype, arithmetic, tuple(rules), keeps_head=False)

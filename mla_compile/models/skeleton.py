@@ -29,7 +29,7 @@ _INDEX = re.compile("idx|index|layer_id")
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerList:
     """The list of decoder layers: its path, and for every layer the index of the first layer that is equal."""
 
     path: str
@@ -84,7 +84,7 @@ def _makers(config: Any) -> Iterator[tuple[Callable[[Any], nn.Module], Any]]:
             yield named, part
 
 
-def layers_of(model: nn.Module) -> Layers:
+def layers_of(model: nn.Module) -> LayerList:
     """The module list with most of the model's parameters, its layers compared with each other."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for path, module in model.named_modules():
@@ -93,12 +93,12 @@ def layers_of(model: nn.Module) -> Layers:
             if best is None or size > best[0]:
                 best = (size, path, module)
     if best is None:
-        return Layers("", ())
+        return LayerList("", ())
     first: dict[object, int] = {}
-    return Layers(best[1], tuple(first.setdefault(_signature(layer), i) for i, layer in enumerate(best[2])))
+    return LayerList(best[1], tuple(first.setdefault(_signature(layer), i) for i, layer in enumerate(best[2])))
 
 
-def thin(model: nn.Module, layers: Layers) -> None:
+def thin(model: nn.Module, layers: LayerList) -> None:
     """Replace, in place, every layer that equals an earlier one by a layer that passes its input through."""
     if not layers.path:
         return

@@ -24,7 +24,7 @@ from mla_compile.core.dims import Dims
 from mla_compile.core.records import SiteReport
 from mla_compile.errors import CaptureError, InputError
 from mla_compile.models import config_file, quantization, skeleton, sources
-from mla_compile.models.held import Held, held
+from mla_compile.models.held import HeldRows, held
 from mla_compile.models.quantization import Quantization
 from mla_compile.models.stored import stored_weights
 from mla_compile.models.weights import Tensor, first_int, tensors_of, text_config, weights_of
@@ -58,7 +58,7 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
         return _of_language_model(model.to("meta"), ())
     with redirect_stdout(sys.stderr):  # keep the prints of the model out of our output
         report = mla_compile.explain(model, *args, **kwargs)
-    return _assemble(model, report, skeleton.Layers("", ()), (), weights_of(model), ())
+    return _assemble(model, report, skeleton.LayerList("", ()), (), weights_of(model), ())
 
 
 def survey_config(config: Any, dtype: str = "bf16", notes: tuple[str, ...] = ()) -> Survey:
@@ -139,7 +139,7 @@ def _step_explained(model: nn.Module, cache: Any) -> Report:
 def _assemble(
     model: nn.Module,
     report: Report,
-    layers: skeleton.Layers,
+    layers: skeleton.LayerList,
     cached: tuple[CachedLayers, ...],
     weights: Weights,
     notes: tuple[str, ...],
@@ -159,7 +159,7 @@ def _assemble(
 
 def _drafting(
     model: nn.Module,
-    layers: skeleton.Layers,
+    layers: skeleton.LayerList,
     tensors: Sequence[Tensor],
     facts: Facts,
     cached: tuple[CachedLayers, ...],
@@ -203,8 +203,8 @@ def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: R
 
 def _cached_layers(
     cache: Any,
-    layers: skeleton.Layers,
-    slots: Sequence[Held],
+    layers: skeleton.LayerList,
+    slots: Sequence[HeldRows],
     picked: Mapping[int, SiteReport],
     like: tuple[int, ...] | None = None,
 ) -> tuple[CachedLayers, ...]:
@@ -237,13 +237,13 @@ def _cached_layers(
     return tuple(replace(layer, count=count) for layer, count in filled.items())
 
 
-def _picked(report: Report, layers: skeleton.Layers) -> dict[int, SiteReport]:
+def _picked(report: Report, layers: skeleton.LayerList) -> dict[int, SiteReport]:
     """The attentions that choose keys, by their layer."""
     found = ((re.match(rf"{re.escape(layers.path)}\.(\d+)\b", site.where.module), site) for site in report.sites)
     return {int(layer[1]): site for layer, site in found if layer and site.chosen}
 
 
-def _not_counted(cache: Any, cached: Sequence[CachedLayers], each: Sequence[Held]) -> tuple[str, ...]:
+def _not_counted(cache: Any, cached: Sequence[CachedLayers], each: Sequence[HeldRows]) -> tuple[str, ...]:
     """Notes on cache contents that do not grow by the same amount per token, or that are counted only roughly."""
     slots = list(getattr(cache, "layers", ()))
     notes = []

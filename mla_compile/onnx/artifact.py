@@ -72,13 +72,13 @@ def _take_place(stage: Path, target: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
+class FileRecords:
     """The files of a directory by name: size in bytes and SHA-256."""
 
     files: Mapping[str, tuple[int, str]]
 
 
-def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> Written:
+def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> FileRecords:
     """Save graphs under their file names, with all large weights in one file and equal weights stored once."""
     weights = _Weights(directory / WEIGHTS)
     with weights:
@@ -92,7 +92,7 @@ def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> Written:
         model.metadata_props["mla_compile.weights_sha256"] = digest
         ir.save(model, directory / file)
     paths = {name: directory / name for name in sorted((*graphs, WEIGHTS))}
-    return Written({name: (path.stat().st_size, sha256(path)) for name, path in paths.items()})
+    return FileRecords({name: (path.stat().st_size, sha256(path)) for name, path in paths.items()})
 
 
 class _Weights:

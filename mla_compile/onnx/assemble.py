@@ -15,7 +15,7 @@ from mla_compile.errors import ExportError
 from mla_compile.onnx.attach import attach_functions
 from mla_compile.onnx.convert import Converted
 from mla_compile.onnx.interface import (
-    Append,
+    GrowingCache,
     Site,
     attention_nodes,
     cache_names,
@@ -115,7 +115,7 @@ def _rename_nodes(graph: ir.Graph, prefixes: Mapping[str, str]) -> None:
 
 
 def _as_halves(
-    graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site], dims: Mapping[str, str]
+    graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site], dims: Mapping[str, str]
 ) -> list[CacheIO]:
     pairs = halves(graph, appends, found)
     del graph.inputs[3:]

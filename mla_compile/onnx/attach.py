@@ -8,9 +8,9 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from mla_compile.onnx.choosing import Alike, Scores, alike_function, index_function
+from mla_compile.onnx.choosing import Alike, IndexScoresSignature, alike_function, index_function
 from mla_compile.onnx.function import Signature, function
-from mla_compile.onnx.listed import Listed, listed_function
+from mla_compile.onnx.listed import ListedSignature, listed_function
 from mla_compile.onnx.op import ALIKE, DOMAIN, INDEX, LISTED, NAME, VERSION
 
 
@@ -41,7 +41,7 @@ class _Functions:
         whole = signature(node)
         if node.op_type == NAME:
             return self._overload(NAME, whole, function)
-        listed = Listed(whole, _is_ranked(node.inputs[7]))
+        listed = ListedSignature(whole, _is_ranked(node.inputs[7]))
         inner = (self._overload(NAME, whole, function), self._overload(NAME, listed.gathered, function))
         return self._overload(LISTED, listed, lambda *rest: listed_function(rest[0], inner, *rest[1:]))
 
@@ -73,10 +73,10 @@ def _width(value: ir.Value | None) -> int:
     return int(value.shape[len(value.shape) - 1])
 
 
-def _scores(node: ir.Node) -> Scores:
+def _scores(node: ir.Node) -> IndexScoresSignature:
     query, keys = node.inputs[:2]
     wide = onnx.TensorProto.DOUBLE if keys is not None and keys.dtype == ir.DataType.DOUBLE else onnx.TensorProto.FLOAT
-    return Scores(_width(query), wide)
+    return IndexScoresSignature(_width(query), wide)
 
 
 def _alike(node: ir.Node) -> Alike:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.core.program import Fold, Program
+from mla_compile.core.program import FoldedWeight, Program
 from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 
@@ -115,7 +115,7 @@ def _constant(
     with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
         placeholder = graph.placeholder(f"baked_{len(program.folds)}")
     placeholder.meta["val"] = val(weight).permute(order).new_empty(flat)
-    program.folds.append(Fold(placeholder.name, compute, tuple(leaves)))
+    program.folds.append(FoldedWeight(placeholder.name, compute, tuple(leaves)))
     return placeholder, tuple(leaves)
 
 

@@ -33,7 +33,7 @@ from mla_compile.onnx.cubins import Cubin
 from mla_compile.onnx.manifest import OP_VERSION
 from mla_compile.onnx.native import API_VERSION, NAME, default_folder
 from mla_compile.onnx.profile import PROFILES
-from mla_compile.onnx.variants import DTYPES, FLOAT, MASKS, TUNED, Dims, Variant, variants
+from mla_compile.onnx.variants import DTYPES, FLOAT, MASKS, TUNED, NodeWidths, Variant, variants
 from mla_compile.version import __version__
 
 SOURCES = Path(__file__).with_name("csrc")
@@ -51,7 +51,7 @@ def build_library(
     output: str | Path | None = None,
     *,
     archs: Sequence[str] = ARCHITECTURES,
-    dims: Sequence[Dims] = TUNED,
+    dims: Sequence[NodeWidths] = TUNED,
     dtypes: Sequence[str] = tuple(DTYPES),
     jobs: int = 1,
     cache: str | Path | None = None,
@@ -159,7 +159,7 @@ def _told(wanted: list[Variant], done: Iterable[tuple[Cubin, bool, float]], say:
 
 
 def _manifest(
-    archs: Sequence[str], dims: Sequence[Dims], dtypes: Sequence[str], wanted: list[Variant], made: list[Cubin]
+    archs: Sequence[str], dims: Sequence[NodeWidths], dtypes: Sequence[str], wanted: list[Variant], made: list[Cubin]
 ) -> dict[str, Any]:
     import triton  # imported on use; a machine that builds a library has it
 
@@ -260,14 +260,14 @@ def _link(compiler: list[str], wanted: list[Variant], made: list[Cubin], manifes
         os.replace(Path(folder, NAME), path)
 
 
-def dims_of_model(directory: str | Path) -> tuple[tuple[Dims, ...], str]:
+def dims_of_model(directory: str | Path) -> tuple[tuple[NodeWidths, ...], str]:
     """Return the dims and the dtype of a model directory. Raises :class:`ModelFileError` if it cannot be read."""
     path = Path(directory) / "mla_compile.json"
     try:
         manifest = json.loads(path.read_text())
         nodes, dtype = manifest["attention"], str(manifest["dtype"])
         found = [
-            Dims(
+            NodeWidths(
                 n["La"],
                 n["Lb"],
                 n["Lv"] if n.get("values", n["Lv"] != n["La"]) else None,
@@ -287,14 +287,14 @@ def dims_of_model(directory: str | Path) -> tuple[tuple[Dims, ...], str]:
     return tuple(dict.fromkeys(found)), dtype
 
 
-def _dims(text: str) -> Dims:
+def _dims(text: str) -> NodeWidths:
     try:
         widths = [int(part) for part in text.split(",")]
     except ValueError:
         widths = []
     if len(widths) not in (2, 3):
         raise OptionError(f"--dims {text!r}: expected La,Lb or La,Lb,Lv, as in 512,64")
-    return Dims(widths[0], widths[1], widths[2] if len(widths) == 3 else None)
+    return NodeWidths(widths[0], widths[1], widths[2] if len(widths) == 3 else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes that compile")
     given = parser.parse_args(arguments)
     try:
-        dims: tuple[Dims, ...] = TUNED
+        dims: tuple[NodeWidths, ...] = TUNED
         dtypes = tuple(DTYPES)
         if given.model:
             dims, dtype = dims_of_model(given.model)

@@ -20,7 +20,7 @@ _FLOAT, _DOUBLE, _INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT
 
 
 @dataclass(frozen=True)
-class Scores:
+class IndexScoresSignature:
     """The properties that determine the body of ``IndexScores``: ``wide`` is float64 for float64 keys, else float32."""
 
     width: int
@@ -36,7 +36,7 @@ class Alike:
     used: bool
 
 
-def index_function(signature: Scores, opset: int, overload: str = "") -> onnx.FunctionProto:
+def index_function(signature: IndexScoresSignature, opset: int, overload: str = "") -> onnx.FunctionProto:
     """Compute ``sum_j weights_j relu(scale * q_j . k_t)``."""
     body = Writer()
     query, keys, weights = (body.op("Cast", name, to=signature.wide) for name in INDEX_INPUTS)

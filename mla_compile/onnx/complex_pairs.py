@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.core.program import Fold, Program
+from mla_compile.core.program import FoldedWeight, Program
 from mla_compile.errors import ExportError
 from mla_compile.passes.ir.graph import Builder, args_of, packet, val
 from mla_compile.passes.ir.walk import remove_dead_code
@@ -43,7 +43,7 @@ def split_complex(program: Program) -> int:
                 f"{node.target} on complex numbers ({node.name}) has no counterpart in ONNX"
                 + (f"; {where[-2].strip()}" if len(where) > 1 else "")
             )
-        result = rule(_Step(node, Builder(node, program.fake_mode), pairs))
+        result = rule(_PairRewrite(node, Builder(node, program.fake_mode), pairs))
         if _is_complex(node):
             pairs[node] = result
         else:
@@ -60,7 +60,7 @@ def _is_complex(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_complex
 
 
-class _Step:
+class _PairRewrite:
     """A node that is being replaced: its arguments as pairs, and the few operations that the rules need."""
 
     def __init__(self, node: fx.Node, builder: Builder, pairs: Mapping[fx.Node, fx.Node]) -> None:
@@ -79,7 +79,7 @@ class _Step:
         return self.call(aten.cat.default, parts, -1)
 
 
-def _multiply(step: _Step) -> fx.Node:
+def _multiply(step: _PairRewrite) -> fx.Node:
     a, b = args_of(step.node)[:2]
     if not (_is_complex(a) and _is_complex(b)):
         pair, other = (step.pairs[a], b) if _is_complex(a) else (step.pairs[b], a)
@@ -92,18 +92,18 @@ def _multiply(step: _Step) -> fx.Node:
     return step.join(real, call(aten.add.Tensor, call(mul, ar, bi), call(mul, ai, br)))
 
 
-def _polar(step: _Step) -> fx.Node:
+def _polar(step: _PairRewrite) -> fx.Node:
     size, angle = args_of(step.node)
     cos, sin = (step.call(f, angle) for f in (aten.cos.default, aten.sin.default))
     return step.join(*(step.call(aten.mul.Tensor, size, part) for part in (cos, sin)))
 
 
-def _conjugate(step: _Step) -> fx.Node:
+def _conjugate(step: _PairRewrite) -> fx.Node:
     pair = step.pair(0)
     return step.join(step.part(pair, 0), step.call(aten.neg.default, step.part(pair, 1)))
 
 
-def _both(step: _Step) -> fx.Node:
+def _both(step: _PairRewrite) -> fx.Node:
     """Add or subtract each part separately. A real operand would have no second part."""
     a, b = args_of(step.node)[:2]
     if not (_is_complex(a) and _is_complex(b)):
@@ -111,7 +111,7 @@ def _both(step: _Step) -> fx.Node:
     return step.call(step.node.target, step.pairs[a], step.pairs[b])  # type: ignore[arg-type]  # an operator
 
 
-def _along(step: _Step) -> fx.Node:
+def _along(step: _PairRewrite) -> fx.Node:
     """Move elements: axes counted from the end shift by one, and shapes end with the pair."""
     node = step.node
     kind: Any = packet(node)
@@ -141,7 +141,7 @@ def _along(step: _Step) -> fx.Node:
     return step.call(target, step.pairs[source], *args, **kwargs)
 
 
-_RULES: Mapping[Any, Callable[[_Step], fx.Node]] = {
+_RULES: Mapping[Any, Callable[[_PairRewrite], fx.Node]] = {
     aten.view_as_complex: lambda s: args_of(s.node)[0],
     aten.view_as_real: lambda s: s.pair(0),
     aten.complex: lambda s: s.join(*args_of(s.node)[:2]),
@@ -173,5 +173,7 @@ def _constant(program: Program, node: fx.Node) -> fx.Node:
     with node.graph.inserting_after(list(node.graph.find_nodes(op="placeholder"))[-1]):
         placeholder = node.graph.placeholder(f"pairs_{len(program.folds)}")
     placeholder.meta["val"] = torch.view_as_real(val(node))
-    program.folds.append(Fold(placeholder.name, lambda live: torch.view_as_real(live[name].resolve_conj()), (name,)))
+    program.folds.append(
+        FoldedWeight(placeholder.name, lambda live: torch.view_as_real(live[name].resolve_conj()), (name,))
+    )
     return placeholder

@@ -28,7 +28,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Device:
+class OrtDevice:
     """The device that holds the caches, in the terms of OrtValue."""
 
     type: str = "cpu"
@@ -104,14 +104,14 @@ def working(
     return [(name, options) for name, options in asked if name in started]
 
 
-def device_of(providers: Sequence[tuple[str, Mapping[str, Any]]]) -> Device:
+def device_of(providers: Sequence[tuple[str, Mapping[str, Any]]]) -> OrtDevice:
     """Return where the caches belong: the CUDA device if that provider comes first, otherwise main memory."""
     name, options = providers[0]
-    return Device("cuda", int(options.get("device_id", 0))) if name == "CUDAExecutionProvider" else Device()
+    return OrtDevice("cuda", int(options.get("device_id", 0))) if name == "CUDAExecutionProvider" else OrtDevice()
 
 
 def decide(
-    manifest: Manifest, providers: Sequence[str], device: Device, ort_version: str, library: str | Path | None
+    manifest: Manifest, providers: Sequence[str], device: OrtDevice, ort_version: str, library: str | Path | None
 ) -> Decision:
     """Decide whether to register a native library: ``"auto"`` looks for one, ``None`` uses none, a path names one.
 

@@ -18,7 +18,7 @@ from mla_compile.onnx.op import LISTED, NAME
 
 
 @dataclass(frozen=True)
-class Append:
+class GrowingCache:
     """A cache that grows: ``present = Concat(past, new)`` along axis 1 of [B,T,width]."""
 
     past: ir.Value
@@ -55,7 +55,7 @@ def widen_masks(graph: ir.Graph) -> None:
         node.replace_input_with(3, wide)
 
 
-def find_append(graph: ir.Graph, past: ir.Value, output: int) -> Append | None:
+def find_append(graph: ir.Graph, past: ir.Value, output: int) -> GrowingCache | None:
     """Return the append from ``past`` to an output, rewritten to three axes; ``None`` if there is no append."""
     present = graph.outputs[output]
     squeeze = present.producer()
@@ -63,7 +63,7 @@ def find_append(graph: ir.Graph, past: ir.Value, output: int) -> Append | None:
         return None
     if squeeze.op_type == "Concat":
         new = _appended(squeeze, past, 1)
-        return None if new is None else Append(past, new, present)
+        return None if new is None else GrowingCache(past, new, present)
     if squeeze.op_type != "Squeeze" or axes_of(squeeze) != (1,):
         return None
     joined = squeeze.inputs[0]
@@ -85,7 +85,7 @@ def find_append(graph: ir.Graph, past: ir.Value, output: int) -> Append | None:
         replace_input(joined, edit.op("Unsqueeze", present3, one), consumers(joined))
     present3.shape, present3.type = present.shape, present.type
     remove_unread(graph)
-    return Append(past, new, present3)
+    return GrowingCache(past, new, present3)
 
 
 def _appended(concat: ir.Node, past: ir.Value, axis: int) -> ir.Value | None:

@@ -26,7 +26,7 @@ _INT64 = TensorProto.INT64
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedSignature:
     """The properties that determine the body: ``whole`` is the signature of the same attention over all keys.
 
     ``every``: each entry of the list is known to name a key.
@@ -44,7 +44,7 @@ class Listed:
 
 
 def listed_function(
-    signature: Listed, overloads: tuple[str, str], opset: int, overload: str = ""
+    signature: ListedSignature, overloads: tuple[str, str], opset: int, overload: str = ""
 ) -> onnx.FunctionProto:
     """Return the function. ``overloads`` names the ``DecodeAttention`` over all keys, and the one over listed rows."""
     whole = signature.whole
@@ -86,7 +86,7 @@ def _attention(
 class _Chosen(Writer):
     """The branch that gathers the listed rows."""
 
-    def __init__(self, signature: Listed) -> None:
+    def __init__(self, signature: ListedSignature) -> None:
         super().__init__("listed.")
         self.whole, self.gathered = signature.whole, signature.gathered
 

@@ -117,7 +117,7 @@ def _verify(
         return Verification(reason="verify=False")
     say("comparing with the original")
     why_not = verify.runs_here(dtype, profile)
-    readers: list[verify.Reader]
+    readers: list[verify.TokenReader]
     if why_not:
         readers = [verify.ProgramRunner(made.program, lm) for made in graphs.values()]
     else:

@@ -34,7 +34,7 @@ _REBUILD = "build it again: python -m mla_compile.onnx.build"
 
 
 @dataclass(frozen=True)
-class Library:
+class OperatorLibrary:
     """A library that can be loaded here; ``manifest`` is its description of itself."""
 
     path: Path
@@ -67,7 +67,7 @@ def find() -> Path | None:
     return path if path.is_file() else None
 
 
-def inspect(path: str | Path) -> Library:
+def inspect(path: str | Path) -> OperatorLibrary:
     """Read what a library contains. This loads it into the process, so only inspect files that you trust.
 
     Raises :class:`ModelFileError` if the file is missing, is no library of ours, is for another platform, or may have
@@ -97,7 +97,7 @@ def inspect(path: str | Path) -> Library:
         ) from error
     if not known:
         raise ModelFileError(f"native library {path} is of format {manifest['format']}, expected {_FORMAT}; {_REBUILD}")
-    return Library(path, manifest, loaded)
+    return OperatorLibrary(path, manifest, loaded)
 
 
 def _check_platform(path: Path) -> None:
@@ -125,7 +125,7 @@ def _check_platform(path: Path) -> None:
 
 
 def usable(
-    library: Library,
+    library: OperatorLibrary,
     manifest_attention: Iterable[Any],
     dtype: str,
     providers: Sequence[str],

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from mla_compile.errors import ExportError
 from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
-from mla_compile.onnx.interface import Append, Site
+from mla_compile.onnx.interface import GrowingCache, Site
 from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input
 
 DOMAIN = "com.microsoft"
@@ -29,7 +29,9 @@ LENGTHS = (
 _SIZES = ((1, 5, 0), (1, 1, 9), (1, 4, 7), (2, 3, 6))  # batch, new tokens, cached tokens
 
 
-def in_pages(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
+def in_pages(
+    graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site]
+) -> list[tuple[ir.Value, ir.Value]]:
     """Replace every attention and remove the caches from the graph; return the new inputs and outputs for pages.
 
     Raises :class:`ExportError` if the operator cannot do what the model does.
@@ -74,7 +76,7 @@ def _batch_from(graph: ir.Graph, past: ir.Value, tokens: ir.Value) -> None:
 
 
 def _replace(
-    graph: ir.Graph, number: int, site: Site, appends: Sequence[Append], lengths: Sequence[ir.Value]
+    graph: ir.Graph, number: int, site: Site, appends: Sequence[GrowingCache], lengths: Sequence[ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     node = site.node
     attributes = {name: a.value for name, a in node.attributes.items()}

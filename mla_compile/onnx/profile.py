@@ -15,7 +15,7 @@ from typing import Literal
 
 from mla_compile.errors import OptionError, nearest
 
-Layout = Literal["appended", "in place", "halves", "pages"]
+CacheLayout = Literal["appended", "in place", "halves", "pages"]
 """The treatment of a cache, in the order of the table."""
 
 
@@ -34,7 +34,7 @@ class Profile:
     """
 
     name: str
-    layout: Layout
+    layout: CacheLayout
     opset: int
     minimum_onnxruntime: str
     runner: str = ""

@@ -22,7 +22,7 @@ from mla_compile.onnx.assemble import finish
 from mla_compile.onnx.convert import Converted, convert
 from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.exported import Exported, Progress, Verification
-from mla_compile.onnx.interface import Append, attention_nodes, find_append, widen_masks
+from mla_compile.onnx.interface import GrowingCache, attention_nodes, find_append, widen_masks
 from mla_compile.onnx.lm_export import require_absorbed
 from mla_compile.onnx.profile import RUN_HERE, Profile
 from mla_compile.onnx.rewrites import in_place
@@ -89,7 +89,7 @@ def _dtype(graph: ir.Graph) -> str:
 def _finish(converted: Converted, profile: Profile) -> None:
     graph = converted.model.graph
     widen_masks(graph)
-    appends: dict[int, Append] = {}
+    appends: dict[int, GrowingCache] = {}
     for past in graph.inputs:
         for index in range(len(graph.outputs)):
             if index not in appends and (append := find_append(graph, past, index)) is not None:
@@ -104,7 +104,7 @@ def _finish(converted: Converted, profile: Profile) -> None:
     finish(converted, profile, strip="")
 
 
-def _counts(graph: ir.Graph, append: Append) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
+def _counts(graph: ir.Graph, append: GrowingCache) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
     """Return two inputs, each with an axis, that count all tokens and new tokens; or the fixed number of new tokens."""
 
     def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from mla_compile.errors import ExportError
-from mla_compile.onnx.interface import Append, Site
+from mla_compile.onnx.interface import GrowingCache, Site
 from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input
 from mla_compile.onnx.op import ALIKE, LISTED, NAME
 
 
 def in_place(
-    graph: ir.Graph, appends: Sequence[Append], total: tuple[ir.Value, int], query: tuple[ir.Value, int] | int
+    graph: ir.Graph, appends: Sequence[GrowingCache], total: tuple[ir.Value, int], query: tuple[ir.Value, int] | int
 ) -> None:
     """Turn caches into buffers that are written from row ``total - query`` on.
 
@@ -88,7 +88,7 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
         replace_input(node.outputs[0], length, consumers(node.outputs[0]))
 
 
-def halves(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
+def halves(graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
     """Turn each layer's two caches into two of one shape: [B,1,T,(L+R)/2], the first and second half of the row.
 
     Returns the new inputs and outputs as pairs, two per layer, and removes the old ones from the graph. Raises
@@ -112,7 +112,7 @@ def halves(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) ->
 
 
 def _halve(
-    graph: ir.Graph, layer: int, latent: Append, rope: Append, nodes: Sequence[ir.Node]
+    graph: ir.Graph, layer: int, latent: GrowingCache, rope: GrowingCache, nodes: Sequence[ir.Node]
 ) -> list[tuple[ir.Value, ir.Value]]:
     L, R = (int(a.past.shape[2]) for a in (latent, rope))
     if (L + R) % 2:

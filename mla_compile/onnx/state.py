@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_compile.onnx.engine import Device
+from mla_compile.onnx.engine import OrtDevice
 from mla_compile.onnx.manifest import Cache
 
 # numpy has no bfloat16: its bits are passed as uint16, and ONNX Runtime gets the type's ONNX number.
@@ -32,7 +32,9 @@ class State:
         bindings: the io binding of each graph that has run.
     """
 
-    def __init__(self, ort: Any, specs: tuple[Cache, ...], batch: int, *, device: Device, capacity: int | None) -> None:
+    def __init__(
+        self, ort: Any, specs: tuple[Cache, ...], batch: int, *, device: OrtDevice, capacity: int | None
+    ) -> None:
         """``capacity``: rows allocated initially for caches in place; ``None``: each call returns new caches."""
         self.batch = batch
         self.length = 0
@@ -40,7 +42,7 @@ class State:
         self.ended: npt.NDArray[np.bool_] = np.zeros(batch, np.bool_)
         self.bindings: dict[str, Any] = {}
         self._mask: Ints = np.zeros((batch, max(capacity or 0, 64)), np.int64)
-        self.caches = [_Cache(ort, spec, batch, device, capacity) for spec in specs]
+        self.caches = [_StateCache(ort, spec, batch, device, capacity) for spec in specs]
 
     @property
     def capacity(self) -> int | None:
@@ -70,10 +72,10 @@ class State:
         self.positions += np.where(self.ended, 0, new_BS.sum(1))
 
 
-class _Cache:
+class _StateCache:
     """One cache: our own buffer, or the value that the last call returned."""
 
-    def __init__(self, ort: Any, spec: Cache, batch: int, device: Device, capacity: int | None) -> None:
+    def __init__(self, ort: Any, spec: Cache, batch: int, device: OrtDevice, capacity: int | None) -> None:
         self.in_place = spec.grows and capacity is not None
         self.capacity = max(capacity or 0, 1)  # never empty, because the buffer's address is bound
         self._ort, self._spec, self._batch, self._device = ort, spec, batch, device

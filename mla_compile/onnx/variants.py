@@ -24,10 +24,10 @@ from mla_compile.errors import OptionError
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.plan import Plan
-from mla_compile.kernels.tiles import Layout, fitted, padded, starting_row
+from mla_compile.kernels.tiles import RowLayout, fitted, padded, starting_row
 from mla_compile.kernels.triton.step import Step
 from mla_compile.kernels.triton.steps import steps
-from mla_compile.kernels.tuned import Row, table
+from mla_compile.kernels.tuned import TunedTile, table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads from a mask
@@ -37,7 +37,7 @@ _B, _S, _H, _T = 3, 2, 5, 48  # sizes of the described call; a stride of 0 or 1 
 
 
 @dataclass(frozen=True, order=True)
-class Dims:
+class NodeWidths:
     """The widths of a node, and whether it has a soft-cap or a window. If ``Lv`` is None, latent rows are summed."""
 
     La: int
@@ -60,14 +60,14 @@ class Dims:
         return f"{self.La}+{self.Lb}{more}{' softcap' * self.softcap}{' window' * self.window}"
 
 
-TUNED = (Dims(512, 64), Dims(256, 32), Dims(256, 64), Dims(512, 0))
+TUNED = (NodeWidths(512, 64), NodeWidths(256, 32), NodeWidths(256, 64), NodeWidths(512, 0))
 
 
 @dataclass(frozen=True)
 class Tile:
     """A row of the tuned table, fitted to a node's rows, for up to ``max_rows`` query rows (0: any number)."""
 
-    row: Row
+    row: TunedTile
     smem: int
     max_rows: int
 
@@ -84,7 +84,7 @@ class Variant:
     arch: str
     dtype: str
     query: str
-    dims: Dims
+    dims: NodeWidths
     mask: str = NO_MASK
     causal: bool = True
     direct: bool = False
@@ -162,7 +162,7 @@ class Variant:
         return [given[name] for name in step.fn.arg_names if name in given]
 
 
-def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
+def tiles(arch: str, dtype: str, dims: NodeWidths, mask: str) -> list[Tile]:
     """Return the tiles that kernels/tiles.py has for these rows, with those for few query rows first.
 
     Raises :class:`NoPlanError` if no tile fits the architecture's shared memory.
@@ -170,7 +170,7 @@ def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
     device, of = PRESETS[arch], DTYPES[dtype]
     kind = "float32" if of == torch.float32 else "half"
     read = {BOOL: 1, FLOAT: of.itemsize}.get(mask, 0)
-    layout = Layout(
+    layout = RowLayout(
         padded(dims.La), padded(dims.Lb), padded(dims.Lv or 0), of.itemsize, of.itemsize, paged=False, mask_bytes=read
     )
     known = [r for r in table() if (r.kernel, r.cache) == ("triton", kind) and r.capability <= device.capability]
@@ -185,7 +185,7 @@ def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
     return found
 
 
-def variants(archs: tuple[str, ...], dtypes: tuple[str, ...], dims: tuple[Dims, ...]) -> list[Variant]:
+def variants(archs: tuple[str, ...], dtypes: tuple[str, ...], dims: tuple[NodeWidths, ...]) -> list[Variant]:
     """Return every kernel of a library once, in the order in which the host looks for one.
 
     Rows in half precision are combined with float32 queries, which absorption makes, and with queries of their own

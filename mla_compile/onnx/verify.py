@@ -40,7 +40,7 @@ def runs_here(dtype: str, profile: Profile) -> str:
     return ""
 
 
-class Reader(Protocol):
+class TokenReader(Protocol):
     """A graph or program that reads tokens and updates caches."""
 
     def empty(self, batch: int) -> list[Any]:
@@ -108,7 +108,7 @@ class Runner:
 
 
 def verify(
-    lm: CausalLM, decode: Reader, prefill: Reader | None, dtype: str, reason: str = "", *, one_token: bool
+    lm: CausalLM, decode: TokenReader, prefill: TokenReader | None, dtype: str, reason: str = "", *, one_token: bool
 ) -> Verification:
     """Compare the graphs with the original; raise :class:`ExportError` if they differ by more than rounding.
 
@@ -128,7 +128,7 @@ def verify(
     return Verification(worst, allowed, compared, equal, reason)
 
 
-def _compare(lm: CausalLM, reader: Reader, decode: Reader, *, one_token: bool) -> tuple[float, int, int]:
+def _compare(lm: CausalLM, reader: TokenReader, decode: TokenReader, *, one_token: bool) -> tuple[float, int, int]:
     B, longest = len(PROMPTS), max(PROMPTS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary(lm.model), (B, longest), generator=generator)

@@ -11,7 +11,7 @@ from torch import fx
 
 from mla_compile.core.alike import constant_of, each, known_of
 
-Steps = Sequence[fx.Node]
+CallSequence = Sequence[fx.Node]
 """Calls in the order of the graph."""
 
 LEAST_TIMES = 3
@@ -20,7 +20,7 @@ LEAST_LENGTH = 64
 """Shorter repetitions are experts or heads; a layer has a hundred calls or more."""
 
 
-def cut(steps: Steps) -> list[list[Steps]]:
+def cut(steps: CallSequence) -> list[list[CallSequence]]:
     """Cut ``steps`` into stretches, in order: a repeating stretch into its repetitions, any other as a whole.
 
     Repetitions have equal calls, but their inputs may differ: see :func:`form`.
@@ -30,7 +30,7 @@ def cut(steps: Steps) -> list[list[Steps]]:
     return _cut(steps, labels, _last_uses(steps), 0)
 
 
-def form(steps: Steps) -> tuple[Hashable, list[fx.Node]]:
+def form(steps: CallSequence) -> tuple[Hashable, list[fx.Node]]:
     """A key of the function that a stretch computes, and its inputs in the order in which they are first read."""
     places = {node: place for place, node in enumerate(steps)}
     inputs: dict[fx.Node, int] = {}
@@ -44,7 +44,7 @@ def form(steps: Steps) -> tuple[Hashable, list[fx.Node]]:
     return (calls, tuple(known_of(node.meta.get("val")) for node in inputs)), list(inputs)
 
 
-def _cut(steps: Steps, labels: torch.Tensor, last_uses: list[int], first: int) -> list[list[Steps]]:
+def _cut(steps: CallSequence, labels: torch.Tensor, last_uses: list[int], first: int) -> list[list[CallSequence]]:
     """Cut a part of all steps, which starts at ``first``, into its most repeated stretch and what surrounds it."""
     if not steps:
         return []
@@ -85,7 +85,7 @@ def _at_ends(start: int, length: int, total: int, last_uses: list[int], first: i
     return start + offset, length, (total - offset) // length
 
 
-def _last_uses(steps: Steps) -> list[int]:
+def _last_uses(steps: CallSequence) -> list[int]:
     """The position at which each tensor is last read; numbers do not count, as passing them on is almost free."""
     places = {node: place for place, node in enumerate(steps)}
     tensors = (isinstance(node.meta.get("val"), torch.Tensor) for node in steps)

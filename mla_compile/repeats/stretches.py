@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.repeats.find import LEAST_TIMES, Steps, cut, form
+from mla_compile.repeats.find import LEAST_TIMES, CallSequence, cut, form
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Stretch:
     Stretches of one ``kind`` compute the same function of their inputs.
     """
 
-    steps: Steps
+    steps: CallSequence
     inputs: list[fx.Node]
     outputs: list[int]
     kind: Hashable
@@ -40,7 +40,7 @@ def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | Non
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
             node.args[0].append(node)
-    found: list[tuple[Steps, list[fx.Node], Hashable]] = []
+    found: list[tuple[CallSequence, list[fx.Node], Hashable]] = []
     rest: list[fx.Node] = []
 
     def close() -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mla_compile.codes import Verdict
+from mla_compile.codes import VerdictName
 from mla_compile.core.counting import count
 from mla_compile.core.records import VERDICTS, PassRecord, SiteReport
 from mla_compile.errors import InputError
@@ -29,7 +29,7 @@ _SHOWN_SECONDS = 0.01
 
 _NOT_OURS = ("trace", "code")  # a compilation's stages in Dynamo and in the code generator
 
-_STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
+_STYLES: dict[VerdictName, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
 
 
 NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), under torch.no_grad()"
@@ -231,7 +231,7 @@ class Report:
             parts.append(Text(f"\nseconds: {', '.join(slow)}"))
         return Group(*parts)
 
-    def _count(self, verdict: Verdict) -> int:
+    def _count(self, verdict: VerdictName) -> int:
         return sum(site.verdict == verdict for site in self.sites)
 
 

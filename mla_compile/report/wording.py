@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mla_compile.codes import CODES, Verdict, section
+from mla_compile.codes import CODES, VerdictName, section
 from mla_compile.core.records import Location, SiteReport
 from mla_compile.passes.decide import cost
 from mla_compile.report.grouping import SiteGroup
 
-WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
+WORDS: dict[VerdictName, str] = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
 
 
 def queries(number: float) -> str:

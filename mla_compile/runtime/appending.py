@@ -28,7 +28,7 @@ from mla_compile.passes.cache.append import token_major
 
 
 @dataclass
-class _Memory:
+class _RowMemory:
     """Memory for rows along one axis, of which the first ``used`` are in use."""
 
     rows: torch.Tensor
@@ -57,14 +57,14 @@ def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     with _lock:
         memory = _held.get(rows)
         if memory is None or not _continues(rows, memory, axis) or T + count > memory.rows.shape[axis]:
-            memory = _Memory(larger(rows, axis, T + count), T)
+            memory = _RowMemory(larger(rows, axis, T + count), T)
         memory.used = T + count
         shown = first_rows(memory.rows, axis, T + count)
         _held[shown] = memory
     return shown
 
 
-def _continues(rows: torch.Tensor, memory: _Memory, axis: int) -> bool:
+def _continues(rows: torch.Tensor, memory: _RowMemory, axis: int) -> bool:
     """Whether ``rows`` are all used rows of ``memory``; a caller can have changed the tensor's memory."""
     return (
         memory.used == rows.shape[axis]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.core.program import Call, Fold, Inputs, Program
+from mla_compile.core.program import Call, FoldedWeight, Inputs, Program
 from mla_compile.errors import StaleWeightError, WeightError
 
 
@@ -95,7 +95,7 @@ _stored: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref
 """Key of the computation and ids of the weights -> the dequantized weight, as long as a graph keeps it."""
 
 
-def _shared(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _shared(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if fold.stored is None:
         return compute(fold, live)
     key = (fold.stored, *(id(live[name]) for name in fold.weights))
@@ -106,7 +106,7 @@ def _shared(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return known
 
 
-def compute(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def compute(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The value of a fold. Raises :class:`WeightError` for weights that are not dense or cannot be multiplied."""
     for name in fold.weights:
         check_weight(name, live[name], _without(fold))
@@ -130,7 +130,7 @@ def folded_values(program: Program) -> dict[str, torch.Tensor]:
     return {fold.placeholder: compute(fold, live) for fold in program.folds}
 
 
-def _without(fold: Fold) -> str:
+def _without(fold: FoldedWeight) -> str:
     """The option value that avoids a fold."""
     return 'fold="never"' if fold.stored is None else 'dequantize="step"'
 
@@ -154,7 +154,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(kind), b.view(kind))
 
 
-def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: Fold) -> None:
+def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: FoldedWeight) -> None:
     if value.shape != new.shape or value.dtype != new.dtype or value.device != new.device:
         raise StaleWeightError(
             f"a weight of the fold {fold.placeholder!r} changed: its product was {list(value.shape)} {value.dtype} on "

@@ -8,14 +8,14 @@ import torch
 
 from mla_compile.core.program import Call, Program
 from mla_compile.runtime.appending import length_marker, room_for
-from mla_compile.runtime.shared_rows import SharedRows
+from mla_compile.runtime.shared_rows import RankRows
 
 
 def with_room(call: Call, program: Program) -> Call:
     """Wrap a program that appends in place as a callable that takes old rows and returns old and new rows joined.
 
     The first rows of a cache, or this rank's share of them, are moved to memory with spare capacity. Rows that ranks
-    share arrive as :class:`SharedRows`. A program that does not append to this rank's share gets all rows; if it writes
+    share arrive as :class:`RankRows`. A program that does not append to this rank's share gets all rows; if it writes
     to them, each rank stores its share of the result.
     """
     mark, sharing = length_marker(), program.sharing
@@ -32,10 +32,10 @@ def with_room(call: Call, program: Program) -> Call:
 
     def around(*inputs: Any) -> Any:
         given = list(inputs)
-        written: list[tuple[SharedRows, torch.Tensor]] = []
+        written: list[tuple[RankRows, torch.Tensor]] = []
         for index in sorted(whole):
             rows = given[index]
-            if isinstance(rows, SharedRows):
+            if isinstance(rows, RankRows):
                 given[index] = rows.full_tensor()
                 if whole[index] in shown:
                     rows.refuse("a graph writes to it and returns a view of it")
@@ -43,7 +43,7 @@ def with_room(call: Call, program: Program) -> Call:
                     written.append((rows, given[index]))
         for index in own:
             given[index] = given[index].buffer()
-        grown: dict[int, SharedRows] = {}
+        grown: dict[int, RankRows] = {}
         for at, _, one in places:
             if at is None:
                 continue
@@ -61,9 +61,9 @@ def with_room(call: Call, program: Program) -> Call:
             elif one.shared:
                 assert sharing is not None
                 if one.total:
-                    results[output] = SharedRows.made_of(results[output], one.axis, one.total, sharing, grows=False)
+                    results[output] = RankRows.made_of(results[output], one.axis, one.total, sharing, grows=False)
                 else:
-                    results[output] = SharedRows.of(results[output], one.axis, sharing, grows=one.grows)
+                    results[output] = RankRows.of(results[output], one.axis, sharing, grows=one.grows)
             else:
                 results[output] = room_for(results[output], one.axis, 0)
             if one.grows:

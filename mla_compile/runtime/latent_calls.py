@@ -18,7 +18,7 @@ from mla_compile.passes.ir.sizes import hint
 from mla_compile.runtime.appending import length_marker
 from mla_compile.runtime.folds import weight_reader
 from mla_compile.runtime.latent import LatentTensor
-from mla_compile.runtime.shared_rows import SharedRows
+from mla_compile.runtime.shared_rows import RankRows
 
 
 def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
@@ -28,7 +28,7 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
     """
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if isinstance(values[index], (LatentTensor, SharedRows)):
+        if isinstance(values[index], (LatentTensor, RankRows)):
             fake = node.meta["example_value"]
             inner = getattr(fake, fake.__tensor_flatten__()[0][0])
             with inner.fake_mode:
@@ -50,7 +50,7 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
 
 def _plain(value: Any, *, written: bool) -> Any:
     """The expanded K; for a graph that writes to it, the memory that replaces the rows."""
-    if isinstance(value, SharedRows):  # every rank runs this graph, so the collective is safe
+    if isinstance(value, RankRows):  # every rank runs this graph, so the collective is safe
         return value.refuse("a graph writes to it") if written else value.full_tensor()
     if not isinstance(value, LatentTensor):
         return value
@@ -159,7 +159,7 @@ def with_rows(
         if not all(buffer.shares_only_with(buffers) for buffer in buffers):
             return _otherwise("made from rows of another buffer, which this call does not write to")(*inputs)
         given = (
-            inputs[index] if isinstance(inputs[index], SharedRows) else _plain(inputs[index], written=written)
+            inputs[index] if isinstance(inputs[index], RankRows) else _plain(inputs[index], written=written)
             for index, written in kept
         )
         results = list(call(*given, *(rows[name] for name in cache.rows)))

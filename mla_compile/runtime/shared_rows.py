@@ -27,14 +27,14 @@ _HOW = "call full_tensor() on all ranks for all of its rows, or compile without 
 
 
 @dataclass
-class _Memory:
+class _RankMemory:
     """Memory for a rank's rows, which holds its share of ``tokens`` tokens."""
 
     rows: torch.Tensor
     tokens: int
 
 
-class SharedRows(torch.Tensor):
+class RankRows(torch.Tensor):
     """Rows of all tokens along ``axis``, of which this rank holds ``local``: its share, and possibly one row more.
 
     Rows of a growing cache lie in memory with spare capacity; those of a buffer of full length do not.
@@ -43,35 +43,35 @@ class SharedRows(torch.Tensor):
     local: torch.Tensor
     axis: int
     sharing: Sharing
-    _memory: _Memory | None
+    _memory: _RankMemory | None
 
     @staticmethod
     def __new__(
-        cls: type[SharedRows],
+        cls: type[RankRows],
         local: torch.Tensor,
         axis: int,
         tokens: int,
         sharing: Sharing,
-        memory: _Memory | None = None,
-    ) -> SharedRows:
+        memory: _RankMemory | None = None,
+    ) -> RankRows:
         """A tensor that shows ``tokens`` rows; :meth:`of` takes a share of all rows."""
         shape = (*local.shape[:axis], tokens, *local.shape[axis + 1 :])
-        made: SharedRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made: RankRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.axis, made.sharing, made._memory = local, axis, sharing, memory
         return made
 
     @classmethod
-    def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> SharedRows:
+    def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> RankRows:
         """This rank's share of ``rows``, a plain tensor that all ranks have; ``grows``: with spare capacity."""
         return cls.made_of(_share(rows, axis, sharing), axis, rows.shape[axis], sharing, grows=grows)
 
     @classmethod
-    def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> SharedRows:
+    def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> RankRows:
         """``own``, the rank's rows of ``tokens`` tokens, in new memory; ``grows``: with spare capacity."""
         count = sharing.capacity(tokens)
         own = own.narrow(axis, 0, min(count, own.shape[axis]))
         if grows:
-            memory = _Memory(larger(own, axis, count), tokens)
+            memory = _RankMemory(larger(own, axis, count), tokens)
             return cls(first_rows(memory.rows, axis, count), axis, tokens, sharing, memory)
         with torch.inference_mode(mode=False), torch.no_grad():  # ``own`` may have been made in inference mode
             local = torch.zeros((*own.shape[:axis], count, *own.shape[axis + 1 :]), dtype=own.dtype, device=own.device)
@@ -90,7 +90,7 @@ class SharedRows(torch.Tensor):
         with torch.no_grad():
             self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
 
-    def grown(self, count: int) -> SharedRows:
+    def grown(self, count: int) -> RankRows:
         """These rows and ``count`` more, of which this rank's are still unwritten; in the same memory if there is room.
 
         Only the newest rows continue in their memory; older ones are copied.
@@ -102,7 +102,7 @@ class SharedRows(torch.Tensor):
             if memory is None or not room or memory.rows.shape[self.axis] < capacity:
                 return self.made_of(self.local, self.axis, tokens, self.sharing, grows=True)
             memory.tokens = tokens
-        return SharedRows(first_rows(memory.rows, self.axis, capacity), self.axis, tokens, self.sharing, memory)
+        return RankRows(first_rows(memory.rows, self.axis, capacity), self.axis, tokens, self.sharing, memory)
 
     def full_tensor(self) -> torch.Tensor:
         """All rows, a plain tensor. A collective: every rank that shares them has to call it."""
@@ -121,8 +121,8 @@ class SharedRows(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], how: tuple[int, Sharing], size: Sequence[int], *_: Any
-    ) -> SharedRows:
-        return SharedRows(inner["local"], how[0], size[how[0]], how[1])
+    ) -> RankRows:
+        return RankRows(inner["local"], how[0], size[how[0]], how[1])
 
     # The operations of caches.
 
@@ -131,18 +131,18 @@ class SharedRows(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SharedRows)]
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, RankRows)]
         # Dynamo traces with fake tensors, for which only shapes matter
         if all(isinstance(x.local, FakeTensor) for x in given):
-            plain = pytree.tree_map_only(SharedRows, _empty, (args, kwargs))
+            plain = pytree.tree_map_only(RankRows, _empty, (args, kwargs))
             return func(*plain[0], **plain[1])
         x = args[0] if args else None
-        if isinstance(x, SharedRows) and func is aten.zero_.default:
+        if isinstance(x, RankRows) and func is aten.zero_.default:
             x.local.zero_()
             return x
-        if isinstance(x, SharedRows) and func is aten.detach.default:
-            return SharedRows(x.local, x.axis, x.shape[x.axis], x.sharing, x._memory)
-        if isinstance(x, SharedRows) and len(given) == 1 and _spares_tokens(func, args, x.axis):
+        if isinstance(x, RankRows) and func is aten.detach.default:
+            return RankRows(x.local, x.axis, x.shape[x.axis], x.sharing, x._memory)
+        if isinstance(x, RankRows) and len(given) == 1 and _spares_tokens(func, args, x.axis):
             return x._with(func(x.local, *args[1:], **kwargs))
         return given[0].refuse(f"{func} reads it")
 
@@ -162,7 +162,7 @@ class SharedRows(torch.Tensor):
             return super().repeat_interleave(repeats, dim, **how)
         return self._with(self.local.repeat_interleave(repeats, dim, **how))
 
-    def _with(self, local: torch.Tensor) -> SharedRows:
+    def _with(self, local: torch.Tensor) -> RankRows:
         """A tensor with other local rows for the same tokens."""
         return self.made_of(local, self.axis, self.shape[self.axis], self.sharing, grows=self._memory is not None)
 
@@ -204,7 +204,7 @@ def _share(rows: torch.Tensor, axis: int, sharing: Sharing) -> torch.Tensor:
     return rows[(slice(None),) * axis + (slice(sharing.rank, None, sharing.size),)]
 
 
-def _empty(x: SharedRows) -> torch.Tensor:
+def _empty(x: RankRows) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -103,7 +103,7 @@ class Desk:
         except BaseException:
             ticket.leave()
             raise
-        return Held(response, ticket)
+        return TicketedResponse(response, ticket)
 
     async def _answered(self, given: bodies.Body, request: Request) -> Any:
         path, request_id = request.url.path, request.state.request_id
@@ -137,7 +137,7 @@ class Ticket:
             self._desk.let_go(self._id)
 
 
-class Held(Response):
+class TicketedResponse(Response):
     """A response that keeps its ticket until it is sent, or cannot be."""
 
     def __init__(self, response: Response, ticket: Ticket) -> None:

@@ -8,19 +8,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mla_compile.core.counting import count
 from mla_compile.serving.settings import Settings
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 _ID = "x-request-id"
 _DRAINED = 16
 """How many times the limit of a body is read and thrown away, so that its sender gets to read why."""
@@ -42,10 +37,10 @@ def refusal(status: int, message: str, headers: dict[str, str] | None = None) ->
 class Door:
     """The application behind it gets whole bodies."""
 
-    def __init__(self, app: App, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)

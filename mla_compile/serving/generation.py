@@ -54,7 +54,7 @@ def _overlap(text: str, stop: str) -> int:
 class _Streamer(CBStreamer):
     """Texts of one request; cancelling it twice, or when it has ended, does nothing."""
 
-    def __init__(self, generation: Generation, request_id: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, generation: ServedGeneration, request_id: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(generation.manager, request_id, *args, **kwargs)
         self._generation = generation
         self.tokens: list[int] = []
@@ -67,7 +67,7 @@ class _Streamer(CBStreamer):
         self._generation.cancel(self._request_id)
 
 
-class Generation(BaseGenerateManager):
+class ServedGeneration(BaseGenerateManager):
     """What the handlers of transformers submit their requests to.
 
     A request ends after ``seconds``, with an error. What fails is answered with 503, as clients may try again.

@@ -14,9 +14,9 @@ from transformers.cli.serving.utils import split_revision
 
 from mla_compile.batching.door import continuous_batching
 from mla_compile.errors import InputError
-from mla_compile.serving.generation import LATER, Generation
+from mla_compile.serving.generation import LATER, ServedGeneration
 from mla_compile.serving.ranks import Ranks
-from mla_compile.serving.reading import HANDLERS, Reader, State
+from mla_compile.serving.reading import HANDLERS, RequestReader, ServedModel
 from mla_compile.serving.settings import Settings
 
 logger = logging.getLogger("mla_compile")
@@ -36,9 +36,9 @@ class Loaded:
         self._told = told
         self.stage, self.ready, self.stopping = "starting", False, False
         self.problem: Exception | None = None
-        self.readers: dict[str, Reader] = {}
+        self.readers: dict[str, RequestReader] = {}
         self.manager: Any = None
-        self.generation: Generation | None = None
+        self.generation: ServedGeneration | None = None
         self.room = 0
 
     def load(self, try_out: Callable[[], None] = lambda: None) -> None:
@@ -69,9 +69,9 @@ class Loaded:
         self.manager.start()
         if self.ranks.number:
             return
-        self.generation = Generation(self.manager, settings.timeout)
-        state = State(settings.name, fast, tokenizer, self.generation)
-        self.readers = {path: Reader(path, state) for path in HANDLERS}
+        self.generation = ServedGeneration(self.manager, settings.timeout)
+        state = ServedModel(settings.name, fast, tokenizer, self.generation)
+        self.readers = {path: RequestReader(path, state) for path in HANDLERS}
         self._begin("trying out")
         try_out()
         self.ready = True

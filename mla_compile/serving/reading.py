@@ -24,7 +24,7 @@ from transformers.cli.serving.utils import BaseHandler, GenerationState
 from mla_compile.batching.sampling import Sampling
 from mla_compile.errors import brief
 from mla_compile.serving.bodies import Body
-from mla_compile.serving.generation import Generation
+from mla_compile.serving.generation import ServedGeneration
 
 _text: ContextVar[Any] = ContextVar("mla_compile_serving_text")
 _given: ContextVar[Body | None] = ContextVar("mla_compile_serving_given", default=None)
@@ -60,10 +60,10 @@ class _Text:
         return self._inputs
 
 
-class State(GenerationState):
+class ServedModel(GenerationState):
     """The one model that is served."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, generation: Generation) -> None:
+    def __init__(self, name: str, model: Any, tokenizer: Any, generation: ServedGeneration) -> None:
         super().__init__(continuous_batching=True)
         self.name, self.model, self.tokenizer, self.generation = name, model, tokenizer, generation
 
@@ -71,7 +71,7 @@ class State(GenerationState):
         """Always."""
         return True
 
-    def get_manager(self, *_: Any, **__: Any) -> Generation:
+    def get_manager(self, *_: Any, **__: Any) -> ServedGeneration:
         """The one that there is."""
         return self.generation
 
@@ -79,7 +79,7 @@ class State(GenerationState):
 def _served(kind: type[Any]) -> type[Any]:
     class Served(kind):
         def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
-            state: State = self.generation_state
+            state: ServedModel = self.generation_state
             asked = body.get("model")
             if asked not in (None, state.name):
                 raise HTTPException(404, f"there is no model {asked!r} here; this server has {state.name!r}")
@@ -114,10 +114,10 @@ LIMITS = {
 """Where each kind of request says how many tokens are wanted; the first that is given counts."""
 
 
-class Reader:
+class RequestReader:
     """One kind of request, from its body to its answer."""
 
-    def __init__(self, path: str, state: State) -> None:
+    def __init__(self, path: str, state: ServedModel) -> None:
         self._state, self._limits = state, LIMITS[path]
         self._handler: Any = HANDLERS[path](model_manager=ModelManager, generation_state=state)
         self._own_template_words = set(inspect.signature(state.tokenizer.apply_chat_template).parameters)

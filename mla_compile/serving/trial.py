@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from starlette.types import ASGIApp, Message
 
 logger = logging.getLogger("mla_compile")
 TRIAL = "trial"
@@ -15,11 +16,9 @@ _BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a b c"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b c"}]},
 }
-Message = MutableMapping[str, Any]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
-def try_out(app: App) -> None:
+def try_out(app: ASGIApp) -> None:
     """Asks for tokens by each kind of request. What is refused, for want of a chat template, say, is left at that."""
     for path, body in _BODIES.items():
         for stream in (False, True):
@@ -27,7 +26,7 @@ def try_out(app: App) -> None:
             logger.info("%s, streamed: %s: %s", path, stream, status)
 
 
-async def _status(app: App, path: str, body: dict[str, Any]) -> int:
+async def _status(app: ASGIApp, path: str, body: dict[str, Any]) -> int:
     scope = {
         "type": "http",
         "http_version": "1.1",

@@ -32,7 +32,7 @@ _PART_OF_FREE = 0.8  # of the free memory; the rest is for the compiler and for 
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What to measure: at most ``rounds`` rounds and about ``seconds`` at each context length."""
 
     contexts: tuple[int, ...] = (512, 4096)
@@ -52,7 +52,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One context length: the seconds of every round by variant, and the variants that do not fit in memory."""
 
     context: int
@@ -65,7 +65,7 @@ class Row:
         """The number of rounds in which every variant ran."""
         return min(map(len, self.seconds.values()), default=0)
 
-    def whole(self) -> Row:
+    def whole(self) -> BenchRow:
         """Return the row without an interrupted round."""
         return replace(self, seconds={name: s[: self.rounds] for name, s in self.seconds.items()})
 
@@ -94,7 +94,7 @@ class Subject:
 
     config: Any
     facts: Facts
-    settings: Settings
+    settings: BenchSettings
     notes: tuple[str, ...]
 
     @property
@@ -160,7 +160,7 @@ def config_with(dims: Dims, layers: int) -> Any:
     )  # fmt: skip
 
 
-def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
+def subject(config: Any, notes: tuple[str, ...], settings: BenchSettings) -> Subject:
     """Survey a model without allocating it.
 
     Raises :class:`InputError` if it does not fit in memory, :class:`NothingToCompareError` if nothing is absorbed.
@@ -202,7 +202,7 @@ class Bench:
 
     def __init__(self, made: Subject) -> None:
         self.subject, self.settings = made, made.settings
-        self.rows: list[Row] = []
+        self.rows: list[BenchRow] = []
         self.about = machine()
         self._room = 0
         self._steps: DecodeSteps | None = None
@@ -269,7 +269,7 @@ class Bench:
                     f"at {context:,} tokens the logits of {name} differ from those of {chosen[0]} by {error:.1e}, "
                     f"allowed {allowed:.0e}; nothing is timed on wrong results"
                 )
-        row = Row(context, tuple(name for name in VARIANTS if name not in chosen), errors)
+        row = BenchRow(context, tuple(name for name in VARIANTS if name not in chosen), errors)
         self.rows.append(row)
 
         def one(name: str) -> Callable[[], float]:
@@ -278,7 +278,7 @@ class Bench:
         calls = {name: one(name) for name in chosen}
         in_turns(calls, self.settings.rounds, self.settings.seconds, times=row.seconds)
 
-    def measured(self) -> list[Row]:
+    def measured(self) -> list[BenchRow]:
         """Return the rows with at least one complete round."""
         return [row.whole() for row in self.rows if row.rounds]
 

@@ -60,7 +60,7 @@ _CONFIG: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What to run; at each context length, ``rounds`` interleaved steps are timed."""
 
     layers: int = 2
@@ -124,7 +124,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoResult:
     """The results of the demo.
 
     ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest ratio of an absorbed
@@ -132,7 +132,7 @@ class Outcome:
     bytes per token in the caches of the original and the optimized model, measured after generation.
     """
 
-    settings: Settings
+    settings: DemoSettings
     report: Report
     agreement: Agreement
     timings: tuple[Timing, ...]
@@ -166,12 +166,12 @@ class Outcome:
         }
 
 
-def stages(settings: Settings) -> int:
+def stages(settings: DemoSettings) -> int:
     """Return how often :func:`run` calls ``progress``."""
     return 5 + len(settings.contexts)
 
 
-def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
+def run(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
     """Build, optimize, compare and time; ``progress`` is called with the name of each stage as it begins.
 
     Raises :class:`InputError` if transformers or a C++ compiler is missing or memory is too small, and
@@ -199,10 +199,10 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     for context in settings.contexts:
         progress(f"decoding at a context of {context:,} tokens")
         timings.append(measure(model, steps, context, settings))
-    return Outcome(settings, report, agreement, tuple(timings), precision_ratio, (original.held, decoded.held))
+    return DemoResult(settings, report, agreement, tuple(timings), precision_ratio, (original.held, decoded.held))
 
 
-def _check_memory(settings: Settings) -> None:
+def _check_memory(settings: DemoSettings) -> None:
     """Estimate the memory: 14 million weights per layer, expanded K and V with eager's copies, and three caches."""
     longest = max(settings.contexts)
     values = 5e6 + settings.layers * (14e6 + 3 * 576 * longest) + 16 * (3 * 256 + 128) * longest
@@ -222,7 +222,7 @@ def _precision(report: Report | None) -> float | None:
     return max((site.precision_ratio for site in report.sites if site.precision_ratio is not None), default=None)
 
 
-def build(settings: Settings) -> Any:
+def build(settings: DemoSettings) -> Any:
     """Build the model in eval mode, with seeded weights scaled by fan-in so that logits are far from uniform."""
     try:
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -272,7 +272,7 @@ def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreemen
     return Agreement(tuple(tokens.tolist()), first, tie, error, tolerance)
 
 
-def measure(model: Any, steps: dict[str, Any], context: int, settings: Settings) -> Timing:
+def measure(model: Any, steps: dict[str, Any], context: int, settings: DemoSettings) -> Timing:
     """Time a decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
     for step in steps.values():
         timed_step(model, step, context, settings.dtype)

@@ -105,7 +105,7 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
     """The layout of the machines, and the dtypes in which they read the cache and multiply weights."""
 
     layout: Layout

@@ -12,7 +12,7 @@ from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 from mla_compile.report.facts import Facts
 from mla_compile.report.stored import StoredWeights
-from mla_compile.workbench.floors import Attention, Floor, Place, values
+from mla_compile.workbench.floors import Attention, Deployment, Floor, values
 from mla_compile.workbench.machines import Machine
 from mla_compile.workbench.request import WEIGHT_BYTES, Request
 from mla_compile.workbench.step_formulas import Layout, by_user, number
@@ -73,7 +73,7 @@ class LayoutPlan:
     most_served_tokens_per_s: float | None
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """The model, or its drafting layers: the attentions and letters of one copy, and the number of copies."""
 
     sites: tuple[Attention, ...]
@@ -120,7 +120,7 @@ class Case:
         )  # fmt: skip
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ModelPart, ...]:
         """The model, and the drafting layers if tokens are drafted."""
         request, plain = self.request, self.stored.dtype if self.stored else self.request.weight_dtype
         common = _bytes_of_weights(self.model, self.stored, plain) | {
@@ -128,17 +128,17 @@ class Case:
             "Q": self.machine.nodes(request.tp), "E": BYTES[request.cache_dtype],
             "A": max(2, WEIGHT_BYTES[plain]), "A_x": WEIGHT_BYTES[self.place.arithmetic],
         }  # fmt: skip
-        model = Part(attentions(self.model), common | _sizes(self.model, self.stored))
+        model = ModelPart(attentions(self.model), common | _sizes(self.model, self.stored))
         if not (self.model.drafting and request.draft_tokens):
             return (model,)
         layer, count = self.model.drafting.layer, min(self.model.drafting.count, request.draft_tokens)
-        return model, Part(attentions(layer), common | _sizes(layer, self.stored), count)
+        return model, ModelPart(attentions(layer), common | _sizes(layer, self.stored), count)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Deployment:
         """The layout, machine and dtypes that passes run with."""
         arithmetic = self.stored.arithmetic if self.stored else self.request.weight_dtype
-        return Place(self.layout, self.machine, self.request.cache_dtype, arithmetic)
+        return Deployment(self.layout, self.machine, self.request.cache_dtype, arithmetic)
 
     @property
     def held(self) -> float:
@@ -182,10 +182,10 @@ class Case:
         first, *more = (self.place.floor(p.sites, {**p.letters, **whole}, prompt=True) * p.copies for p in self.parts)
         return sum(more, first)
 
-    def _of(self, what: str, site: Attention, part: Part) -> float:
+    def _of(self, what: str, site: Attention, part: ModelPart) -> float:
         return number(self.layout, what, values(site, part.letters), latent=site.latent)
 
-    def _once(self, what: str, part: Part) -> float:
+    def _once(self, what: str, part: ModelPart) -> float:
         return self._of(what, replace(part.sites[0], every=1, window=0), part)
 
 

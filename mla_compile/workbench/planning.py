@@ -29,7 +29,7 @@ MOST_TP = 1024
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """Every layout of one request; ``stored`` describes the weights if the request takes them as stored."""
 
     model: str
@@ -50,7 +50,7 @@ class Plan:
         return {"schema": SCHEMA, **asdict(self), "stored": self.stored and self.stored.to_dict()}
 
 
-def plan(model: Facts, machine: Machine, request: Request) -> Plan:
+def plan(model: Facts, machine: Machine, request: Request) -> DeploymentPlan:
     """Plan every layout that the request's machines allow; one machine allows only one. Raises :class:`InputError`."""
     sites, stored = attentions(model), _stored(model, request)
     _check(machine, request)
@@ -72,10 +72,10 @@ def plan(model: Facts, machine: Machine, request: Request) -> Plan:
     if request.draft_tokens:
         notes.append(_drafted(model))
     rows = tuple(Case(layout, dcp, model, machine, request, stored).plan() for layout, dcp in layouts)
-    return Plan(model.name, model.family, machine, request, rows, tuple(notes), stored)
+    return DeploymentPlan(model.name, model.family, machine, request, rows, tuple(notes), stored)
 
 
-def least_tp(model: Facts, machine: Machine, request: Request) -> Plan | None:
+def least_tp(model: Facts, machine: Machine, request: Request) -> DeploymentPlan | None:
     """Return the plan on the fewest GPUs, a power of two, on which the users fit; ``None`` if there is none.
 
     ``request.dcp`` is left open: every layout that this number of GPUs allows counts.

@@ -1,7 +1,7 @@
 """Integers that are affine in positions: ``const + sum of step * position + sum of factor * tensor``.
 
-Masks compare positions, and positions are made of ``arange``, additions and views. :class:`Reader` traces such a tensor
-back to its value at one place. A place is given by one such integer per dimension, so a slice or a look-up
+Masks compare positions, and positions are made of ``arange``, additions and views. :class:`IndexReader` traces such a
+tensor back to its value at one place. A place is given by one such integer per dimension, so a slice or a look-up
 (``x[index]``) only changes the place at which the next tensor is read.
 """
 
@@ -39,16 +39,16 @@ class OpaqueError(Exception):
     """The number is not affine in positions, or the place cannot be named."""
 
 
-Place = Sequence[Affine]
+Index = Sequence[Affine]
 """Where a tensor is read: a position along each of its dimensions."""
 
 
-def place_of(axes: Sequence[Axis]) -> Place:
+def place_of(axes: Sequence[Axis]) -> Index:
     """Return the place whose coordinates are the positions along ``axes``; ``()``, an axis of size 1, gives 0."""
     return [Affine(steps={a: 1}) if a else Affine() for a in axes]
 
 
-def operand_at(node: fx.Node, place: Place, *, longer: bool = False) -> Operand:
+def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
     """Return ``node`` with the axes along which ``place`` runs. Raises :class:`OpaqueError` if there are none.
 
     ``longer``: dimensions of ``node`` may be longer than those axes, as in a buffer whose beginning is read.
@@ -66,7 +66,7 @@ def operand_at(node: fx.Node, place: Place, *, longer: bool = False) -> Operand:
     return Operand(node, tuple(axes))
 
 
-def moved(node: fx.Node, place: Place) -> tuple[fx.Node, Place] | None:
+def moved(node: fx.Node, place: Index) -> tuple[fx.Node, Index] | None:
     """Return the tensor and the place that ``node`` reads if it only moves numbers; None for other operators."""
     how = decode(node)
     if isinstance(how, Copy):
@@ -92,12 +92,12 @@ def moved(node: fx.Node, place: Place) -> tuple[fx.Node, Place] | None:
     return None if rule is None else rule(node, place)
 
 
-def broadcast(own: Sequence[Size], place: Place) -> Place:
+def broadcast(own: Sequence[Size], place: Index) -> Index:
     """Return the place in a tensor of sizes ``own`` from which broadcasting takes the value at ``place``."""
     return [Affine() if same(s, 1) else at for s, at in zip(own, place[len(place) - len(own) :], strict=True)]
 
 
-def _regrouped(x: fx.Node, node: fx.Node, place: Place) -> Place:
+def _regrouped(x: fx.Node, node: fx.Node, place: Index) -> Index:
     """Follow a view that adds or drops size-1 axes or merges pairs of axes. Raises :class:`OpaqueError` for others."""
     kept = [(s, at) for s, at in zip(shape(node), place, strict=True) if not same(s, 1)]
     long = [s for s in shape(x) if not same(s, 1)]
@@ -118,7 +118,7 @@ def _regrouped(x: fx.Node, node: fx.Node, place: Place) -> Place:
     return [Affine() if same(s, 1) else next(left) for s in shape(x)]
 
 
-def _repeated(how: Repeat, place: Place) -> Place:
+def _repeated(how: Repeat, place: Index) -> Index:
     own = [1] * (len(place) - len(shape(how.x))) + list(shape(how.x))
     inner = []
     for at, length, times in zip(place, own, how.counts, strict=True):
@@ -149,7 +149,7 @@ def _start(how: Slice) -> tuple[int, int]:
     return start, step
 
 
-def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+def _looked_up(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
     """Follow ``x[:, i, j, ...]``, where each index is a position."""
     x, given = argument(node, 0, "self"), list(argument(node, 1, "indices"))
     given += [None] * (len(shape(x)) - len(given))
@@ -164,13 +164,13 @@ def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
     return x, [next(rest) if i is None else _found(i, broadcast(shape(i), own)) for i in given]
 
 
-def _selected(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+def _selected(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
     """Follow ``index_select(x, dim, index)``."""
     x, dim = argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(place))
     return x, [_found(argument(node, 2, "index"), [at]) if k == dim else at for k, at in enumerate(place)]
 
 
-def _gathered(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+def _gathered(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
     """Follow ``gather(x, dim, index)``, and ``take_along_dim(x, index, dim)``, which broadcasts."""
     x = argument(node, 0, "self")
     along = packet(node) is aten.take_along_dim
@@ -183,15 +183,15 @@ def _gathered(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
     return x, inner
 
 
-def _found(index: fx.Node, place: Place) -> Affine:
+def _found(index: fx.Node, place: Index) -> Affine:
     """Return an index that is a position. Any other number may be negative, and would then count from the end."""
-    at = Reader().read(index, place) if val(index).dtype in WHOLE else Affine(-1)
+    at = IndexReader().read(index, place) if val(index).dtype in WHOLE else Affine(-1)
     if at.position is None:
         raise OpaqueError
     return at
 
 
-_LOOK_UPS: dict[object, Callable[[fx.Node, Place], tuple[fx.Node, Place]]] = {
+_LOOK_UPS: dict[object, Callable[[fx.Node, Index], tuple[fx.Node, Index]]] = {
     aten.index: _looked_up,
     aten.index_select: _selected,
     aten.gather: _gathered,
@@ -282,13 +282,13 @@ def _the_one(results: set[float | None]) -> float:
     return result
 
 
-class Reader:
+class IndexReader:
     """Reads integers. ``numbers`` maps each symbolic size that was read to its node, so that it can be rewritten."""
 
     def __init__(self) -> None:
         self.numbers: dict[Size, fx.Node] = {}
 
-    def read(self, given: object, place: Place) -> Affine:
+    def read(self, given: object, place: Index) -> Affine:
         """Read ``given``, a number or an integer tensor, at ``place``. Raises :class:`OpaqueError`."""
         if isinstance(given, int) and not isinstance(given, bool):
             return Affine(given)
@@ -304,7 +304,7 @@ class Reader:
         except OpaqueError:  # an arbitrary tensor still counts as a term if its place can be named
             return Affine(terms={operand_at(given, place): 1})
 
-    def _computed(self, node: fx.Node, place: Place) -> Affine:
+    def _computed(self, node: fx.Node, place: Index) -> Affine:
         how = decode(node)
         if isinstance(how, Fill):
             return self.read(how.value, ())
@@ -316,13 +316,13 @@ class Reader:
             raise OpaqueError
         return rule(self, node, place)
 
-    def at_operand(self, node: fx.Node, position: int, name: str, place: Place) -> Affine:
+    def at_operand(self, node: fx.Node, position: int, name: str, place: Index) -> Affine:
         """Read an operand of an elementwise operator."""
         given = argument(node, position, name)
         return self.read(given, broadcast(shape(given), place) if is_tensor(given) else ())
 
 
-def _arange(reader: Reader, node: fx.Node, place: Place) -> Affine:
+def _arange(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
     numbers = [reader.read(a, ()) for a in node.args]
     # arange(end), arange(start, end), arange(start, end, step)
     start = numbers[0] if len(numbers) > 1 else Affine()
@@ -332,7 +332,7 @@ def _arange(reader: Reader, node: fx.Node, place: Place) -> Affine:
     return start + place[0] * step
 
 
-def _add(reader: Reader, node: fx.Node, place: Place) -> Affine:
+def _add(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
     alpha = argument(node, 2, "alpha", 1)
     if not isinstance(alpha, int):
         raise OpaqueError
@@ -340,13 +340,13 @@ def _add(reader: Reader, node: fx.Node, place: Place) -> Affine:
     return reader.at_operand(node, 0, "self", place) + reader.at_operand(node, 1, "other", place) * sign
 
 
-def _rsub(reader: Reader, node: fx.Node, place: Place) -> Affine:
+def _rsub(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
     if argument(node, 2, "alpha", 1) != 1:
         raise OpaqueError
     return reader.at_operand(node, 1, "other", place) - reader.at_operand(node, 0, "self", place)
 
 
-def _mul(reader: Reader, node: fx.Node, place: Place) -> Affine:
+def _mul(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
     a, b = reader.at_operand(node, 0, "self", place), reader.at_operand(node, 1, "other", place)
     for one, other in ((a, b), (b, a)):
         if not one.steps and not one.terms and isinstance(one.const, int):
@@ -354,7 +354,7 @@ def _mul(reader: Reader, node: fx.Node, place: Place) -> Affine:
     raise OpaqueError
 
 
-def _divided(reader: Reader, node: fx.Node, place: Place) -> Affine:
+def _divided(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
     """Read a position divided by a number and rounded. Positions are not negative, so truncating is rounding down."""
     by = reader.at_operand(node, 1, "other", place)
     rounds = packet(node) is aten.floor_divide or argument(node, 2, "rounding_mode") in ("floor", "trunc")
@@ -363,11 +363,11 @@ def _divided(reader: Reader, node: fx.Node, place: Place) -> Affine:
     return in_blocks(reader.at_operand(node, 0, "self", place), by.const)
 
 
-def _neg(reader: Reader, node: fx.Node, place: Place) -> Affine:
+def _neg(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
     return reader.at_operand(node, 0, "self", place) * -1
 
 
-_RULES: dict[object, Callable[[Reader, fx.Node, Place], Affine]] = {
+_RULES: dict[object, Callable[[IndexReader, fx.Node, Index], Affine]] = {
     aten.arange: _arange,
     aten.add: _add,
     aten.sub: _add,

@@ -27,9 +27,9 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.affine import (
+    Index,
+    IndexReader,
     OpaqueError,
-    Place,
-    Reader,
     asked,
     broadcast,
     constant,
@@ -54,7 +54,7 @@ _ORDERS = {aten.topk: 2, aten.sort: 1}
 
 
 def chosen(
-    queries: Axis, keys: Axis, batch: Collection[Atom], node: fx.Node, place: Place, *, negated: bool
+    queries: Axis, keys: Axis, batch: Collection[Atom], node: fx.Node, place: Index, *, negated: bool
 ) -> Chosen | str | None:
     """Return the keys that ``node``, a boolean or additive mask read at ``place``, chooses; None if it is not a choice.
 
@@ -74,7 +74,7 @@ def chosen(
     return found if not outer else "lists other keys for each head" if not outer & set(keys) else None
 
 
-def _listed_by(node: fx.Node, place: Place, *, negated: bool) -> Chosen | str | None:
+def _listed_by(node: fx.Node, place: Index, *, negated: bool) -> Chosen | str | None:
     boolean = val(node).dtype == torch.bool
     # Whether a value of `node` shows a key. An additive mask shows it by 0; the caller admits no other values but
     # fills.
@@ -101,7 +101,7 @@ def _after(step: Callable[[float], float], shows: _Shows) -> _Shows:
     return lambda number: shows(step(number))
 
 
-def _counted(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
+def _counted(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
     """Read ``scatter_add(zeros, dim, index, flags)``, where a count of 0 hides a key and every other count shows it."""
     flags = argument(node, 3, "src")
     flag = _flag(flags)
@@ -138,7 +138,7 @@ def _flag(node: object) -> fx.Node | float | None:
     return _flag(how.x) if isinstance(how, Copy) else None
 
 
-def _written(node: fx.Node, place: Place) -> Chosen | None:
+def _written(node: fx.Node, place: Index) -> Chosen | None:
     """Return the list that a ``scatter`` or ``scatter_add``, read at ``place``, writes."""
     dim, index = axis(argument(node, 1, "dim"), len(place)), argument(node, 2, "index")
     if not is_tensor(index) or len(shape(index)) != len(place):
@@ -151,7 +151,7 @@ def _written(node: fx.Node, place: Place) -> Chosen | None:
     return _list(index, where, count, place[dim], shape(node)[dim])
 
 
-def _list(index: fx.Node, where: Place, count: Axis, key: Affine, names: Size | None) -> Chosen | None:
+def _list(index: fx.Node, where: Index, count: Axis, key: Affine, names: Size | None) -> Chosen | None:
     """Return ``index``, read at ``where``, as a list of keys at position ``key``; ``names``: see :class:`Chosen`."""
     along = key.position
     if not along or val(index).dtype not in _WHOLE:
@@ -166,7 +166,7 @@ def _list(index: fx.Node, where: Place, count: Axis, key: Affine, names: Size | 
 _REDUCTIONS = (aten.any, aten.sum, aten.amax)
 
 
-def _matched(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
+def _matched(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
     """Read a reduction over the list of ``eq(entry, key)`` or ``one_hot(entry)``: any, sum or maximum."""
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
@@ -187,13 +187,13 @@ def _matched(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
     for key, index in (x.args[:2], x.args[1::-1]):
         if not is_tensor(key) or not is_tensor(index):
             return None
-        at = Reader().read(key, broadcast(shape(key), place)) if val(key).dtype in _WHOLE else Affine()
+        at = IndexReader().read(key, broadcast(shape(key), place)) if val(key).dtype in _WHOLE else Affine()
         if at.position and at.position != count:
             return _list(index, broadcast(shape(index), place), count, at, None)
     return None
 
 
-def _names_once(index: fx.Node, place: Place, count: Axis, there_are: Size) -> bool:
+def _names_once(index: fx.Node, place: Index, count: Axis, there_are: Size) -> bool:
     """Whether no two entries along ``count`` name the same one of the ``there_are`` keys or blocks."""
     if not count:
         return True
@@ -206,7 +206,7 @@ def _names_once(index: fx.Node, place: Place, count: Axis, there_are: Size) -> b
     return count in place[along].steps and not place[along].terms and apart
 
 
-def _ordered(index: fx.Node, place: Place, there_are: Size | None = None) -> tuple[fx.Node, Place, int] | None:
+def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tuple[fx.Node, Index, int] | None:
     """Return the sorting operator whose indices ``index`` only moves, the place at which they are read, and their axis.
 
     ``there_are``: some indices may be replaced by a number that is not a valid index below ``there_are``.
@@ -223,7 +223,7 @@ def _ordered(index: fx.Node, place: Place, there_are: Size | None = None) -> tup
     return index, place, along
 
 
-def _unless_none(node: fx.Node, place: Place, there_are: Size) -> tuple[fx.Node, Place] | None:
+def _unless_none(node: fx.Node, place: Index, there_are: Size) -> tuple[fx.Node, Index] | None:
     """Return the entries if ``node`` only replaces some by a number that is not a valid index below ``there_are``."""
     if packet(node) is aten.where:
         one, other = argument(node, 1, "self"), argument(node, 2, "other")
@@ -263,7 +263,7 @@ def _order(node: fx.Node) -> int | None:
     return axis(argument(of, position, "dim", -1), len(shape(node)))
 
 
-def ranked(chosen: Chosen, *, some: bool = False) -> tuple[fx.Node, Place] | None:
+def ranked(chosen: Chosen, *, some: bool = False) -> tuple[fx.Node, Index] | None:
     """Return the scores from which a ``topk`` chose the largest, and their place: along the keys, for each query.
 
     None if no topk chose. ``some``: entries may have been removed from the list afterwards.

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.affine import (
+    Index,
+    IndexReader,
     OpaqueError,
-    Place,
-    Reader,
     as_in,
     asked,
     broadcast,
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Part:
+class Condition:
     """A boolean that has to be True (``negated``: False) for a key to be seen.
 
     ``bound``: the same condition as ``bound >= 0``, if it is affine in positions. ``added``: not a boolean but
@@ -46,11 +46,11 @@ class Part:
     """
 
     node: fx.Node
-    place: Place
+    place: Index
     negated: bool
     bound: Affine | None = None
     added: bool = False
-    outside: Part | None = None
+    outside: Condition | None = None
 
     def mask(self) -> MaskTerm:
         """Return the mask that remains if only this part was not explained. Raises :class:`OpaqueError`."""
@@ -77,14 +77,14 @@ class Part:
         return self.added or val(node).dtype == torch.bool
 
 
-class Masks(Reader):
+class Masks(IndexReader):
     """Reads masks as parts that all have to hold. ``any_numbers``: one part may be an arbitrary additive mask."""
 
     def __init__(self, *, any_numbers: bool = False) -> None:
         super().__init__()
         self.any_numbers = any_numbers
 
-    def term(self, term: MaskTerm) -> tuple[list[Part], float]:
+    def term(self, term: MaskTerm) -> tuple[list[Condition], float]:
         """Return the parts of a mask, and the number that it adds or fills in where they do not hold."""
         node, place = term.operand.node, place_of(term.operand.axes)
         if term.kind != "add":
@@ -100,28 +100,28 @@ class Masks(Reader):
             raise OpaqueError
         return parts, fill
 
-    def parts(self, given: object, place: Place, *, negated: bool) -> list[Part]:
+    def parts(self, given: object, place: Index, *, negated: bool) -> list[Condition]:
         """Read ``given``, a boolean tensor at ``place``, as parts. Raises :class:`OpaqueError` if it is not boolean."""
         if not is_tensor(given) or val(given).dtype != torch.bool:
             raise OpaqueError
         try:
             return self._inside(given, place, negated=negated)
         except OpaqueError:
-            return [Part(given, place, negated)]
+            return [Condition(given, place, negated)]
 
-    def _inside(self, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+    def _inside(self, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
         rule = _BOOLEAN.get(packet(node))
         if rule is not None:
             return rule(self, node, place, negated=negated)
         found = moved(node, place)
         if found is not None:
-            return [_named_by(Part(node, place, negated), part) for part in self.parts(*found, negated=negated)]
+            return [_named_by(Condition(node, place, negated), part) for part in self.parts(*found, negated=negated)]
         number = constant(node)
         if number is None or bool(number) == negated:
             raise OpaqueError
         return []
 
-    def added(self, node: fx.Node, place: Place) -> tuple[list[Part], float]:
+    def added(self, node: fx.Node, place: Index) -> tuple[list[Condition], float]:
         """Return the parts of an additive mask, which is 0 where they hold, and its number where they do not."""
         parts, number = self._added(node, place)
         fill = as_in(node, number)
@@ -129,7 +129,7 @@ class Masks(Reader):
             raise OpaqueError
         return parts, fill
 
-    def _added(self, node: fx.Node, place: Place) -> tuple[list[Part], float]:
+    def _added(self, node: fx.Node, place: Index) -> tuple[list[Condition], float]:
         if packet(node) is aten.where:
             condition, yes, no = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
             negated = constant(yes) not in (None, 0)
@@ -143,16 +143,16 @@ class Masks(Reader):
         if packet(node) is aten.add and argument(node, 2, "alpha", 1) == 1:
             return self._summed([argument(node, k, name) for k, name in enumerate(("self", "other"))], place)
         if packet(node) is aten.triu and (fill := constant(argument(node, 0, "self"))) is not None:
-            return [Part(node, place, negated=False, bound=Affine(-1) - _beyond(node, place))], fill
+            return [Condition(node, place, negated=False, bound=Affine(-1) - _beyond(node, place))], fill
         if (numbers := scattered(node)) is not None and numbers[1] == 0:
-            return [Part(node, place, negated=False)], numbers[0]
+            return [Condition(node, place, negated=False)], numbers[0]
         if (found := moved(node, place)) is not None:
             return self.added(*found)
         raise OpaqueError
 
     def _filled(
-        self, shown: object, condition: object, value: object, place: Place, *, negated: bool
-    ) -> tuple[list[Part], float]:
+        self, shown: object, condition: object, value: object, place: Index, *, negated: bool
+    ) -> tuple[list[Condition], float]:
         """Read ``shown``, 0 or a mask, where the condition holds (``negated``: fails), and ``value`` elsewhere."""
         fill = constant(value)
         if fill is None or not is_tensor(condition):
@@ -167,15 +167,15 @@ class Masks(Reader):
         except OpaqueError:
             if not self.any_numbers:
                 raise
-            return [Part(shown, broadcast(shape(shown), place), negated=False, added=True), *parts], fill
+            return [Condition(shown, broadcast(shape(shown), place), negated=False, added=True), *parts], fill
         # If the fills differ, a fully masked row shows which of them stands where.
         if other != fill:
             raise OpaqueError
         return [*more, *parts], fill
 
-    def _summed(self, masks: Sequence[object], place: Place) -> tuple[list[Part], float]:
+    def _summed(self, masks: Sequence[object], place: Index) -> tuple[list[Condition], float]:
         """Read a sum of masks, each of which fills in minus infinity."""
-        parts: list[Part] = []
+        parts: list[Condition] = []
         for one in masks:
             if not is_tensor(one):
                 raise OpaqueError
@@ -185,7 +185,7 @@ class Masks(Reader):
             parts += more
         return parts, float("-inf")
 
-    def hidden(self, scores: fx.Node, place: Place) -> tuple[list[Part], fx.Node]:
+    def hidden(self, scores: fx.Node, place: Index) -> tuple[list[Condition], fx.Node]:
         """Return the known parts that hold wherever ``scores`` are not hidden, and the scores before masking."""
         how = decode(scores)
         if isinstance(how, Copy) and val(how.x).dtype.is_floating_point and val(scores).dtype.is_floating_point:
@@ -206,31 +206,31 @@ class Masks(Reader):
             return self._also(parts, rest, place)
         return [], scores
 
-    def _also(self, parts: list[Part], rest: fx.Node, place: Place) -> tuple[list[Part], fx.Node]:
+    def _also(self, parts: list[Condition], rest: fx.Node, place: Index) -> tuple[list[Condition], fx.Node]:
         more, scores = self.hidden(rest, broadcast(shape(rest), place))
         return [*parts, *more], scores
 
 
-def _named_by(outside: Part, part: Part) -> Part:
+def _named_by(outside: Condition, part: Condition) -> Condition:
     known = part.bound is not None or part.named or not outside.named
     return part if known else replace(part, outside=outside)
 
 
-def _beyond(node: fx.Node, place: Place) -> Affine:
+def _beyond(node: fx.Node, place: Index) -> Affine:
     """Return ``column - row - diagonal`` of ``tril`` and ``triu``."""
     diagonal = argument(node, 1, "diagonal", 0)
-    return place[-1] - place[-2] - Reader().read(diagonal, ())
+    return place[-1] - place[-2] - IndexReader().read(diagonal, ())
 
 
-def _both(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+def _both(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
     """Read ``a and b`` or ``a or b``."""
     operands = [(argument(node, k, name), False) for k, name in enumerate(("self", "other"))]
     return _joined(masks, operands, place, negated=negated, either=packet(node) in _OR)
 
 
 def _joined(
-    masks: Masks, operands: Iterable[tuple[object, bool]], place: Place, *, negated: bool, either: bool
-) -> list[Part]:
+    masks: Masks, operands: Iterable[tuple[object, bool]], place: Index, *, negated: bool, either: bool
+) -> list[Condition]:
     """Read ``a and b`` (``either``: ``a or b``) of booleans, each with a flag that says whether it is negated."""
     # A constant operand that does not decide the result is dropped.
     unknown = [
@@ -239,7 +239,7 @@ def _joined(
     # `a or b`, or a negated `and`, of several booleans is not a conjunction; of no operands, it never holds.
     if negated is not either and len(unknown) != 1:
         raise OpaqueError
-    found: list[Part] = []
+    found: list[Condition] = []
     for x, inverse in unknown:
         if not is_tensor(x):
             raise OpaqueError
@@ -247,7 +247,7 @@ def _joined(
     return found
 
 
-def _chosen_of(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+def _chosen_of(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
     """Read ``where(c, a, b)`` and ``masked_fill(b, c, a)`` of booleans, where a or b is constant."""
     if packet(node) is aten.where:
         c, a, b = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
@@ -263,11 +263,11 @@ def _chosen_of(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> l
     return _joined(masks, operands, place, negated=negated, either=either)
 
 
-def _not(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+def _not(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
     return masks.parts(argument(node, 0, "self"), place, negated=not negated)
 
 
-def _asked(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+def _asked(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
     """Read a boolean that is cast to numbers and compared with a number, or else a comparison of positions."""
     found = asked(node)
     x = None if found is None else _boolean(found[0])
@@ -289,7 +289,7 @@ def _boolean(node: fx.Node) -> fx.Node | None:
     return node
 
 
-def _compared(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+def _compared(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
     """Read ``a <= b`` as ``b - a >= 0``, and ``a < b`` as ``b - a - 1 >= 0`` (negated: ``a - b >= 0``)."""
     a, b = (masks.at_operand(node, k, name, place) for k, name in enumerate(("self", "other")))
     op = packet(node)
@@ -300,23 +300,23 @@ def _compared(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> li
     strict = op in (aten.lt, aten.gt)
     if negated:
         a, b, strict = b, a, not strict
-    return [Part(node, place, negated, b - a - Affine(int(strict)))]
+    return [Condition(node, place, negated, b - a - Affine(int(strict)))]
 
 
-def _triangle(masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]:
+def _triangle(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
     """Read ``tril`` and ``triu`` of a boolean: unchanged on one side of a diagonal, False on the other."""
     inner = masks.parts(argument(node, 0, "self"), place, negated=False)
     beyond = _beyond(node, place)
     bound = beyond if packet(node) is aten.triu else beyond * -1
     if not negated:
-        return [*inner, Part(node, place, negated=False, bound=bound)]
+        return [*inner, Condition(node, place, negated=False, bound=bound)]
     if inner:
         raise OpaqueError
-    return [Part(node, place, negated=True, bound=Affine(-1) - bound)]
+    return [Condition(node, place, negated=True, bound=Affine(-1) - bound)]
 
 
 class _Rule(Protocol):
-    def __call__(self, masks: Masks, node: fx.Node, place: Place, *, negated: bool) -> list[Part]: ...
+    def __call__(self, masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]: ...
 
 
 _ORDERS = (aten.le, aten.lt, aten.ge, aten.gt)
@@ -345,7 +345,7 @@ def said(node: fx.Node, why: str = "") -> str:
     return f"{operator_name(node)}{'' if source is None else f' at {source}'} {why}"
 
 
-def equal(a: Part, b: Part) -> bool:
+def equal(a: Condition, b: Condition) -> bool:
     """Whether two parts are the same condition."""
     if a.bound is not None and b.bound is not None:
         return a.bound == b.bound

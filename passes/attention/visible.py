@@ -29,7 +29,7 @@ from torch import fx
 
 from mla_compile.passes.attention.affine import OpaqueError, never_negative
 from mla_compile.passes.attention.chosen import chosen, ranked
-from mla_compile.passes.attention.masks import Masks, Part, equal, hides_nothing, said
+from mla_compile.passes.attention.masks import Condition, Masks, equal, hides_nothing, said
 from mla_compile.passes.attention.site import VANISHING, Affine, AttentionSite, Chosen, MaskTerm, Visible
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.sizes import Size, at_least, least_of, same
@@ -51,7 +51,7 @@ def _visible(
 ) -> Visible:
     """Analyse the masks; ``whole``: masks that are not taken apart, and why."""
     reader = Masks(any_numbers=lists if any_numbers is None else any_numbers)
-    read: list[tuple[MaskTerm, list[Part]]] = []
+    read: list[tuple[MaskTerm, list[Condition]]] = []
     left: list[tuple[MaskTerm, str]] = []
     fills: list[float] = []
     for term in site.masks:
@@ -116,7 +116,7 @@ class _Explained:
         self.no_list: dict[fx.Node, str] = {}
         self.sees_one = True
 
-    def take(self, parts: list[Part]) -> list[Part]:
+    def take(self, parts: list[Condition]) -> list[Condition]:
         """Explain as many of ``parts`` as possible and return the others."""
         # A window is measured from the end, so ends come first.
         for rule in (never_negative, self._diagonal, self._length, self._start):
@@ -125,7 +125,7 @@ class _Explained:
             ]
         return parts
 
-    def choose(self, part: Part) -> bool:
+    def choose(self, part: Condition) -> bool:
         """Take ``part`` of a mask as a choice of keys, if there is none yet."""
         if self.chosen is not None:
             return False
@@ -136,11 +136,11 @@ class _Explained:
         self.chosen = found
         return found is not None
 
-    def why(self, part: Part) -> str:
+    def why(self, part: Condition) -> str:
         """Explain why a part remains a mask."""
         return self.no_list.get(part.node, part.why)
 
-    def sees(self, masks: Masks, others: Sequence[Part]) -> None:
+    def sees(self, masks: Masks, others: Sequence[Condition]) -> None:
         """Find out whether every query that sees a key by the ``others`` also sees a chosen key.
 
         This holds if the largest scores were chosen after the same masks were applied to them.

@@ -32,7 +32,7 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.writes import Write, is_zeros, seen_through_views, write_of
+from mla_compile.passes.cache.writes import CacheWrite, is_zeros, seen_through_views, write_of
 from mla_compile.passes.decide.records import Side, pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
@@ -70,7 +70,7 @@ class CacheOfRows:
     parts: tuple[fx.Node | tuple[Ingredient, ...], ...]
     outputs: tuple[int, ...]
     sides: frozenset[Side]
-    write: Write | None = None
+    write: CacheWrite | None = None
     emptied: fx.Node | None = None
 
     @property
@@ -175,7 +175,7 @@ class _Search:
             return {node: tokens if tokens is not None else _likely_token_axis(node)}
         return {}
 
-    def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[Write, int] | None:
+    def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
         whole, axes = node, [*range(len(shape(node)))]
         while isinstance(shown := decode(whole), (Slice, Permute)):
@@ -191,7 +191,7 @@ class _Search:
         write = self._token_write(whole, tokens)
         return None if write is None else (write, tokens)
 
-    def _token_write(self, node: fx.Node, tokens: int) -> Write | None:
+    def _token_write(self, node: fx.Node, tokens: int) -> CacheWrite | None:
         """Return ``node`` as a write of tokens into a buffer of rows."""
         write = write_of(node)
         if write is None or not (self._is_past(write.buffer) or is_zeros(write.buffer)):
@@ -237,7 +237,7 @@ class _Search:
                     kept += [] if own is None else [own]
         return kept
 
-    def _parts(self, node: fx.Node, write: Write | None) -> list[fx.Node]:
+    def _parts(self, node: fx.Node, write: CacheWrite | None) -> list[fx.Node]:
         """Return the past and the new tokens from which ``node`` is assembled, in order of time."""
         if write is not None:
             return [write.buffer, write.new]
@@ -251,7 +251,7 @@ class _Search:
         tokens: int,
         parts: Sequence[fx.Node],
         new: Mapping[fx.Node, LinearMap],
-        write: Write | None = None,
+        write: CacheWrite | None = None,
     ) -> CacheOfRows | None:
         known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
         taken: list[fx.Node | tuple[Ingredient, ...]] = []
@@ -283,7 +283,7 @@ class _Search:
         return CacheOfRows(node, site, recipe, leaves, tuple(taken), outputs, sides, write, emptied)
 
 
-def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
+def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
     """Whether the buffer that is written to can be a buffer of rows."""
     # Unwritten positions are read as zeros, where a bias would appear instead. Rows have no heads to choose from.
     dims = {dim for step in write.steps for dim in step.dims}

@@ -10,14 +10,14 @@ from mla_compile.passes.decide.cached import pasts_of
 from mla_compile.passes.decide.records import AbsorbPlan
 
 
-class Held(NamedTuple):
+class HeldValues(NamedTuple):
     """Values per token of one attention: in the model's own cache, and in the cache after the rewrite."""
 
     before: int
     after: int
 
 
-def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> Held | None:
+def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> HeldValues | None:
     """Return the sizes of an attention's cache; None if the graph does not show a cache of all its rows.
 
     ``plans``: the plan of the attention, or those of its groups of heads.
@@ -34,4 +34,4 @@ def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> Held | None:
     names = {node.name for nodes in pasts for node in nodes}
     inputs = {} if cache is None else cache.inputs
     replaced = [cache.recipes[name][0] for name, rows in inputs.items() if cache is not None and names & set(rows)]
-    return Held(sum(recipe.values for recipe in replaced) if replaced else after, after)
+    return HeldValues(sum(recipe.values for recipe in replaced) if replaced else after, after)

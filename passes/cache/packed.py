@@ -19,7 +19,7 @@ from torch import fx
 
 aten = torch.ops.aten
 X = TypeVar("X", bound="torch.Tensor | fx.Node")
-Call = Callable[..., X]
+TensorCall = Callable[..., X]
 
 FLOAT8 = torch.float8_e4m3fn
 _TOP, _LEAST = torch.finfo(FLOAT8).max, 2.0**-100
@@ -41,7 +41,7 @@ def _up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def pack(rows: X, width: int, call: Call[X]) -> X:
+def pack(rows: X, width: int, call: TensorCall[X]) -> X:
     """Pack rows [..., width] into bytes [..., packed_width(width)]; ``call`` runs or emits an operator."""
     x = call(aten._to_copy.default, rows, dtype=torch.float32)
     largest = call(aten.amax.default, call(aten.abs.default, x), [-1], keepdim=True)
@@ -59,18 +59,18 @@ def pack(rows: X, width: int, call: Call[X]) -> X:
     return call(aten.cat.default, [*parts, call(aten.slice.Tensor, copies, -1, 0, end - start)], -1)
 
 
-def unpack(rows: X, width: int, dtype: torch.dtype, call: Call[X]) -> X:
+def unpack(rows: X, width: int, dtype: torch.dtype, call: TensorCall[X]) -> X:
     """Unpack rows [..., width] in ``dtype`` from their bytes."""
     values = call(aten._to_copy.default, float8_values(rows, width, call), dtype=torch.float32)
     return call(aten._to_copy.default, call(aten.mul.Tensor, values, scales(rows, width, call)), dtype=dtype)
 
 
-def float8_values(rows: X, width: int, call: Call[X]) -> X:
+def float8_values(rows: X, width: int, call: TensorCall[X]) -> X:
     """Return a view of the values [..., width] of packed rows."""
     return call(aten.view.dtype, call(aten.slice.Tensor, rows, -1, 0, width), FLOAT8)
 
 
-def scales(rows: X, width: int, call: Call[X]) -> X:
+def scales(rows: X, width: int, call: TensorCall[X]) -> X:
     """Return the scales [..., 1] of packed rows, in float32."""
     at = place_of_scale(width)
     own = call(aten.slice.Tensor, rows, -1, at.start, at.stop)

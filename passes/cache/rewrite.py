@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
-from mla_compile.passes.cache.writes import Step, is_zeros, write_over
-from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.cache.writes import WriteStep, is_zeros, write_over
+from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import OURS, Builder, argument, axis, latest_of, materialize, packet, val
 from mla_compile.passes.ir.operators import Slice, decode
@@ -172,7 +172,7 @@ class _Rewriter:
             )
         return self.joined[key]
 
-    def _steps(self, cache: CacheOfRows) -> tuple[Step, ...]:
+    def _steps(self, cache: CacheOfRows) -> tuple[WriteStep, ...]:
         """Return the steps that write the new rows."""
         return () if cache.write is None else cache.write.along(cache.recipe.row_axis)
 
@@ -181,7 +181,7 @@ class _Rewriter:
         if key not in self.arranged:
             builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
             node = materialize(ingredient.node, builder, {})
-            sizes = Sizes(builder, [(node, ingredient.axes)])
+            sizes = SizeSources(builder, [(node, ingredient.axes)])
             rows = arrange(builder, sizes, node, ingredient.axes, ingredient.target)
             if recipe.is_packed(index):
                 rows = pack(rows, recipe.widths[index], builder.call)

@@ -47,18 +47,18 @@ def share_rows(program: Program) -> str | None:
     if program.cache is not None or program.latents:
         return "the program also keeps K and V of each head"
     joins = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
-    found: list[_Cache | str] = []
+    found: list[_JoinedCache | str] = []
     for past in (node for node in program.placeholders if node.name in program.shared):
         if past.name in program.mutations:
-            found.append(_Cache.written(program, past))
+            found.append(_JoinedCache.written(program, past))
         elif past.name in joins:
-            found.append(_Cache.grown(program, *joins[past.name]))
+            found.append(_JoinedCache.grown(program, *joins[past.name]))
         else:
             found.append(f"{past.name} is used for more than a join with new rows")
     for cache in found:
         if isinstance(cache, str):
             return cache
-    caches = [cache for cache in found if isinstance(cache, _Cache)]
+    caches = [cache for cache in found if isinstance(cache, _JoinedCache)]
     for cache in caches:
         _plain_sizes(graph, cache)
     remove_dead_code(graph)
@@ -69,7 +69,7 @@ def share_rows(program: Program) -> str | None:
         if isinstance(uses, str):
             return uses
         attentions |= dict.fromkeys(uses)
-    writer = _Writer(program, sharing)
+    writer = _RankWriter(program, sharing)
     own = {cache.joined: writer.write(cache) for cache in caches}
     for node in [n for n in graph.nodes if n in attentions]:
         attend(node, own, sharing, program.fake_mode)
@@ -117,7 +117,7 @@ def grown_rows(program: Program) -> set[fx.Node]:
 
 
 @dataclass(frozen=True)
-class _Cache:
+class _JoinedCache:
     """A cache ``joined``: ``count`` rows ``new`` behind ``before`` rows ``past``, returned at place ``at``.
 
     With :attr:`positions`, rows ``new`` replace some of the ``before`` rows of a buffer.
@@ -133,7 +133,7 @@ class _Cache:
     positions: fx.Node | None = None
 
     @classmethod
-    def grown(cls, program: Program, at: int, how: Join) -> _Cache | str:
+    def grown(cls, program: Program, at: int, how: Join) -> _JoinedCache | str:
         (past, new), joined = how.parts, program.outputs[len(program.mutations) + at]
         count, before = shape(new)[how.dim], shape(past)[how.dim]
         if not isinstance(count, int):
@@ -148,7 +148,7 @@ class _Cache:
         return cls(joined, past, new, how.dim, number, at, count)
 
     @classmethod
-    def written(cls, program: Program, past: fx.Node) -> _Cache | str:
+    def written(cls, program: Program, past: fx.Node) -> _JoinedCache | str:
         joined = program.outputs[program.mutations.index(past.name)]
         how = rows_written(joined)
         if how is None or how.base is not past or len(past.users) > 1:
@@ -169,7 +169,7 @@ def _number(program: Program, wanted: Size) -> int | fx.Node | None:
     return next((n for n in symbolic if same(size(n.meta["val"]), wanted)), None)
 
 
-def _plain_sizes(graph: fx.Graph, cache: _Cache) -> None:
+def _plain_sizes(graph: fx.Graph, cache: _JoinedCache) -> None:
     """Compute the number of all rows from inputs wherever the graph reads it from a tensor of these rows."""
     total = shape(cache.joined)[cache.dim]
     if isinstance(cache.before, int):
@@ -182,7 +182,7 @@ def _plain_sizes(graph: fx.Graph, cache: _Cache) -> None:
             node.replace_all_uses_with(sum_of)
 
 
-class _Writer:
+class _RankWriter:
     """Writes new rows into this rank's. Equal caches share the nodes that decide which rows are its own."""
 
     def __init__(self, program: Program, sharing: Sharing) -> None:
@@ -191,7 +191,7 @@ class _Writer:
         self._places: dict[object, tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]] = {}
         self._rows: dict[object, tuple[fx.Node, fx.Node, fx.Node | None]] = {}
 
-    def write(self, cache: _Cache) -> OwnRows:
+    def write(self, cache: _JoinedCache) -> OwnRows:
         """Return the rows of this rank, and the number of tokens that all ranks then have."""
         joined, dim = cache.joined, cache.dim
         builder = Builder(joined, self.program.fake_mode)
@@ -220,7 +220,7 @@ class _Writer:
         own = call(aten.slice_scatter.default, cache.past, kept, dim, first, end)
         return OwnRows(own, dim, total)
 
-    def _place(self, cache: _Cache) -> tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]:
+    def _place(self, cache: _JoinedCache) -> tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]:
         """Return the first row to write, the end, the total tokens, and each row's index among the new tokens."""
         key = cache.before, cache.count, val(cache.joined).device
         if key not in self._places:
@@ -238,7 +238,7 @@ class _Writer:
             self._places[key] = first, end, total, place
         return self._places[key]
 
-    def _rows_of(self, cache: _Cache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    def _rows_of(self, cache: _JoinedCache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         """Return the rows of the tokens at ``positions``, whether each is this rank's, and the token to write there.
 
         Another rank's token may have the same row number as one of this rank's tokens, and the order of two writes to
@@ -273,7 +273,7 @@ class _Writer:
         return next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
 
 
-def _return(program: Program, caches: list[_Cache], own: dict[fx.Node, OwnRows]) -> None:
+def _return(program: Program, caches: list[_JoinedCache], own: dict[fx.Node, OwnRows]) -> None:
     """Write this rank's rows in place instead of returning them."""
     grown: dict[int, tuple[str, fx.Node]] = {}
     for cache in caches:

@@ -109,10 +109,10 @@ def _token_axis(rows: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
 
 def attend(node: fx.Node, own: Mapping[fx.Node, OwnRows], sharing: Sharing, fake_mode: FakeTensorMode | None) -> None:
     """Replace an attention over all rows by one over this rank's rows and the merge of all ranks' results."""
-    _Shared(node, own, sharing, fake_mode).run()
+    _SharedAttention(node, own, sharing, fake_mode).run()
 
 
-class _Shared:
+class _SharedAttention:
     """The rewrite of one attention."""
 
     def __init__(

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Step:
+class WriteStep:
     """One operator of a write, along axis ``dim``; ``at``: the bounds of a slice, or the positions.
 
     Several tensors of positions index as many axes, from ``dim`` on.
@@ -41,20 +41,20 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Write:
+class CacheWrite:
     """A write of ``new`` into ``buffer``: the last of ``steps`` writes into the part that earlier steps select."""
 
     node: fx.Node
     buffer: fx.Node
     new: fx.Node
-    steps: tuple[Step, ...]
+    steps: tuple[WriteStep, ...]
 
-    def along(self, axis: Callable[[int], int]) -> tuple[Step, ...]:
+    def along(self, axis: Callable[[int], int]) -> tuple[WriteStep, ...]:
         """Return the same steps along the axes ``axis(dim)`` of another tensor."""
-        return tuple(Step(step.op, axis(step.dim), step.at) for step in self.steps)
+        return tuple(WriteStep(step.op, axis(step.dim), step.at) for step in self.steps)
 
 
-def write_over(steps: tuple[Step, ...], call: Call[fx.Node], buffer: fx.Node, new: fx.Node) -> fx.Node:
+def write_over(steps: tuple[WriteStep, ...], call: Call[fx.Node], buffer: fx.Node, new: fx.Node) -> fx.Node:
     """Write ``new`` into ``buffer``."""
     first, *inner = steps
     result: fx.Node
@@ -69,22 +69,22 @@ def write_over(steps: tuple[Step, ...], call: Call[fx.Node], buffer: fx.Node, ne
     return result
 
 
-def write_of(node: fx.Node) -> Write | None:
+def write_of(node: fx.Node) -> CacheWrite | None:
     """Return ``node`` as a write in which each position gets its own value, without broadcasting; None otherwise."""
     how = decode(node)
     length: Size
     if isinstance(how, operators.WriteRows):
-        step, length = Step(packet(node), how.dim, (how.index,)), next(iter(shape(how.index)), 1)
+        step, length = WriteStep(packet(node), how.dim, (how.index,)), next(iter(shape(how.index)), 1)
     elif isinstance(how, operators.Write):
-        step, length = Step(packet(node), how.dim, how.bounds), shape(how.x)[how.dim]
+        step, length = WriteStep(packet(node), how.dim, how.bounds), shape(how.x)[how.dim]
     else:
         return _write_by_pairs(node)
     if not _fits(how.base, how.x, how.dim, length):
         return None
     inner = write_of(how.x) if isinstance(how, operators.Write) else None
     if inner is not None and _is_part(inner.buffer, how.base, step):
-        return Write(node, how.base, inner.new, (step, *inner.steps))
-    return Write(node, how.base, how.x, (step,))
+        return CacheWrite(node, how.base, inner.new, (step, *inner.steps))
+    return CacheWrite(node, how.base, how.x, (step,))
 
 
 def rows_written(node: fx.Node) -> operators.WriteRows | None:
@@ -112,7 +112,7 @@ def seen_through_views(graph: fx.Graph) -> set[fx.Node]:
     return shown
 
 
-def _write_by_pairs(node: fx.Node) -> Write | None:
+def _write_by_pairs(node: fx.Node) -> CacheWrite | None:
     """Return a write at positions along several neighbouring axes, such as one position for each sequence."""
     if packet(node) is not aten.index_put or argument(node, 3, "accumulate", False):
         return None
@@ -130,10 +130,10 @@ def _write_by_pairs(node: fx.Node) -> Write | None:
     sizes = [*shape(base)[: dims[0]], *chosen, *shape(base)[dims[0] + rank :]]
     if not fits or not same_sizes(sizes, shape(new)):
         return None
-    return Write(node, base, new, (Step(aten.index_put, dims[0], tuple(at)),))
+    return CacheWrite(node, base, new, (WriteStep(aten.index_put, dims[0], tuple(at)),))
 
 
-def _is_part(node: fx.Node, base: fx.Node, step: Step) -> bool:
+def _is_part(node: fx.Node, base: fx.Node, step: WriteStep) -> bool:
     """Whether ``node`` is the part of ``base`` that ``step`` replaces."""
     how = decode(node)
     return isinstance(how, operators.Slice) and how.x is base and how.dim == step.dim and how.bounds == step.at

@@ -31,7 +31,7 @@ _REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceModel:
     """A rough description of a machine: peak dense FLOP/s, memory bytes/s, and seconds lost per kernel or op."""
 
     name: str
@@ -40,12 +40,12 @@ class Device:
     launch_s: float
 
 
-DEVICES: Mapping[str, Device] = MappingProxyType(
+DEVICES: Mapping[str, DeviceModel] = MappingProxyType(
     {
         # These are orders of magnitude, not measurements: a mid-size server CPU, and a data-centre GPU in bfloat16 at
         # about half of its peak. Only ratios matter for the choice of a form. Pass your own Device for another machine.
-        "cpu": Device("cpu", flops_per_s=5e11, bytes_per_s=5e10, launch_s=2e-6),
-        "cuda": Device("cuda", flops_per_s=5e14, bytes_per_s=3e12, launch_s=2e-6),
+        "cpu": DeviceModel("cpu", flops_per_s=5e11, bytes_per_s=5e10, launch_s=2e-6),
+        "cuda": DeviceModel("cuda", flops_per_s=5e14, bytes_per_s=3e12, launch_s=2e-6),
     }
 )
 
@@ -71,7 +71,7 @@ class Choice:
         return self.form != "expanded"
 
 
-def default_device(kind: str) -> Device:
+def default_device(kind: str) -> DeviceModel:
     """Return the description for a ``torch.device.type``; an unknown kind counts as an accelerator like ``cuda``."""
     return DEVICES.get(kind, DEVICES["cuda"])
 
@@ -83,7 +83,7 @@ def choose(
     S: int,
     T: int | None,
     element_bytes: int,
-    device: Device,
+    device: DeviceModel,
     forms: Forms = "auto",
     fold: Fold = "auto",
     can_fold_query: bool = False,
@@ -129,7 +129,7 @@ def _choose(
     made: int,
     chosen: int | None,
     element_bytes: int,
-    device: Device,
+    device: DeviceModel,
     forms: Forms,
     fold: Fold,
     *,
@@ -171,7 +171,7 @@ def seconds(
     S: int,
     T: int,
     element_bytes: int,
-    device: Device,
+    device: DeviceModel,
     made: int | None = None,
     J: int | None = None,
 ) -> float:
@@ -255,7 +255,7 @@ def choose_parts(
     S: int,
     T: int | None,
     element_bytes: int,
-    device: Device,
+    device: DeviceModel,
     forms: Forms = "auto",
     made: int | None = None,
 ) -> Choice:
@@ -284,7 +284,7 @@ def choose_parts(
 
 @lru_cache(maxsize=_REMEMBERED)
 def _part_seconds(
-    part: AbsorbedColumns, B: int, S: int, T: int, made: int, element_bytes: int, device: Device, *, absorbed: bool
+    part: AbsorbedColumns, B: int, S: int, T: int, made: int, element_bytes: int, device: DeviceModel, *, absorbed: bool
 ) -> float:
     letters = {"B": B, "S": S, "T": T, **part.letters}
     return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device, made)
@@ -294,7 +294,7 @@ def _stage_seconds(
     stages: tuple[formulas.Stage, ...],
     letters: Mapping[str, int],
     element_bytes: int,
-    device: Device,
+    device: DeviceModel,
     made: int | None = None,
 ) -> float:
     """Return the roofline estimate: for each stage, the larger of its compute and memory times, plus its launches."""
@@ -309,7 +309,7 @@ def _stage_seconds(
 
 
 def _told(
-    S: int, context: int, made: int, device: Device, chained: float, expanded: float, chosen: int | None = None
+    S: int, context: int, made: int, device: DeviceModel, chained: float, expanded: float, chosen: int | None = None
 ) -> str:
     queries = "1 query" if S == 1 else f"{S} queries"
     times = f"absorbed about {quantities.seconds(chained)}, expanded about {quantities.seconds(expanded)}"

@@ -23,7 +23,7 @@ from mla_compile.passes.decide.blame import SYMPTOMS, explain_source
 from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import Device, choose, saves_cache
+from mla_compile.passes.decide.cost import DeviceModel, choose, saves_cache
 from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial
@@ -46,7 +46,7 @@ def judge(
     graph: fx.Graph,
     sites: Sequence[AttentionSite],
     maps: Maps,
-    device: Device,
+    device: DeviceModel,
     forms: Forms = "auto",
     fold: Fold = "auto",
     *,
@@ -70,7 +70,7 @@ def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:
 class _Judge:
     graph: fx.Graph
     maps: Maps
-    device: Device
+    device: DeviceModel
     forms: Forms
     fold: Fold
     sparse: bool
@@ -250,7 +250,7 @@ def _unscaled(node: fx.Node) -> list[fx.Node]:
     return rows if len(rows) == 1 and len(node.all_input_nodes) == 2 else []
 
 
-def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> Verdict:
+def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold) -> Verdict:
     sizes = call_sizes(plan)
     dims = plan.dims
     choice = choose(

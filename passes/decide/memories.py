@@ -18,7 +18,7 @@ from mla_compile.passes.attention.masks import Masks
 from mla_compile.passes.attention.scores import align_right
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Visible
 from mla_compile.passes.decide.plan import make_plan
-from mla_compile.passes.decide.reads import COLUMNS, Read, reads
+from mla_compile.passes.decide.reads import COLUMNS, ColumnRead, reads
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
@@ -89,7 +89,7 @@ def together(each: Sequence[AbsorbPlan]) -> Visible:
     )
 
 
-def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> Read | None:
+def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> ColumnRead | None:
     """Return the rows if all their columns are both keys and values, in order."""
     if len(site.products) != 1:
         return None
@@ -102,7 +102,9 @@ def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> Read | None:
     return one if (one.start, one.stop) == (0, width) and one.roles == values[0].roles else None
 
 
-def _over(site: AttentionSite, rows: Read, part: fx.Node, keys: Axis, masks: tuple[MaskTerm, ...]) -> AttentionSite:
+def _over(
+    site: AttentionSite, rows: ColumnRead, part: fx.Node, keys: Axis, masks: tuple[MaskTerm, ...]
+) -> AttentionSite:
     """Return ``site`` over the rows of ``part`` alone."""
 
     def operand(columns: Axis) -> Operand:

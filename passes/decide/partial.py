@@ -19,7 +19,7 @@ from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries, plain_side
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, choose_parts
+from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, DeviceModel, choose_parts
 from mla_compile.passes.decide.plan import make_part_plan
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
@@ -49,7 +49,7 @@ def partial(
     site: AttentionSite,
     maps: Maps,
     failed: Stop,
-    device: Device,
+    device: DeviceModel,
     forms: Forms,
     keep: Collection[Side] = (),
 ) -> Partial | None:
@@ -106,7 +106,7 @@ def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
 
 
 def _weighed(
-    plan: AbsorbPlan, maps: Maps, failed: Stop, device: Device, forms: Forms, keep: Collection[Side]
+    plan: AbsorbPlan, maps: Maps, failed: Stop, device: DeviceModel, forms: Forms, keep: Collection[Side]
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)

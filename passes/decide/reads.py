@@ -32,7 +32,7 @@ _Cut: TypeAlias = "tuple[Role, object]"
 
 
 @dataclass(frozen=True)
-class Read:
+class ColumnRead:
     """Columns ``start`` to ``stop`` of ``rows``, sliced by ``cuts``; ``roles``: the roles of the dimensions."""
 
     rows: fx.Node
@@ -41,7 +41,7 @@ class Read:
     stop: int
     roles: tuple[Role, ...] = field(default=(), compare=False)
 
-    def within(self, others: Iterable[Read]) -> bool:
+    def within(self, others: Iterable[ColumnRead]) -> bool:
         """Whether ``others`` together read every column of this one."""
         alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts]
         covered = self.start
@@ -51,7 +51,7 @@ class Read:
         return self.stop <= covered
 
 
-def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[Read]:
+def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[ColumnRead]:
     """Return the rows that an operand shows, found through views, casts and joins of columns."""
     roles: list[Role] = [COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
     width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == COLUMNS]
@@ -67,10 +67,10 @@ def _behind(
     start: int,
     stop: int,
     first: Mapping[fx.Node, fx.Node],
-) -> list[Read]:
+) -> list[ColumnRead]:
     how = decode(node)
     if isinstance(how, Join) and roles[how.dim] == COLUMNS:
-        found: list[Read] = []
+        found: list[ColumnRead] = []
         for part in how.parts:
             width = shape(part)[how.dim]
             if not isinstance(width, int):
@@ -96,7 +96,7 @@ def _behind(
         before = _roles_before(how, node, roles)
         if before is not None:
             return _behind(how.x, before, cuts, start, stop, first)
-    return [Read(first[node], cuts, start, stop, tuple(roles))]
+    return [ColumnRead(first[node], cuts, start, stop, tuple(roles))]
 
 
 def _roles_before(

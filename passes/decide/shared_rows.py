@@ -30,7 +30,7 @@ def find_shared_rows(
     sites: Iterable[AttentionSite], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None
 ) -> dict[fx.Node, SharedRows]:
     """Return the tensors on the way to K and V of ``sites`` that are the same for all heads."""
-    copies = _Copies(weights)
+    copies = _EqualAxes(weights)
     found: dict[fx.Node, SharedRows] = {}
     for site in sites:
         operands = [*(p.k for p in site.products), site.v]
@@ -58,7 +58,7 @@ class _Walk:
     made: bool = False
 
 
-def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Copies) -> _Walk:
+def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _EqualAxes) -> _Walk:
     walk = _Walk()
     places = {(operand, dim): None}
     queue = [(operand, dim)]
@@ -95,7 +95,7 @@ def _just_copied(node: fx.Node) -> bool:
     return isinstance(how, (Broadcast, Repeat, Fill))
 
 
-class _Copies:
+class _EqualAxes:
     """Which axes have the same values at all positions."""
 
     def __init__(self, weights: Collection[fx.Node]) -> None:

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import Argument
 
-from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
+from mla_compile.passes.dependence.steps import BackwardStep, Blind, Joined, step
 from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
 from mla_compile.passes.ir.operators import Assign, Broadcast, Regroup, Stack, decode
 from mla_compile.passes.ir.sizes import size
@@ -60,7 +60,7 @@ class AxisParts:
         if self.is_weight(weight):
             self._cut.add(part)
 
-    def step(self, node: fx.Node, dim: int) -> Step | None:
+    def step(self, node: fx.Node, dim: int) -> BackwardStep | None:
         return None if node in self.ends or self.is_weight(node) else step(node, dim)
 
     def stacked(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...] | None:

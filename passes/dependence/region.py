@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.dependence.parts import AxisParts
-from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
+from mla_compile.passes.dependence.steps import BackwardStep, Blind, Joined, step
 from mla_compile.passes.ir.graph import is_tensor, is_tuple, shape
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.stop import Stop
@@ -47,7 +47,7 @@ class Region:
     dim: int
     heads: int
     parts: AxisParts
-    core: Mapping[tuple[fx.Node, int], Step]
+    core: Mapping[tuple[fx.Node, int], BackwardStep]
     whole: tuple[fx.Node, ...]
 
     @property
@@ -144,8 +144,8 @@ def _has_axis(user: fx.Node, at: int, node: fx.Node, dim: int) -> bool:
     return isinstance(how, Blind) and node in how.reads and how.reads[node].dim == dim
 
 
-def _followed(parts: AxisParts, out: fx.Node, dim: int) -> dict[tuple[fx.Node, int], Step]:
-    found: dict[tuple[fx.Node, int], Step] = {}
+def _followed(parts: AxisParts, out: fx.Node, dim: int) -> dict[tuple[fx.Node, int], BackwardStep]:
+    found: dict[tuple[fx.Node, int], BackwardStep] = {}
     queue = [(out, dim)]
     while queue and len(found) <= MOST_STEPS:
         one = queue.pop()
@@ -156,13 +156,13 @@ def _followed(parts: AxisParts, out: fx.Node, dim: int) -> dict[tuple[fx.Node, i
     return found
 
 
-def _operands(how: Step) -> list[tuple[fx.Node, int]]:
+def _operands(how: BackwardStep) -> list[tuple[fx.Node, int]]:
     if isinstance(how, Joined):
         return [(p.node, p.dim) for p in how.parts]
     return [(n, p.dim) for n, p in how.reads.items()]
 
 
-def _read_whole(core: Mapping[tuple[fx.Node, int], Step], out: fx.Node) -> set[fx.Node]:
+def _read_whole(core: Mapping[tuple[fx.Node, int], BackwardStep], out: fx.Node) -> set[fx.Node]:
     """Return nodes of ``core`` that all heads need: read outside of it, or by an operator that mixes heads."""
     in_parts: dict[fx.Node, set[fx.Node]] = {}
     mixes: set[fx.Node] = set()

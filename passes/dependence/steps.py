@@ -32,7 +32,7 @@ Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]
 
 
 @dataclass(frozen=True)
-class Place:
+class OperandAxis:
     """Axis ``dim`` of an operand, of which each unit of the result reads ``inner`` positions."""
 
     dim: int
@@ -48,7 +48,7 @@ class Blind:
     a product whose operands both have the axis.
     """
 
-    reads: Mapping[fx.Node, Place]
+    reads: Mapping[fx.Node, OperandAxis]
     unit: int = 1
     reshaped: bool = False
     instead: Instead | None = None
@@ -73,10 +73,10 @@ class Joined:
     parts: tuple[AxisPart, ...]
 
 
-Step = Blind | Joined
+BackwardStep = Blind | Joined
 
 
-def step(node: fx.Node, dim: int) -> Step | None:
+def step(node: fx.Node, dim: int) -> BackwardStep | None:
     """Return the dependences of positions along axis ``dim`` of ``node``; None if they cannot be told apart."""
     length = shape(node)[dim] if is_tensor(node) else 1
     # Without a known length there are no positions to name, and an axis of size 1 has no parts.
@@ -139,7 +139,7 @@ def worked_along(node: fx.Node) -> tuple[int, ...]:
     return tuple(axis(d, rank) for d in dims) if dims else tuple(range(rank))  # `roll` without axes rolls all of them
 
 
-def _step(node: fx.Node, dim: int, length: int) -> Step | None:
+def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     how = decode(node)
     move = _MOVES.get(type(how))
     if move is not None:
@@ -157,12 +157,12 @@ def _reads(
     pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, *, own_rows: bool = False
 ) -> Blind | None:
     """Return the operands that have the axis; None if one of them would be read in two ways."""
-    reads: dict[fx.Node, Place | None] = {}
+    reads: dict[fx.Node, OperandAxis | None] = {}
     for node, dim in pairs:
         broadcast = dim < 0 or same(shape(node)[dim], 1)
         if not broadcast and not same(shape(node)[dim], length):
             return None
-        place = None if broadcast else Place(dim)
+        place = None if broadcast else OperandAxis(dim)
         # In `x + x.T`, position h needs row h and column h of one tensor, which a part of it does not have.
         if reads.setdefault(node, place) != place:
             return None
@@ -171,21 +171,21 @@ def _reads(
     return Blind(found, instead=instead, own_rows=own_rows) if found else None
 
 
-def _pointwise(node: fx.Node, dim: int, length: int) -> Step | None:
+def _pointwise(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     rank = len(shape(node))
     return _reads([(n, dim - rank + len(shape(n))) for n in node.all_input_nodes if is_tensor(n)], length)
 
 
-def _first(node: fx.Node, dim: int, length: int) -> Step | None:
+def _first(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     """Handle operators that keep every axis of their first operand."""
     return _reads([(args_of(node)[0], dim)], length)
 
 
-def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> Step | None:
+def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> BackwardStep | None:
     return _reads([(how.x, dim)], length)
 
 
-def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> Step | None:
+def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> BackwardStep | None:
     """Handle a copy into a target of which only the shape and the dtype matter."""
     x = how.x
     if val(x).dtype == val(node).dtype and same_sizes(shape(x), shape(node)):
@@ -193,7 +193,7 @@ def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> St
     return _reads([(how.target, dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
 
 
-def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
+def _normalized(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     """Handle a softmax or a norm along other axes."""
     rank, over = len(shape(node)), argument(node, 1, "dim")
     if over is None:
@@ -203,7 +203,7 @@ def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
     return None if dim in along else _first(node, dim, length)
 
 
-def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> Step | None:
+def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> BackwardStep | None:
     """Handle a reshape if the axis is the outer factor of an operand's axis, or has one as its outer factor."""
     fresh = fresh_axes(shape(how.x))
     grouped = regroup(flatten(fresh), shape(node))
@@ -218,28 +218,28 @@ def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> 
             unit, inner = axis_size(tuple(rest)), axis_size(factors[1:])
             if not isinstance(unit, int) or not isinstance(inner, int):
                 return None
-            return Blind({how.x: Place(k, inner)}, unit, reshaped=how.told is not None)
+            return Blind({how.x: OperandAxis(k, inner)}, unit, reshaped=how.told is not None)
     return None
 
 
-def _permuted(node: fx.Node, how: operators.Permute, dim: int, length: int) -> Step | None:
+def _permuted(node: fx.Node, how: operators.Permute, dim: int, length: int) -> BackwardStep | None:
     return _reads([(how.x, how.order[dim])], length)
 
 
-def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -> Step | None:
+def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -> BackwardStep | None:
     own = dim - len(shape(node)) + len(shape(how.x))
     repeated = own < 0 or same(shape(how.x)[own], 1)
-    return Blind({} if repeated else {how.x: Place(own)}, reshaped=True)
+    return Blind({} if repeated else {how.x: OperandAxis(own)}, reshaped=True)
 
 
-def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> Step | None:
+def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> BackwardStep | None:
     """Handle interleaved repetition. Copies of the whole axis would lie far apart, so they have no step."""
     if not how.interleaved:
         return None
-    return Blind({how.x: Place(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
+    return Blind({how.x: OperandAxis(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
 
 
-def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> Step | None:
+def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> BackwardStep | None:
     if how.dim != dim:
         if how.bounds is None:
             return None
@@ -250,11 +250,11 @@ def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> Step 
     return Joined((AxisPart(0, length, how.x, dim, how.taken.start),))
 
 
-def _selected(node: fx.Node, how: operators.Select, dim: int, length: int) -> Step | None:
+def _selected(node: fx.Node, how: operators.Select, dim: int, length: int) -> BackwardStep | None:
     return _reads([(how.x, dim + (dim >= how.dim))], length)
 
 
-def _joined(node: fx.Node, how: operators.Join, dim: int, length: int) -> Step | None:
+def _joined(node: fx.Node, how: operators.Join, dim: int, length: int) -> BackwardStep | None:
     if how.dim != dim:
         return _reads([(x, dim) for x in how.parts], length)
     parts: list[AxisPart] = []
@@ -266,12 +266,12 @@ def _joined(node: fx.Node, how: operators.Join, dim: int, length: int) -> Step |
     return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
-def _stacked(node: fx.Node, how: operators.Stack, dim: int, length: int) -> Step | None:
+def _stacked(node: fx.Node, how: operators.Stack, dim: int, length: int) -> BackwardStep | None:
     # Along the new axis no operand has positions to name; `parts.py` tells these apart.
     return None if how.dim == dim else _reads([(x, dim - (dim > how.dim)) for x in how.parts], length)
 
 
-def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> Step | None:
+def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> BackwardStep | None:
     base, x = how.base, how.x
     if how.dim != dim:
         return _reads([(base, dim), (x, dim)], length)
@@ -283,7 +283,7 @@ def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> Step
     return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
-def _product(node: fx.Node, dim: int, length: int) -> Step | None:
+def _product(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     labelled = product_labels(node)
     # A sum over a written-out product reads the product node, not the two operands.
     if labelled is None or packet(node) is aten.sum:
@@ -296,7 +296,7 @@ def _product(node: fx.Node, dim: int, length: int) -> Step | None:
     return _reads(places, length, own_rows=both)
 
 
-def _linear(node: fx.Node, dim: int, length: int) -> Step | None:
+def _linear(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     """Handle a linear: its last axis belongs to the weight's rows and the bias, its other axes to the operand."""
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     beside = [] if bias is None else [bias]
@@ -305,7 +305,7 @@ def _linear(node: fx.Node, dim: int, length: int) -> Step | None:
     return _reads([(x, -1), *((n, 0) for n in (weight, *beside))], length)
 
 
-def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
+def _fused(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     """Handle PyTorch's attention: all axes but the last two are independent; K and V may have fewer heads."""
     rank = len(shape(node))
     # `is_causal` would mask a part of the queries as if it came first, and dropout draws other numbers for a part.
@@ -326,11 +326,11 @@ def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
     if found is None or not isinstance(heads, int) or not same(shape(v)[dim], heads) or {k, v} & {n for n, _ in pairs}:
         return None
     times = length // heads
-    reads = {n: Place(p.dim, times) for n, p in found.reads.items()}
-    return Blind({**reads, k: Place(dim), v: Place(dim)}, times)
+    reads = {n: OperandAxis(p.dim, times) for n, p in found.reads.items()}
+    return Blind({**reads, k: OperandAxis(dim), v: OperandAxis(dim)}, times)
 
 
-_MOVES: dict[type, Callable[[fx.Node, Any, int, int], Step | None]] = {
+_MOVES: dict[type, Callable[[fx.Node, Any, int, int], BackwardStep | None]] = {
     operators.Copy: _copied,
     operators.Assign: _assigned,
     operators.Regroup: _regrouped,
@@ -343,7 +343,7 @@ _MOVES: dict[type, Callable[[fx.Node, Any, int, int], Step | None]] = {
     operators.Stack: _stacked,
     operators.Write: _written,
 }
-_RULES: dict[object, Callable[[fx.Node, int, int], Step | None]] = {
+_RULES: dict[object, Callable[[fx.Node, int, int], BackwardStep | None]] = {
     aten.masked_fill: _pointwise,
     **dict.fromkeys((aten.softmax, aten._softmax, aten._safe_softmax, aten.layer_norm, aten.rms_norm), _normalized),
     **dict.fromkeys((aten.matmul, aten.bmm, aten.mm, aten.einsum), _product),

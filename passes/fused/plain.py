@@ -57,7 +57,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Written:
+class PlainNodes:
     """The nodes of a plain attention: those that contain the products, and ``out`` in the layout of the operator."""
 
     core: tuple[fx.Node, ...]
@@ -65,19 +65,19 @@ class Written:
     builder: Builder
 
 
-def write(anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> Written:
+def write(anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> PlainNodes:
     """Add the nodes of ``plain`` before ``anchor``, whose dtype the result has."""
-    return _Writer(anchor, plain, fake_mode).write()
+    return _PlainWriter(anchor, plain, fake_mode).write()
 
 
-class _Writer:
+class _PlainWriter:
     def __init__(self, anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> None:
         self.plain = plain
         self.builder = Builder(anchor, fake_mode)
         self.call = self.builder.call
         self.anchor = anchor
 
-    def write(self) -> Written:
+    def write(self) -> PlainNodes:
         plain = self.plain
         q, k, v = (self._heads_first(x) for x in (plain.q, plain.k, plain.v))
         keep, causal = self._seen(q, k)
@@ -93,7 +93,7 @@ class _Writer:
         out = self._as_given(attention)
         out = self.builder.cast(out, val(self.anchor).dtype)
         # Views of the result were traced on the memory layout that the operator gives it.
-        return Written(core, same_layout(self.builder, out, self.anchor), self.builder)
+        return PlainNodes(core, same_layout(self.builder, out, self.anchor), self.builder)
 
     def _heads_first(self, x: fx.Node) -> fx.Node:
         if self.plain.starts is not None:

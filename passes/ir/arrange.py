@@ -17,7 +17,7 @@ aten = torch.ops.aten
 Dim: TypeAlias = "int | fx.Node"
 
 
-class Sizes:
+class SizeSources:
     """Finds the size of an atom: a constant, or a dimension of a known tensor."""
 
     def __init__(self, builder: Builder, operands: Iterable[tuple[fx.Node, Axes]]) -> None:
@@ -65,7 +65,7 @@ class Sizes:
         return total
 
 
-def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: Sequence[Axis]) -> fx.Node:
+def arrange(builder: Builder, sizes: SizeSources, node: fx.Node, axes: Axes, target: Sequence[Axis]) -> fx.Node:
     """Rearrange ``node`` from ``axes`` to ``target``; atoms that it lacks give axes of size 1.
 
     The result is a view if strides allow; otherwise one copy is made.
@@ -105,7 +105,7 @@ def einsum(
     return builder.call(aten.einsum.default, f"{la},{lb}->{lo}", [a, b])
 
 
-def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
+def spread(builder: Builder, sizes: SizeSources, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
     """Expand axes of size 1 of ``node``, which has one axis per atom, to the sizes of their atoms."""
     # A symbolic axis does not count as size 1, whatever its size in this call.
     short = [size(d) == 1 for d in val(node).shape]

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile.core.layers import CALL, CalledLayer, find
 from mla_compile.passes.ir.schema import schema_name
-from mla_compile.passes.quantized.registry import Dequantize, QuantizedLinear, registered
+from mla_compile.passes.quantized.registry import DequantizeFunction, QuantizedLinear, registered
 
 Describe = Callable[[CalledLayer], QuantizedLinear | None]
 
@@ -46,7 +46,7 @@ def _module(function: object) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
-def _of_tensors(called: CalledLayer, dequantize: Callable[[nn.Module], Any] | None) -> Dequantize | None:
+def _of_tensors(called: CalledLayer, dequantize: Callable[[nn.Module], Any] | None) -> DequantizeFunction | None:
     """Adapt the ``dequantize`` of a layer to the operator's arguments."""
     if dequantize is None:
         return None

@@ -21,7 +21,7 @@ from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.schema import named_arguments, schema_name
 from mla_compile.passes.ir.sizes import Size, same
-from mla_compile.passes.quantized.registry import Products, QuantizedLinear
+from mla_compile.passes.quantized.registry import ProductTable, QuantizedLinear
 from mla_compile.passes.quantized.rows import FINE, RowTracker, Scaled, short
 from mla_compile.passes.quantized.scales import TINY, Scale, block, covers
 
@@ -70,7 +70,7 @@ def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
     return B.float() * scales[: B.shape[0], : B.shape[1]]
 
 
-PRODUCTS = Products(
+PRODUCTS = ProductTable(
     {
         "aten::_weight_int8pack_mm": QuantizedLinear("self", _weight_int8),
         # These weights are packed for one kind of machine, and only the kernel can read them. Applied to unit vectors,

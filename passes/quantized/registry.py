@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from mla_compile.passes.ir.schema import schema_name
 
-Dequantize = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]"]
+DequantizeFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class QuantizedLinear:
     """
 
     rows: str
-    dequantize: Dequantize | None
+    dequantize: DequantizeFunction | None
     rounds: bool = False
 
 
-class Products:
+class ProductTable:
     """Products by the qualified names of their operators or by patterns, as some namespaces end in a build's hash."""
 
     def __init__(self, known: Mapping[str, QuantizedLinear]) -> None:
@@ -56,5 +56,5 @@ class Products:
         return self._found.get(name)
 
 
-registered = Products({})
+registered = ProductTable({})
 """The products that users registered."""

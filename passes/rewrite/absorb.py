@@ -39,7 +39,7 @@ from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.rewrite.lengths import Lengths
-from mla_compile.passes.rewrite.products import Products
+from mla_compile.passes.rewrite.products import ProductRewriter
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.rewrite.sides import Sides
 
@@ -60,7 +60,9 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths,
     added up into one tensor, because it will be folded.
     """
     rewriter = (
-        Whole(plan, fake_mode, lengths, merges=merges) if plan.whole else Products(plan, fake_mode, merges=merges)
+        Whole(plan, fake_mode, lengths, merges=merges)
+        if plan.whole
+        else ProductRewriter(plan, fake_mode, merges=merges)
     )
     out = rewriter.run()
     views, weights = tuple(rewriter.views.values()), tuple(rewriter.weights)

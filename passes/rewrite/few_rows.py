@@ -21,7 +21,7 @@ from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
-Product = tuple[fx.Node, fx.Node, fx.Node | None]
+LinearProduct = tuple[fx.Node, fx.Node, fx.Node | None]
 """x [...,K], weight [O,K], bias [O]."""
 
 
@@ -66,7 +66,7 @@ def few_rows(
     return done
 
 
-def _product(node: fx.Node) -> Product | None:
+def _product(node: fx.Node) -> LinearProduct | None:
     """Return the operands of a product whose weight is [O,K], or is a transposed [O,K]."""
     if packet(node) is aten.linear:
         return (*args_of(node)[:2], argument(node, 2, "bias"))

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.core.program import Fold, Program
+from mla_compile.core.program import FoldedWeight, Program
 from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projection
 from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, same_layout
+from mla_compile.passes.ir.arrange import SizeSources, aligned, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.collectives import gathered
 from mla_compile.passes.ir.expr import Expr, Factor, wide
@@ -88,7 +88,7 @@ class _Folder:
         folded, error = self._input(piece.weight, dtype)
         source_atoms = flatten(piece.source_axes)
         out: list[Atom] = list(flatten(piece.axes))
-        sizes = Sizes(builder, [(source, piece.source_axes)])
+        sizes = SizeSources(builder, [(source, piece.source_axes)])
         x = arrange(builder, sizes, source, piece.source_axes, [(a,) for a in source_atoms])
         x = builder.cast(x, wide(dtype))
         new = project(builder, x, source_atoms, folded, piece.weight.atoms, out)
@@ -141,7 +141,7 @@ def add_input(
     with graph.inserting_after(last):
         node = graph.placeholder(f"{name}_{len(program.folds)}")
     node.meta["val"] = expr.value.new_empty(expr.shape, dtype=dtype)
-    program.folds.append(Fold(node.name, compute, names, (closed.formula(names), dtype) if stored else None))
+    program.folds.append(FoldedWeight(node.name, compute, names, (closed.formula(names), dtype) if stored else None))
     return node, closed, names
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
 from mla_compile.passes.attention.indexer import Indexer
-from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout, spread
+from mla_compile.passes.ir.arrange import SizeSources, arrange, same_layout, spread
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, val
 
@@ -27,7 +27,7 @@ def index_scores(found: Indexer, fake_mode: FakeTensorMode | None) -> fx.Node:
     """Emit the operator that computes the value of ``found.out``; nothing reads its result yet."""
     builder = Builder(found.out.node, fake_mode)
     operands = sorted(((o.node, o.axes) for o in (found.query, found.keys, found.weights)), key=lambda pair: pair[0])
-    sizes = Sizes(builder, operands)
+    sizes = SizeSources(builder, operands)
     B, S, J, T, D = found.batch, found.queries, found.heads, found.tokens, found.features
     query = arrange(builder, sizes, found.query.node, found.query.axes, (B, S, J, D))
     keys = arrange(builder, sizes, found.keys.node, found.keys.axes, (B, T, D))
@@ -39,7 +39,7 @@ def index_scores(found: Indexer, fake_mode: FakeTensorMode | None) -> fx.Node:
     return same_layout(builder, arrange(builder, sizes, scores, (B, S, T), found.out.axes), found.out.node)
 
 
-def _weights(builder: Builder, sizes: Sizes, found: Indexer) -> fx.Node:
+def _weights(builder: Builder, sizes: SizeSources, found: Indexer) -> fx.Node:
     """Return the weights [B,S,J], multiplied by the factor of the relus."""
     atoms = (*found.batch, *found.queries, *found.heads)
     each = tuple((a,) for a in atoms)

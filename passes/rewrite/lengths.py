@@ -11,7 +11,7 @@ from torch import fx
 from mla_compile.passes.attention.site import Affine, Operand
 from mla_compile.passes.attention.visible import offset_of
 from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.ir.arrange import Sizes, arrange, spread
+from mla_compile.passes.ir.arrange import SizeSources, arrange, spread
 from mla_compile.passes.ir.graph import Builder, val
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ class Lengths:
     def __init__(self) -> None:
         self._written: dict[Any, fx.Node] = {}
 
-    def write(self, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node | None:
+    def write(self, plan: AbsorbPlan, builder: Builder, sizes: SizeSources) -> fx.Node | None:
         """Return the smallest of the plan's lengths for each batch entry, or None if all keys are within."""
         if not plan.visible.lengths:
             return None
@@ -45,7 +45,7 @@ class Lengths:
         return self._written[key]
 
 
-def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
+def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: SizeSources) -> fx.Node:
     """Return one length, int64 [B]."""
     known, offset = offset_of(length.const, dict(plan.visible.numbers))
     assert offset is not None, "a length is made of sizes that nodes hold"
@@ -64,7 +64,7 @@ def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -
     return builder.call(aten.add.Tensor, total, const)
 
 
-def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
+def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: SizeSources) -> fx.Node:
     """Return one number per batch entry, [B], even where several entries share it."""
     atoms = tuple((a,) for a in plan.batch)
     node = builder.on_device(operand.node, val(plan.latent.node).device)

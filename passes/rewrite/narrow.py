@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.decide.readers import length_of, of_few_rows, projection_of
-from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
+from mla_compile.passes.ir.arrange import SizeSources, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, fixed_size
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
@@ -51,7 +51,7 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     builder = Builder(node, fake_mode)
     memo: dict[Expr, fx.Node] = {}
     source = materialize(piece.source, builder, {})
-    sizes = Sizes(builder, [(source, piece.source_axes)])
+    sizes = SizeSources(builder, [(source, piece.source_axes)])
     order = _memory_order(node, piece)
     tokens = [a for a in order if a in piece.source_atoms]
     features = [a for a in order if a not in piece.source_atoms]

@@ -30,7 +30,7 @@ from mla_compile.passes.rewrite.unfuse import written_out
 aten = torch.ops.aten
 
 
-class Products(Sides):
+class ProductRewriter(Sides):
     """Replaces the query-key products, the value product, or both."""
 
     def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, *, merges: bool = False) -> None:

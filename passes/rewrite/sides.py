@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.attention.site import Product
 from mla_compile.passes.decide.records import AbsorbPlan, Rows
 from mla_compile.passes.decide.refine import value_features
-from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
+from mla_compile.passes.ir.arrange import SizeSources, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr, Factor, wide
 from mla_compile.passes.ir.graph import Builder, is_virtual, materialize, val
@@ -46,7 +46,7 @@ class Sides:
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
         # The keys may be one axis of K and several axes of the rows, such as the two axes of an image.
         known += sorted(((r.node, r.axes) for r in plan.rows if not is_virtual(r.node)), key=lambda pair: pair[0])
-        self.sizes = Sizes(self.builder, known)
+        self.sizes = SizeSources(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
         # Folding reads these later: the products q W_kc, and the attended latent before W_v.
         self.queries: list[fx.Node] = []

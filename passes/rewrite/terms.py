@@ -27,7 +27,7 @@ from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.sizes import hint, size
 
 
-class Step(NamedTuple):
+class Contraction(NamedTuple):
     """A factor to multiply by, the atoms of the result, and the number of multiply-adds."""
 
     factor: Factor
@@ -43,7 +43,7 @@ def pays(x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom])
     return separate < _added_up(weight) + _product(_sizes(x, atoms), (*atoms, *weight.atoms))
 
 
-def cheapest(x: fx.Node, atoms: Sequence[Atom], term: Sequence[Factor], out: Sequence[Atom]) -> tuple[Step, ...]:
+def cheapest(x: fx.Node, atoms: Sequence[Atom], term: Sequence[Factor], out: Sequence[Atom]) -> tuple[Contraction, ...]:
     """Return the cheapest order of multiplying ``x`` by the factors of ``term``, one after another."""
     sizes = _sizes(x, atoms)
     orders = (tuple(_steps(sizes, atoms, order, out)) for order in itertools.permutations(term))
@@ -52,12 +52,12 @@ def cheapest(x: fx.Node, atoms: Sequence[Atom], term: Sequence[Factor], out: Seq
 
 def _steps(
     sizes: Mapping[Atom, int], atoms: Sequence[Atom], order: Sequence[Factor], out: Sequence[Atom]
-) -> Iterable[Step]:
+) -> Iterable[Contraction]:
     for k, factor in enumerate(order):
         later = order[k + 1 :]
         wanted = {*out, *(a for f in later for a in f.atoms)}
         left = tuple(a for a in dict.fromkeys((*atoms, *factor.atoms)) if a in wanted) if later else tuple(out)
-        yield Step(factor, left, _product(sizes, (*atoms, *factor.atoms)))
+        yield Contraction(factor, left, _product(sizes, (*atoms, *factor.atoms)))
         atoms = left
 
 

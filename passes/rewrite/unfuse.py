@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.flex import Flex, flex_of
 from mla_compile.passes.attention.site import AttentionSite, Operand
-from mla_compile.passes.ir.arrange import Sizes, arrange, einsum, same_layout, spread
+from mla_compile.passes.ir.arrange import SizeSources, arrange, einsum, same_layout, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, val
@@ -25,7 +25,7 @@ from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, posi
 
 def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> AttentionSite:
     """Replace the fused attention of ``site``; return the same site over the nodes that now compute it."""
-    writer = _Writer(site, fake_mode)
+    writer = _UnfusedWriter(site, fake_mode)
     scores = writer.scores()
     probs = writer.probabilities(scores)
     v, out = writer.output(probs)
@@ -40,7 +40,7 @@ def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> Attent
     )
 
 
-class _Writer:
+class _UnfusedWriter:
     """Emits the nodes of one attention. Scores and probabilities have one axis per atom: lead, queries, keys.
 
     The product of q and K has only the atoms that it depends on (``present``), because a lead axis may belong to the
@@ -52,7 +52,7 @@ class _Writer:
         self.builder = Builder(site.node, fake_mode)
         (self.product,) = site.products
         operands = (self.product.q, self.product.k, site.v)
-        self.sizes = Sizes(self.builder, [(o.node, o.axes) for o in operands])
+        self.sizes = SizeSources(self.builder, [(o.node, o.axes) for o in operands])
         self.atoms: tuple[Atom, ...] = (*site.lead, *site.queries, *site.keys)
         known = {*flatten(self.product.q.axes), *flatten(self.product.k.axes)}
         self.present = tuple(a for a in self.atoms if a in known)

@@ -274,7 +274,7 @@ def test_a_tuned_table_changes_only_the_rows_whose_tile_it_changes(monkeypatch, 
     changed = next(
         r for r in rows if r.suits(16, paged=True) and r.cache == "half" and r.capability == (8, 0) and r.paged
     )
-    other = tuned.Row(**{**changed.__dict__, "block_n": 2 * changed.block_n})
+    other = tuned.TunedTile(**{**changed.__dict__, "block_n": 2 * changed.block_n})
     monkeypatch.setattr(tiles, "table", lambda: tuple(other if row == changed else row for row in rows))
     after = plans()
     planning.plan.cache_clear()

@@ -39,7 +39,7 @@ def here(tmp_path, monkeypatch):
         return model if backend == "eager" else trace(model, backend=backend, **how)
 
     monkeypatch.setattr(torch, "compile", by_our_backend_alone)
-    monkeypatch.setattr(cli_bench, "Settings", functools.partial(bench.Settings, codegen="eager"))
+    monkeypatch.setattr(cli_bench, "Settings", functools.partial(bench.BenchSettings, codegen="eager"))
     Path("config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_said_before_it_is_built(surveyed, monkeypatch, arg
 
 def test_expanded_forms_that_do_not_fit_are_left_out(surveyed, monkeypatch):
     """Room for the keys and values of 150 tokens, and for the latent rows of many more."""
-    made = bench.Subject(None, _surveyed().facts, bench.Settings(dtype="fp32"), ())
+    made = bench.Subject(None, _surveyed().facts, bench.BenchSettings(dtype="fp32"), ())
     room = (made.bytes_at(150, expanded=True) - made.bytes_at(0, expanded=False)) / 0.8
     rooms = iter([1e9, room, room])
     monkeypatch.setattr(bench, "available_bytes", lambda device: next(rooms))

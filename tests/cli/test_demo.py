@@ -22,7 +22,7 @@ from mla_compile.core.measuring import Times
 from mla_compile.errors import MlaCompileError
 from mla_compile.report.report import Report
 from mla_compile.workbench import demo
-from mla_compile.workbench.demo import Agreement, Outcome, Settings, Timing
+from mla_compile.workbench.demo import Agreement, DemoResult, DemoSettings, Timing
 from tests.support.tiers import full
 
 
@@ -64,9 +64,9 @@ def test_help_fits_a_terminal_of_80_columns_and_shows_what_is_typed(command: str
 
 
 def test_tokens_that_differ_fail_the_command(monkeypatch: pytest.MonkeyPatch):
-    def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
+    def run(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
         wrong = Agreement((1, 2), first_difference=1, tie=False, logits_error=0.3, tolerance=1e-4)
-        return Outcome(settings, Report(()), wrong, (_timing(512, eager=3.0, inductor=2.0, mla=1.0),))
+        return DemoResult(settings, Report(()), wrong, (_timing(512, eager=3.0, inductor=2.0, mla=1.0),))
 
     monkeypatch.setattr(demo, "run", run)
     result = _cli("demo")
@@ -81,7 +81,7 @@ def test_what_the_spread_hides_is_no_figure_and_no_digit_is_lost(monkeypatch: py
         _timing(512, 0.25, eager=5.0, inductor=4.0, mla=1234.5),
         _timing(2512, 0.25, eager=4.0, inductor=4.3, mla=1236.5),
     )
-    monkeypatch.setattr(demo, "run", lambda settings, progress: Outcome(settings, Report(()), agreed, timings))
+    monkeypatch.setattr(demo, "run", lambda settings, progress: DemoResult(settings, Report(()), agreed, timings))
     for columns in ("40", "100"):
         shown = CliRunner(env={"COLUMNS": columns, "NO_COLOR": "1"}).invoke(app, ["demo"]).stdout
         rows = [line.replace("│", " ").replace("┃", " ").split() for line in shown.splitlines()]
@@ -106,7 +106,7 @@ def test_the_demo_absorbs_every_layer_and_keeps_the_tokens(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", by_our_backend_alone)
     real, made = demo.run, []
 
-    def run_once(settings: Settings, progress: Callable[[str], None]) -> Outcome:
+    def run_once(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
         made.append(real(settings, progress) if not made else made[0])
         return made[0]
 
@@ -132,7 +132,7 @@ def test_the_demo_absorbs_every_layer_and_keeps_the_tokens(monkeypatch: pytest.M
 def test_without_transformers_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MlaCompileError, match="pip install"):
-        demo.build(Settings())
+        demo.build(DemoSettings())
     result = _cli("demo")
     assert result.exit_code == 2
     assert "transformers" in result.stderr

@@ -49,7 +49,7 @@ def test_settings_are_restored_whatever_happens_inside() -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["as_installed", "one_for_all_threads"])
 def test_threads_that_overlap_leave_no_setting_behind(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if shared:  # as in torch 2.11
-        state, config = settings._Shared(), SimpleNamespace(**seen_settings())
+        state, config = settings._Nesting(), SimpleNamespace(**seen_settings())
         monkeypatch.setattr(settings, "_state", lambda: state)
         monkeypatch.setattr(settings, "config", config)
     config = settings.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla_compile import ops
-from mla_compile.kernels.call import DENSE, PAGED, TENSORS, DecodeCall, Sizes
+from mla_compile.kernels.call import DENSE, PAGED, TENSORS, CallLetters, DecodeCall
 from tests.support.paged_calls import PAGE, B, H, L, R, S, pages
 
 
@@ -24,12 +24,12 @@ def test_a_call_over_pages_is_made_of_the_paged_ops_arguments():
     assert (call.values, call.mask) == (None, None)
     taken = (call.query, call.latent, call.rope, call.block_table, call.seq_lens)
     assert all(a is b for a, b in zip(taken, given, strict=True))
-    assert call.sizes == Sizes(B, S, H, 4 * PAGE, L, R, L, PAGE)
+    assert call.sizes == CallLetters(B, S, H, 4 * PAGE, L, R, L, PAGE)
 
 
 def test_the_letters_of_a_contiguous_call():
     call = DecodeCall(torch.empty(2, 3, 4, 16), torch.empty(2, 9, 16), values=torch.empty(2, 9, 5), scale=1.0)
     assert call.op == DENSE
-    assert call.sizes == Sizes(B=2, S=3, H=4, T=9, L=16, R=0, V=5, page=0)
+    assert call.sizes == CallLetters(B=2, S=3, H=4, T=9, L=16, R=0, V=5, page=0)
     assert call.summed is call.values
     assert call._replace(values=None).summed is call.latent

@@ -12,7 +12,7 @@ from mla_compile.errors import InputError
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels.devices import PRESETS, Device, Pace
 from mla_compile.kernels.plan import CHUNK, check, plan
-from mla_compile.kernels.tiles import Layout, NoPlanError, padded
+from mla_compile.kernels.tiles import NoPlanError, RowLayout, padded
 from mla_compile.kernels.tuned import table
 from tests.support.plans import FLOAT, FP8, H200, HALF, KB, make
 from tests.support.tiers import also
@@ -93,7 +93,7 @@ def test_the_formula_reproduces_sensible_splits(B, H, splits):
 def test_the_splits_chosen_cost_least_by_the_documented_formula():
     row = next(r for r in table() if r.capability == (9, 0) and r.cache == "half" and r.max_rows is None)
     got = make(B=3, T=20000)
-    layout = Layout(512, 64, 0, 2, 2, False)
+    layout = RowLayout(512, 64, 0, 2, 2, False)
     tiles = -(-20000 // got.block_n)
     cost = {n: planning._microseconds(row, got.smem, layout, H200, (3, 128, tiles), n) for n in range(1, 79)}
     assert cost[got.splits] <= 1.006 * min(cost.values())
@@ -105,7 +105,7 @@ def test_the_splits_chosen_cost_least_by_the_documented_formula():
 
 
 SMALL = next(r for r in table() if r.capability == (9, 0) and r.cache == "half" and r.max_rows == 16 and r.paged)
-BESIDE = Layout(512, 64, 0, 2, 2, True)
+BESIDE = RowLayout(512, 64, 0, 2, 2, True)
 TILE_BYTES = 32 * 1152
 
 

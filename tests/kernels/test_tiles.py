@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mla_compile.kernels.devices import PRESETS, Device
-from mla_compile.kernels.tiles import Layout, padded, shared_memory
+from mla_compile.kernels.tiles import RowLayout, padded, shared_memory
 from tests.support.plans import KB, make
 
 
@@ -65,38 +65,38 @@ def test_newer_devices_use_the_newest_rows_not_newer_than_they_are():
     ],
 )
 def test_the_estimate_is_an_upper_bound_and_close(config, taken):
-    estimate = shared_memory(Layout(512, 64, 0, 2, 2, paged=True), *config) / KB
+    estimate = shared_memory(RowLayout(512, 64, 0, 2, 2, paged=True), *config) / KB
     assert taken <= estimate <= taken + 10
 
 
 @pytest.mark.parametrize(
     ("layout", "config", "taken"),
     [
-        (Layout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 3, (9, 0)), 93184),
-        (Layout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 5, (9, 0)), 166912),
-        (Layout(512, 64, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 221184),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 64, 8, 2, (9, 0)), 237568),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 64, 8, 2, (9, 0)), 225280),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 64, 4, 2, (9, 0)), 229376),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 32, 4, 3, (9, 0)), 192512),
-        (Layout(256, 32, 0, 2, 2, False, mask_bytes=1), (64, 64, 8, 2, (9, 0)), 126976),
-        (Layout(256, 32, 0, 2, 2, False, mask_bytes=1), (64, 64, 4, 3, (9, 0)), 163840),
-        (Layout(256, 32, 0, 2, 2, False, mask_bytes=2), (64, 64, 4, 2, (9, 0)), 126976),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (16, 32, 4, 3, (9, 0)), 97280),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 32, 8, 2, (8, 0)), 122880),
-        (Layout(512, 64, 128, 2, 2, paged=False), (64, 32, 8, 2, (9, 0)), 163840),
-        (Layout(512, 32, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 208896),
-        (Layout(512, 64, 0, 4, 4, paged=True), (16, 32, 4, 2, (9, 0)), 147456),
-        (Layout(512, 64, 0, 4, 4, paged=False), (16, 16, 4, 2, (8, 6)), 110592),
-        (Layout(512, 64, 0, 4, 4, paged=False), (16, 64, 4, 2, (9, 0)), 221184),
-        (Layout(512, 64, 0, 4, 4, paged=False), (32, 16, 8, 2, (9, 0)), 184320),
-        (Layout(512, 64, 0, 1, 2, paged=True), (16, 32, 4, 5, (8, 0)), 55560),
-        (Layout(512, 64, 0, 1, 2, paged=True), (16, 64, 4, 3, (8, 0)), 71940),
-        (Layout(512, 64, 0, 1, 2, paged=True), (32, 32, 8, 3, (8, 0)), 71812),
-        (Layout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 2, (8, 0)), 143616),
-        (Layout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 3, (9, 0)), 184580),
-        (Layout(512, 64, 0, 1, 2, paged=True), (64, 32, 8, 3, (9, 0)), 131072),
-        (Layout(512, 64, 0, 1, 2, paged=True), (32, 32, 4, 3, (9, 0)), 71812),
+        (RowLayout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 3, (9, 0)), 93184),
+        (RowLayout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 5, (9, 0)), 166912),
+        (RowLayout(512, 64, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 221184),
+        (RowLayout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 64, 8, 2, (9, 0)), 237568),
+        (RowLayout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 64, 8, 2, (9, 0)), 225280),
+        (RowLayout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 64, 4, 2, (9, 0)), 229376),
+        (RowLayout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 32, 4, 3, (9, 0)), 192512),
+        (RowLayout(256, 32, 0, 2, 2, False, mask_bytes=1), (64, 64, 8, 2, (9, 0)), 126976),
+        (RowLayout(256, 32, 0, 2, 2, False, mask_bytes=1), (64, 64, 4, 3, (9, 0)), 163840),
+        (RowLayout(256, 32, 0, 2, 2, False, mask_bytes=2), (64, 64, 4, 2, (9, 0)), 126976),
+        (RowLayout(512, 64, 0, 2, 2, False, mask_bytes=4), (16, 32, 4, 3, (9, 0)), 97280),
+        (RowLayout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 32, 8, 2, (8, 0)), 122880),
+        (RowLayout(512, 64, 128, 2, 2, paged=False), (64, 32, 8, 2, (9, 0)), 163840),
+        (RowLayout(512, 32, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 208896),
+        (RowLayout(512, 64, 0, 4, 4, paged=True), (16, 32, 4, 2, (9, 0)), 147456),
+        (RowLayout(512, 64, 0, 4, 4, paged=False), (16, 16, 4, 2, (8, 6)), 110592),
+        (RowLayout(512, 64, 0, 4, 4, paged=False), (16, 64, 4, 2, (9, 0)), 221184),
+        (RowLayout(512, 64, 0, 4, 4, paged=False), (32, 16, 8, 2, (9, 0)), 184320),
+        (RowLayout(512, 64, 0, 1, 2, paged=True), (16, 32, 4, 5, (8, 0)), 55560),
+        (RowLayout(512, 64, 0, 1, 2, paged=True), (16, 64, 4, 3, (8, 0)), 71940),
+        (RowLayout(512, 64, 0, 1, 2, paged=True), (32, 32, 8, 3, (8, 0)), 71812),
+        (RowLayout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 2, (8, 0)), 143616),
+        (RowLayout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 3, (9, 0)), 184580),
+        (RowLayout(512, 64, 0, 1, 2, paged=True), (64, 32, 8, 3, (9, 0)), 131072),
+        (RowLayout(512, 64, 0, 1, 2, paged=True), (32, 32, 4, 3, (9, 0)), 71812),
     ],
 )
 def test_the_estimate_of_our_kernel_is_an_upper_bound(layout, config, taken):

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from mla_compile.errors import ExportError, ModelFileError, OptionError
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx import build, cubins, native, variants
-from mla_compile.onnx.variants import Dims
+from mla_compile.onnx.variants import NodeWidths
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("library")
     lines: list[str] = []
     path = build.build_library(
-        folder, archs=("sm_90",), dims=(Dims(64, 16),), dtypes=("float32",), cache=folder / "cubins", say=lines.append
+        folder,
+        archs=("sm_90",),
+        dims=(NodeWidths(64, 16),),
+        dtypes=("float32",),
+        cache=folder / "cubins",
+        say=lines.append,
     )
     assert len(lines) > 10
     assert re.fullmatch(r"(\d+) kernels for sm_90, 0 of them compiled before: about \d minutes? on 1 core", lines[0])
@@ -56,7 +61,7 @@ def test_the_manifest_says_what_the_library_holds(built):
     assert has["dtypes"] == ["float32"]
     assert has["dims"] == [{"La": 64, "Lb": 16, "Lv": 64, "values": False, "softcap": False, "window": False}]
     assert (has["api_version"], has["op_version"], has["masks"]) == (21, 1, ["none", "bool", "float"])
-    assert has["kernels"] == len(variants.variants(("sm_90",), ("float32",), (Dims(64, 16),)))
+    assert has["kernels"] == len(variants.variants(("sm_90",), ("float32",), (NodeWidths(64, 16),)))
     assert has["kernels_sha256"] == cubins.kernels_sha256()
     assert not [name for name in has["spilled"] if "mask none" in name]
     assert library.device(-1) is None
@@ -68,7 +73,7 @@ def test_tuned_kernels_that_keep_too_much_in_memory_are_noticed(monkeypatch):
     monkeypatch.setattr(cubins, "_compiled", lambda variant: made)
     with pytest.raises(ExportError, match="spills 129 bytes of registers per thread, expected at most 128"):
         cubins.cubin(plain, None)
-    other = variants.variants(("sm_90",), ("float16",), (Dims(384, 64),))[0]
+    other = variants.variants(("sm_90",), ("float16",), (NodeWidths(384, 64),))[0]
     assert cubins.cubin(other, None)[0].spilled == 129  # said in the manifest
 
 
@@ -82,7 +87,7 @@ def test_a_second_build_takes_its_kernels_from_the_cache(built, monkeypatch):
     monkeypatch.setattr(cubins, "_compiled", lambda variant: pytest.fail(f"{variant} was compiled again"))
     lines: list[str] = []
     build.build_library(
-        built.parent / "again", archs=("sm_90",), dims=(Dims(64, 16),), dtypes=("float32",),
+        built.parent / "again", archs=("sm_90",), dims=(NodeWidths(64, 16),), dtypes=("float32",),
         cache=built.parent / "cubins", say=lines.append,
     )  # fmt: skip
     count = len(lines) - 2
@@ -93,7 +98,7 @@ def test_a_second_build_takes_its_kernels_from_the_cache(built, monkeypatch):
 
 def test_a_node_in_half_precision_compiles_as_the_host_launches_it(tmp_path):
     """Query scratch, a row mask, and the largest tile: the kernel with the most parameters."""
-    found = variants.variants(("sm_90",), ("bfloat16",), (Dims(64, 16),))
+    found = variants.variants(("sm_90",), ("bfloat16",), (NodeWidths(64, 16),))
     chosen = next(v for v in found if v.query == "float32" and v.mask == "bool" and v.causal)
     made, known = cubins.cubin(chosen, None)
     assert "staged" in chosen.arguments()
@@ -140,7 +145,9 @@ def test_a_kernel_that_the_host_would_launch_wrongly_is_noticed(ptx, passed, met
 def test_a_library_is_not_built_of_kernels_that_would_be_launched_wrongly(tmp_path, monkeypatch):
     monkeypatch.setattr(cubins, "_HIDDEN", 3)
     with pytest.raises(ExportError, match="that the library would launch wrongly"):
-        build.build_library(tmp_path, archs=("sm_90",), dims=(Dims(64, 16),), dtypes=("float32",), cache=tmp_path / "c")
+        build.build_library(
+            tmp_path, archs=("sm_90",), dims=(NodeWidths(64, 16),), dtypes=("float32",), cache=tmp_path / "c"
+        )
     assert not (tmp_path / native.NAME).exists()
 
 
@@ -158,7 +165,7 @@ def test_a_compiler_that_fails_leaves_nothing(built, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "false")
     with pytest.raises(ExportError, match="false failed"):
         build.build_library(
-            tmp_path, archs=("sm_90",), dims=(Dims(64, 16),), dtypes=("float32",), cache=built.parent / "cubins"
+            tmp_path, archs=("sm_90",), dims=(NodeWidths(64, 16),), dtypes=("float32",), cache=built.parent / "cubins"
         )
     assert not list(tmp_path.iterdir())
 
@@ -169,7 +176,7 @@ def test_a_compiler_that_fails_leaves_nothing(built, tmp_path, monkeypatch):
         ({"archs": ("sm_91",)}, r"'sm_91' is unknown \(did you mean"),
         ({"dtypes": ("float64",)}, "'float64' is unknown"),
         ({"dims": ()}, "at least one"),
-        ({"archs": ("sm_86",), "dims": (Dims(16384, 64),)}, "use narrower rows"),
+        ({"archs": ("sm_86",), "dims": (NodeWidths(16384, 64),)}, "use narrower rows"),
     ],
 )
 def test_a_build_that_cannot_be_is_refused(given, text, tmp_path):
@@ -191,7 +198,7 @@ def test_dims_come_from_a_model(tmp_path):
     path = tmp_path / "mla_compile.json"
     other = {**NODE, "La": 32, "Lv": 24, "softcap": 30.0}
     path.write_text(json.dumps({"profile": "portable", "dtype": "bfloat16", "attention": [NODE, NODE, other]}))
-    assert build.dims_of_model(tmp_path) == ((Dims(64, 16), Dims(32, 16, 24, softcap=True)), "bfloat16")
+    assert build.dims_of_model(tmp_path) == ((NodeWidths(64, 16), NodeWidths(32, 16, 24, softcap=True)), "bfloat16")
     path.write_text(json.dumps({"profile": "genai", "dtype": "bfloat16", "attention": [NODE]}))
     with pytest.raises(ModelFileError, match="two halves"):
         build.dims_of_model(tmp_path)

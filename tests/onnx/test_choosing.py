@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_compile.kernels import alike, reference
 from mla_compile.kernels.call import IndexCall
-from mla_compile.onnx.choosing import Alike, Scores, alike_function, index_function
+from mla_compile.onnx.choosing import Alike, IndexScoresSignature, alike_function, index_function
 from mla_compile.onnx.op import ALIKE, ALIKE_INPUTS, DOMAIN, INDEX, INDEX_INPUTS
 
 TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.float64: TensorProto.DOUBLE}
@@ -47,7 +47,7 @@ def test_scores_of_an_indexer(dtype, S, T, scale):
         "weights": torch.randn(2, S, 5, generator=generator),
     }
     wide = TensorProto.DOUBLE if dtype == torch.float64 else TensorProto.FLOAT
-    got = run(INDEX, INDEX_INPUTS, given, wide, index_function(Scores(12, wide), 21), scale=scale)
+    got = run(INDEX, INDEX_INPUTS, given, wide, index_function(IndexScoresSignature(12, wide), 21), scale=scale)
     scale = float(np.float32(scale))  # ONNX keeps attributes in float32
     expected = reference.index_scores(IndexCall(*(t.double() for t in given.values()), scale))
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

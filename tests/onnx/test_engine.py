@@ -69,7 +69,7 @@ def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 def _decide(tmp_path: Path, library: Any = "auto", attention: tuple = (NODE,)) -> Decision:
     manifest = SimpleNamespace(attention=attention, dtype="float32")
-    return engine.decide(manifest, ("CUDAExecutionProvider",), engine.Device("cuda", 3), "1.31.1", library)
+    return engine.decide(manifest, ("CUDAExecutionProvider",), engine.OrtDevice("cuda", 3), "1.31.1", library)
 
 
 def test_a_library_is_registered_where_it_can_be_used(tmp_path: Path, native: SimpleNamespace):

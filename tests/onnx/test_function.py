@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx.function import Signature, function
-from mla_compile.onnx.listed import Listed, listed_function
+from mla_compile.onnx.listed import ListedSignature, listed_function
 from mla_compile.onnx.op import DOMAIN, INPUTS, LISTED, LISTED_INPUTS, NAME
 
 TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
@@ -164,7 +164,7 @@ def run(case: Case, given: dict[str, torch.Tensor]) -> list[np.ndarray]:
         attributes["causal"] = 1
     functions, kind, inputs = [function(signature, 21)], NAME, INPUTS[: len(signature.inputs)]
     if case.listed:
-        listed, kind, inputs = Listed(signature, case.ranked), LISTED, LISTED_INPUTS
+        listed, kind, inputs = ListedSignature(signature, case.ranked), LISTED, LISTED_INPUTS
         functions += [function(listed.gathered, 21, "v1"), listed_function(listed, ("", "v1"), 21)]
     names = [n if n in given else "" for n in inputs]
     node = helper.make_node(kind, names, ["out", "lse"] if case.lse else ["out"], domain=DOMAIN, **attributes)

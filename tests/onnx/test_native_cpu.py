@@ -25,7 +25,7 @@ from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx import build
 from mla_compile.onnx.function import Signature
-from mla_compile.onnx.listed import Listed, listed_function
+from mla_compile.onnx.listed import ListedSignature, listed_function
 from mla_compile.onnx.op import LISTED, LISTED_INPUTS, NAME
 from tests.support import onnx_native_cases
 from tests.support.onnx_native_cases import SMALL
@@ -259,7 +259,7 @@ def test_the_library_takes_the_place_of_the_function_inside_of_a_list(options):
     case = Case(S=2, lse=False, mask="bool B1ST")
     given = tensors(case)
     signature = Signature(1, 1, case.La, case.Lb, TensorProto.BOOL)
-    inside = Listed(signature, every=True)
+    inside = ListedSignature(signature, every=True)
     wrong = []  # bodies that are wrong on purpose
     for overload in ("", "v1"):
         body = [helper.make_node("Sub", ["query", "query"], ["out"])]

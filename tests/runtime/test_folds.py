@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mla_compile.codes import Code
-from mla_compile.core.program import Fold, Program
+from mla_compile.core.program import FoldedWeight, Program
 from mla_compile.errors import StaleWeightError, WeightError
 from mla_compile.runtime import folds
 from mla_compile.runtime.folds import FoldedWeights
@@ -24,7 +24,7 @@ def folding(model: Toy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
     counts: list[int] = []
     compute = folds.compute
 
-    def counted(fold: Fold, live: Any) -> torch.Tensor:
+    def counted(fold: FoldedWeight, live: Any) -> torch.Tensor:
         counts.append(1)
         return compute(fold, live)
 
@@ -86,7 +86,7 @@ def weights_program(*tensors: torch.Tensor, compute: Any) -> Program:
     graph.placeholder("folded")
     graph.output(())
     program = Program(torch.fx.GraphModule({}, graph), weights=dict(zip(names, tensors, strict=True)))
-    program.folds.append(Fold("folded", compute, tuple(names)))
+    program.folds.append(FoldedWeight("folded", compute, tuple(names)))
     return program
 
 

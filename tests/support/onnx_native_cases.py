@@ -28,14 +28,20 @@ from mla_compile.kernels.triton.step import Step
 from mla_compile.kernels.triton.steps import steps
 from mla_compile.onnx import build, cubins
 from mla_compile.onnx.cubins import Cubin
-from mla_compile.onnx.variants import DTYPES, TUNED, Dims, Variant, variants
+from mla_compile.onnx.variants import DTYPES, TUNED, NodeWidths, Variant, variants
 from tests.support.interpreter_cases import LSE_TOLERANCE, TOLERANCE
 
 FAKES = Path(__file__).with_name("onnx_fakes.c")
 ELEMENTS = {torch.float32: 1, torch.int64: 7, torch.bool: 9, torch.float16: 10, torch.bfloat16: 16}
 INPUTS = ("query", "latent", "rope", "mask", "seq_lens", "sinks", "values")
 ARCHS = ("sm_80", "sm_90", "sm_100")
-SMALL = (Dims(64, 16), Dims(40, 8), Dims(64, 0), Dims(48, 16, 24), Dims(48, 16, None, True, True))
+SMALL = (
+    NodeWidths(64, 16),
+    NodeWidths(40, 8),
+    NodeWidths(64, 0),
+    NodeWidths(48, 16, 24),
+    NodeWidths(48, 16, None, True, True),
+)
 SCRATCH = ("part", "part_lse", "work", "staged")
 _POINTERS = {
     "*fp16": torch.float16,
@@ -96,7 +102,7 @@ class Case:
     H: int = 5
     C: int = 70
     T: int | None = None  # of a mask; None: C
-    dims: Dims = SMALL[0]
+    dims: NodeWidths = SMALL[0]
     dtype: torch.dtype = torch.float32
     query: torch.dtype | None = None
     mask: str | None = None  # kind and axes: "bool B11T", "float 1HST"
@@ -123,7 +129,7 @@ class Made:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-def hollow_library(folder: Path, dims: tuple[Dims, ...], monkeypatch: pytest.MonkeyPatch) -> Path:
+def hollow_library(folder: Path, dims: tuple[NodeWidths, ...], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library whose machine code says which kernel it stands for; nothing is compiled but C."""
     number = {str(variant): i for i, variant in enumerate(known(dims))}
 
@@ -138,7 +144,7 @@ def hollow_library(folder: Path, dims: tuple[Dims, ...], monkeypatch: pytest.Mon
 
 
 @lru_cache(maxsize=4)
-def known(dims: tuple[Dims, ...]) -> list[Variant]:
+def known(dims: tuple[NodeWidths, ...]) -> list[Variant]:
     """The kernels of a hollow library, by their numbers."""
     return variants(ARCHS, tuple(DTYPES), dims)
 
@@ -304,7 +310,7 @@ def interpret(step: Step, given: dict[str, Any], grid: tuple[int, ...]) -> None:
     step.fn[grid](**arguments)
 
 
-def check(library: Path, fake: Path, dims: tuple[Dims, ...], case: Case) -> list[str]:
+def check(library: Path, fake: Path, dims: tuple[NodeWidths, ...], case: Case) -> list[str]:
     """Run one case; returns the names of its launches."""
     driven, made = _driven(library, fake, case), make(case)
     before = (driven.machine.allocated, driven.machine.freed)

@@ -13,8 +13,8 @@ from typing import Any
 import requests
 import torch
 
-from mla_compile.serving.generation import Generation
-from mla_compile.serving.reading import HANDLERS, Reader, State
+from mla_compile.serving.generation import ServedGeneration
+from mla_compile.serving.reading import HANDLERS, RequestReader, ServedModel
 from mla_compile.serving.server import Server
 from mla_compile.serving.settings import Settings
 from tests.support import models
@@ -57,10 +57,10 @@ def another(server: Server, folder: Path, **more: Any) -> Server:
 
     def load(*_: Any) -> None:
         new.manager, new.room = old.manager, old.room
-        new.generation = Generation(old.manager, made._settings.timeout)
+        new.generation = ServedGeneration(old.manager, made._settings.timeout)
         (reader, *_) = old.readers.values()
-        state = State("tiny", reader._state.model, reader._state.tokenizer, new.generation)
-        new.readers, new.ready = {path: Reader(path, state) for path in HANDLERS}, True
+        state = ServedModel("tiny", reader._state.model, reader._state.tokenizer, new.generation)
+        new.readers, new.ready = {path: RequestReader(path, state) for path in HANDLERS}, True
 
     new.load, new.stop = load, lambda: None
     return made

@@ -7,7 +7,7 @@ import torch
 
 from mla_compile.errors import InputError
 from mla_compile.workbench import demo
-from mla_compile.workbench.demo import Decoded, Settings
+from mla_compile.workbench.demo import Decoded, DemoSettings
 
 
 def _logits(tokens: list[int], gap: float = 1.0) -> torch.Tensor:
@@ -70,4 +70,4 @@ def test_a_tie_within_rounding_is_excused_and_nothing_after_it_is_compared():
 )
 def test_wrong_settings_are_refused(wrong: dict, says: str):
     with pytest.raises(InputError, match=says):
-        Settings(**wrong)
+        DemoSettings(**wrong)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from mla_compile.codes import CODES, OVER_ROWS, Verdict
+from mla_compile.codes import CODES, OVER_ROWS, VerdictName
 from mla_compile.core.drawing import DrawnNode
 from mla_compile.core.quantities import amount, gigabytes, scaled, seconds
 from mla_compile.core.records import Location, SiteReport
@@ -16,7 +16,7 @@ from mla_compile.report.explained import CONTEXTS, CacheRow, Explained, SiteChoi
 from mla_compile.report.facts import Facts, Family
 from mla_compile.report.grouping import SiteGroup, grouped
 from mla_compile.report.page import charts
-from mla_compile.report.page.graphs import Graph, laid_out
+from mla_compile.report.page.graphs import PlacedGraph, laid_out
 from mla_compile.report.wording import WORDS, headline, queries, rows_of
 from mla_compile.version import __version__
 
@@ -37,7 +37,7 @@ class Picture:
     """A drawing with its name and a list of all its nodes for readers who cannot see it."""
 
     name: str
-    graph: Graph
+    graph: PlacedGraph
     nodes: tuple[DrawnNode, ...]
 
 
@@ -54,7 +54,7 @@ class Quote:
 class SiteView:
     """One group of equal attentions."""
 
-    verdict: Verdict
+    verdict: VerdictName
     headline: str
     where: str
     count: int
@@ -76,7 +76,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SizeChoices:
     """Break-even and folds of the attentions of one size."""
 
     title: str
@@ -92,7 +92,7 @@ class Content:
 
     title: str
     facts: tuple[str, ...]
-    tone: Verdict
+    tone: VerdictName
     verdict: str
     advice: str
     notes: tuple[str, ...]
@@ -103,7 +103,7 @@ class Content:
     cost_charts: tuple[charts.LineChart, ...]
     cost_table: Table | None
     cost_note: str
-    choices: tuple[Choice, ...]
+    choices: tuple[SizeChoices, ...]
     versions: str
 
 
@@ -131,7 +131,7 @@ def content(result: Explained, title: str) -> Content:
     )
 
 
-def _verdict(model: Facts) -> tuple[Verdict, str]:
+def _verdict(model: Facts) -> tuple[VerdictName, str]:
     counts = dict.fromkeys(WORDS, 0)
     for site in model.sites:
         counts[site.verdict] += site.stands_for
@@ -139,7 +139,7 @@ def _verdict(model: Facts) -> tuple[Verdict, str]:
     if not total:
         return "not_mla", "There is no attention in this model."
     if not absorbed:
-        worst: Verdict = next(v for v in ("refused", "kept", "not_mla") if counts[v])
+        worst: VerdictName = next(v for v in ("refused", "kept", "not_mla") if counts[v])
         first = next(site for site in model.sites if site.verdict == worst)
         if worst == "not_mla":
             kind = "MHA, GQA or MQA" if model.family == "not MLA" else model.family
@@ -285,7 +285,7 @@ def _bytes_of(row: TokenCost) -> Sequence[int]:
     return row.bytes
 
 
-def _choice(choice: SiteChoice) -> Choice:
+def _choice(choice: SiteChoice) -> SizeChoices:
     at = ", ".join(f"{queries(s)} at {charts.short(T)}" for s, T in zip(choice.break_even, CONTEXTS, strict=True))
     long = queries(choice.break_even_long)
     rows = tuple(
@@ -304,7 +304,7 @@ def _choice(choice: SiteChoice) -> Choice:
         fold += f" One layer, one query, 32k tokens on a data-centre GPU: {times}, by the cost model."
     else:
         fold = "Whether folding pays is not known: the widths of the query and the output projection are not."
-    return Choice(
+    return SizeChoices(
         f"{choice.dims}",
         (f"Absorbing takes fewer FLOPs below {long} queries per call on a long context ({at}).",),
         fold,

@@ -16,7 +16,7 @@ TIMES = " \N{MULTIPLICATION SIGN} "
 
 
 @dataclass(frozen=True)
-class Box:
+class NodeBox:
     """One node with its corner, its size, and the text that is shown."""
 
     node: DrawnNode
@@ -51,17 +51,17 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Graph:
+class PlacedGraph:
     """A drawing that is laid out; curves are SVG paths."""
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[NodeBox, ...]
     curves: tuple[str, ...]
     width: float
     height: float
     alternative: str
 
 
-def laid_out(drawing: Drawing) -> Graph:
+def laid_out(drawing: Drawing) -> PlacedGraph:
     """Lay out a drawing with its sources at the top."""
     labels = [_cut(node.label) for node in drawing.nodes]
     shapes = [_shape(node) for node in drawing.nodes]
@@ -71,11 +71,11 @@ def laid_out(drawing: Drawing) -> Graph:
     ]
     placed = place(widths, drawing.edges, _HEIGHT)
     boxes = tuple(
-        Box(node, _MARGIN + x - w / 2, _MARGIN + y - _HEIGHT / 2, w, _HEIGHT, label, shape)
+        NodeBox(node, _MARGIN + x - w / 2, _MARGIN + y - _HEIGHT / 2, w, _HEIGHT, label, shape)
         for node, (x, y), w, label, shape in zip(drawing.nodes, placed.boxes, widths, labels, shapes, strict=True)
     )
     curves = tuple(_curve([(x + _MARGIN, y + _MARGIN) for x, y in points]) for points in placed.edges)
-    return Graph(boxes, curves, placed.width + 2 * _MARGIN, placed.height + 2 * _MARGIN, _in_words(drawing))
+    return PlacedGraph(boxes, curves, placed.width + 2 * _MARGIN, placed.height + 2 * _MARGIN, _in_words(drawing))
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.core.program import Append, Fold, Program
+from mla_compile.core.program import Append, FoldedWeight, Program
 from mla_compile.passes.cache.append import append_in_place, token_major
 from tests.support.programs import seeded
 
@@ -173,7 +173,7 @@ def test_inputs_with_another_meaning_stay(kind: str) -> None:
 
     one = program(written, *inputs(), mutations=["past_1"] if kind == "mutation" else ())
     if kind == "folded":
-        one.folds.append(Fold("fold_0", lambda weights: weights["past_1"], ("past_1",)))
+        one.folds.append(FoldedWeight("fold_0", lambda weights: weights["past_1"], ("past_1",)))
     if kind == "alias":
         one.aliases[1] = "past_1"
     assert append_in_place(one) == 0

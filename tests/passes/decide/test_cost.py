@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError, OptionError
 from mla_compile.passes.decide import cost, formulas
-from mla_compile.passes.decide.cost import DEVICES, Device, choose
+from mla_compile.passes.decide.cost import DEVICES, DeviceModel, choose
 from mla_compile.passes.decide.formulas import FORMS, evaluate
 
 V3 = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
@@ -25,7 +25,7 @@ ABSORBED = [form for form in FORMS if form not in ("expanded", "sparse")]
 LISTED = 2  # keys that each query has chosen in the sparse form
 DEVICE_LIST = list(DEVICES.values())
 # A machine that is limited by arithmetic alone: the choice must fall exactly where the FLOPs say.
-ARITHMETIC = Device("arithmetic", flops_per_s=1e9, bytes_per_s=1e18, launch_s=0.0)
+ARITHMETIC = DeviceModel("arithmetic", flops_per_s=1e9, bytes_per_s=1e18, launch_s=0.0)
 
 
 def run_call(form: str, dims: Dims, B: int, S: int, T: int) -> None:
@@ -285,7 +285,7 @@ def test_prefill_expands_and_decode_absorbs(dims, element_bytes, B, device):
 
 def test_launches_alone_never_expand_a_decode_step():
     """Tiny models are all launches; both forms take as many, so the sizes still decide."""
-    slow = Device("slow launches", flops_per_s=1e15, bytes_per_s=1e13, launch_s=1.0)
+    slow = DeviceModel("slow launches", flops_per_s=1e15, bytes_per_s=1e13, launch_s=1.0)
     for dims in (ODD, NO_ROPE, Dims(H=4, L=32, R=8, N=16, V=16)):
         assert choose(dims, B=1, S=1, T=64, element_bytes=4, device=slow).absorbed
 
@@ -303,7 +303,7 @@ def test_real_models_are_not_folded_and_tiny_ones_are():
 def test_each_side_folds_for_itself():
     """No launch cost, a latent below the query side's break-even only (N Q/(Q-N) = 140, V D/(D-V) = 17)."""
     dims = Dims(H=8, L=100, R=8, N=128, V=16, Q=1536, D=512)
-    call = {"B": 1, "S": 1, "T": 4096, "element_bytes": 2, "device": Device("no launches", 5e14, 3e12, 0.0)}
+    call = {"B": 1, "S": 1, "T": 4096, "element_bytes": 2, "device": DeviceModel("no launches", 5e14, 3e12, 0.0)}
     choice = choose(dims, can_fold_query=True, can_fold_output=True, **call)
     assert (choice.form, choice.fold_query, choice.fold_output) == ("folded", True, False)
     assert "with W_q W_k folded about" in choice.reason
@@ -345,7 +345,7 @@ def test_forms_are_obeyed_against_the_cost():
 
 
 def test_reason_is_plain_words():
-    even = Device("bench", flops_per_s=1e12, bytes_per_s=1e18, launch_s=0.0)
+    even = DeviceModel("bench", flops_per_s=1e12, bytes_per_s=1e18, launch_s=0.0)
     choice = choose(Dims(H=1, L=500, R=0, N=500, V=500), B=1, S=1, T=1000, element_bytes=2, device=even)
     assert choice.reason == (
         "absorbing is cheaper: 1 query against 1,000 cached tokens on bench, absorbed about 3 us, expanded about 1 ms"

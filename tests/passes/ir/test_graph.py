@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.passes.attention.flex import _is_true
 from mla_compile.passes.canonical.normalize import normalize
-from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import fresh_axes
 from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.graph import Builder, shape
@@ -38,7 +38,7 @@ def test_two_products_of_symbolic_sizes_in_one_reshape():
     axes = fresh_axes(shape(z))
     builder = Builder(output, program.fake_mode)
     (a,), (b,), (c,), (d,) = axes
-    output.args = ((arrange(builder, Sizes(builder, [(z, axes)]), z, axes, [(a, c), (b, d)]),),)
+    output.args = ((arrange(builder, SizeSources(builder, [(z, axes)]), z, axes, [(a, c), (b, d)]),),)
     gm.graph.lint()
     gm.recompile()
     for data in (seeded(2, 3, 4, 5), seeded(7, 2, 3, 2)):

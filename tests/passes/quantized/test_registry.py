@@ -19,7 +19,7 @@ OUT = H * (N + V)
 @pytest.fixture
 def products(monkeypatch):
     """The registry, as it was afterwards."""
-    monkeypatch.setattr(registry, "registered", registry.Products({}))
+    monkeypatch.setattr(registry, "registered", registry.ProductTable({}))
     monkeypatch.setattr("mla_compile.passes.quantized.read.registered", registry.registered)
 
 
