@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, TypeVar, overload
+from typing import Any, TypeGuard, overload
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from mla_compile.capture import cache_change, capture, emit
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
-from mla_compile.core.modules import HookOf, copy_models, models_within, remember_original, shallow
+from mla_compile.core.modules import HookOf, Module, copy_models, models_within, remember_original, shallow
 from mla_compile.core.program import Program
 from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.compiler import tell
@@ -29,7 +29,6 @@ from mla_compile.report.report import Report
 from mla_compile.runtime.choice import pays_as_traced
 from mla_compile.runtime.folds import folded_values
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 _ONE_FORM = (
     "the number of queries is symbolic, and expanding is cheaper for the traced number; a saved program has only one "
     'form: use forms="absorbed", or trace with few queries'
@@ -45,7 +44,7 @@ def optimize(
 
 
 @overload
-def optimize(obj: Model, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Model: ...
+def optimize(obj: Module, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Module: ...
 
 
 def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Any:
@@ -220,14 +219,14 @@ def _optimize_module(
 
 
 def with_forward(
-    module: Model,
+    module: Module,
     options: Options,
     mode: str | None,
     settings: dict[str, Any],
     report: Report | None = None,
     *,
     progress: bool | None = None,
-) -> Model:
+) -> Module:
     """The optimized module of ``module``, which may be one itself; ``report``: what is known of it so far."""
     fast = plain_copy(module)
     copy_models(fast, plain_copy)
@@ -241,7 +240,7 @@ def with_forward(
     return fast
 
 
-def plain_copy(module: Model) -> Model:
+def plain_copy(module: Module) -> Module:
     """A module object that shares parameters, buffers and submodules, including later replacements, with ``module``.
 
     A hook of the copy runs as long as ``module`` has that hook.

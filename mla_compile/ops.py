@@ -39,7 +39,7 @@ from mla_compile.core import layers
 from mla_compile.kernels import alike, checks, decode, index, linear, reference, shared
 from mla_compile.kernels.call import ALIKE, DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
-_Call = TypeVar("_Call", DecodeCall, IndexCall)
+_OperatorCall = TypeVar("_OperatorCall", DecodeCall, IndexCall)
 # Tensors come before the star: torch.library.register_autograd accepts no keyword-only tensors.
 _DENSE_TENSORS = (
     "Tensor query, Tensor latent, Tensor? rope=None, Tensor? values=None, Tensor? mask=None, Tensor? seq_lens=None, "
@@ -164,7 +164,7 @@ def _register() -> torch.library.Library:
     return library
 
 
-def _of(call: Callable[..., _Call], run: Callable[[_Call], Any]) -> Callable[..., Any]:
+def _of(call: Callable[..., _OperatorCall], run: Callable[[_OperatorCall], Any]) -> Callable[..., Any]:
     """``run``, called with the record that ``call`` makes from the arguments of a schema."""
     return lambda *tensors, **numbers: run(call(*tensors, **numbers))
 

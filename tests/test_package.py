@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -240,7 +241,7 @@ ROOMS = {
     "repeats": "core",
     "dynamo": """capture codes core errors kernels.cpu options pass_state passes.ir passes.quantized pipeline repeats
         report runtime version""",
-    "onnx": """capture codes core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton
+    "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton
         kernels.tuned ops options passes.ir pipeline report runtime version""",
     # The doors.
     "batching": """api capture core dynamo errors kernels.cpu options pass_state passes.cache passes.ir pipeline report
@@ -361,3 +362,20 @@ def test_kernels_know_no_graph_and_passes_know_no_triton():
                 targets = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 targets += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 assert not any(t == name or t.startswith(f"{name}.") for t in targets), f"{module} imports {name}"
+
+
+TWICE = {"Sampling"}  # of a request for continuous batching, and of a run of exported files: both are public
+
+
+def test_a_type_name_means_one_thing():
+    found: dict[str, set[str]] = {}
+    for module, path in _modules().items():
+        for statement in ast.parse(path.read_text()).body:
+            names = [statement.name] if isinstance(statement, ast.ClassDef) else []
+            if isinstance(statement, ast.Assign):  # an alias: SomeName = Literal[...]
+                names = [
+                    t.id for t in statement.targets if isinstance(t, ast.Name) and re.match("_?[A-Z].*[a-z]", t.id)
+                ]
+            for name in names:
+                found.setdefault(name, set()).add(module)
+    assert {name: where for name, where in found.items() if len(where) > 1 and name not in TWICE} == {}

@@ -86,7 +86,7 @@ def serve(
     with ending():
         # Imported on use: they need the extra server, which the other commands do not.
         from mla_compile.errors import OptionError
-        from mla_compile.serving.ranks import Ranks
+        from mla_compile.serving.ranks import ServerRanks
         from mla_compile.serving.server import Server, follow
         from mla_compile.serving.settings import Settings
 
@@ -117,7 +117,7 @@ def serve(
             warm_up=warm_up,
             options=options,
         )
-        if Ranks.of(settings).number:
+        if ServerRanks.of(settings).number:
             follow(settings)
             os._exit(0)
         code = "may run (--trust-remote-code)" if trust_remote_code else "is not run"

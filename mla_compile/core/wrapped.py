@@ -178,7 +178,7 @@ class _Copier:
             return (
                 _is_disabled(forward) or self.known(module, forward) or bool(own and not self._follows(module, forward))
             )
-        return not isinstance(replaced, (OwnForward, _Call))
+        return not isinstance(replaced, (OwnForward, _WrappedCall))
 
     def in_place(self, module: nn.Module) -> None:
         """Remove the wrappers of a module that is already a copy, and of all modules below it."""
@@ -211,7 +211,7 @@ class _Copier:
         if isinstance(forward, OwnForward):
             self.in_place(module)
             return module
-        if isinstance(module, _CLOSED) or isinstance(forward, _Call):
+        if isinstance(module, _CLOSED) or isinstance(forward, _WrappedCall):
             return module
         wrapper = self.placing.get(module)
         inner = wrapper.inner if wrapper is not None else _function(module)
@@ -264,11 +264,11 @@ class _Copier:
             if rows is None or not isinstance(y, Tensor) or y.dtype != rows.dtype or y.shape != (1, width):
                 return None
         made = _bare(module, wrapper)
-        vars(made)["forward"] = _Call(CalledLayer(module, made, inner, width))
+        vars(made)["forward"] = _WrappedCall(CalledLayer(module, made, inner, width))
         return made
 
 
-class _Call:
+class _WrappedCall:
     """The forward of a copy whose original is called as one operator."""
 
     def __init__(self, called: CalledLayer) -> None:

@@ -266,9 +266,8 @@ class CompiledForward(OwnForward):
         return CompiledForward(module, self.options, self.mode, settings, replaced, outer, progress=shown)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        shown = self.compilations.show
-        settings = self.mode, self.settings, self._replaced, shown, self.outer
-        return CompiledForward, (self.module, self.options, *settings)
+        made = functools.partial(CompiledForward, progress=self.compilations.show)
+        return made, (self.module, self.options, self.mode, self.settings, self._replaced, self.outer)
 
 
 def _kept_buffers(options: Options) -> FindKept:

@@ -32,14 +32,14 @@ from mla_compile.dynamo.recompiles import running, why_again
 
 
 @dataclass
-class _Function:
+class _Settling:
     """What made Dynamo recompile a function; ``sources``: the names that are dynamic since then."""
 
     phases: Phases = field(default_factory=Phases)
     sources: list[str] = field(default_factory=list)
 
 
-_functions: dict[str, _Function] = {}
+_functions: dict[str, _Settling] = {}
 """Functions with attention, by Dynamo's number."""
 
 
@@ -56,7 +56,7 @@ def settle() -> None:
     current = CompileContext.current_compile_id()
     if current is None:
         return
-    _functions.setdefault(_forget_others(str(current)), _Function())
+    _functions.setdefault(_forget_others(str(current)), _Settling())
     if _started not in callback_handler.start_callbacks:  # a reset of Dynamo drops the callbacks
         callback_handler.register_start_callback(_started)
         callback_handler.register_end_callback(_ended)

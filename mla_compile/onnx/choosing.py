@@ -1,7 +1,7 @@
 """``IndexScores`` and ``WeighAlike``, the operators around a list of keys, as functions of standard operators.
 
 ``IndexScores`` is a product with the heads folded into rows, [B,S*J,D] x [B,D,T], as in ``DecodeAttention``, and a
-product with the weights. This is 1.6 times as fast as one product per head (docs/decisions.md, 76).
+product with the weights. This is 1.6 times as fast as one product per head (docs/decisions/076).
 
 ``WeighAlike`` reads rows of the cache only in a branch of an ``If``, which few calls take.
 """

@@ -2,7 +2,7 @@
 
 The body has two products, a softmax in float32, and one more product, with the heads folded into rows: [B,S*H,W] x
 [B,W,T]. This reads the cache in place, without a copy per head, and is the fastest that MatMul and Softmax allow on a
-CPU (docs/decisions.md, 75). A function cannot test which inputs are given, so each combination in use gets its own
+CPU (docs/decisions/075). A function cannot test which inputs are given, so each combination in use gets its own
 body.
 """
 

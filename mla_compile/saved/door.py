@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
+from mla_compile.core.modules import Module
 from mla_compile.errors import ExportError, InputError, ModelFileError
-
-Model = TypeVar("Model", bound=torch.nn.Module)
 
 _OLDEST = "2.13"
 
@@ -41,7 +40,7 @@ def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[
     writing.write(model, Path(folder).absolute(), run)
 
 
-def load(folder: str | os.PathLike[str], model: Model, **options: Any) -> Model:
+def load(folder: str | os.PathLike[str], model: Module, **options: Any) -> Module:
     """What ``optimize`` would return for ``model``, with the code of a folder in the place of a compiler.
 
     Nothing is traced and nothing is compiled: a call like none that was saved is a :class:`ModelFileError`, which says

@@ -40,7 +40,7 @@ class GuardsOfCall:
     values: list[str]
 
 
-class _Pickler(GuardsStatePickler):
+class _GuardsPickler(GuardsStatePickler):
     """torch's, which leaves out what no guard looks at, with references to the model."""
 
     def __init__(self, names: Mapping[int, str], *given: Any) -> None:
@@ -105,7 +105,7 @@ def guards_in_file(state: GuardsState, builder: Any, names: Mapping[int, str]) -
         elif id(leaf) not in builder.guard_tree_values:
             missing[id(leaf)] = leaf
     file = io.BytesIO()
-    _Pickler(names, builder.guard_tree_values, empty, missing, file).dump(GuardsOfCall(state, guards, values))
+    _GuardsPickler(names, builder.guard_tree_values, empty, missing, file).dump(GuardsOfCall(state, guards, values))
     return file.getvalue()
 
 

@@ -20,7 +20,7 @@ from mla_compile.errors import ExportError, ModelFileError, brief
 from mla_compile.passes.ir.expr import Expr
 
 
-class Graph:
+class SavedGraph:
     """A graph's code and what it reads, without its nodes; compiled when it is first called."""
 
     def __init__(self, source: str, names: dict[str, Any], held: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def pickled(value: object, names: Mapping[int, str]) -> bytes:
     """
     file = io.BytesIO()
     try:
-        _Pickler(file, names).dump(value)
+        _CallPickler(file, names).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ExportError(f"compiled code holds what cannot be saved: {brief(error)}") from error
     return file.getvalue()
@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
         return self.found[name]
 
 
-class _Pickler(pickle.Pickler):
+class _CallPickler(pickle.Pickler):
     """Of functions within functions, too."""
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
@@ -95,7 +95,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, fx.GraphModule):
-            return Graph, _source_of(value)
+            return SavedGraph, _source_of(value)
         if isinstance(value, Expr):
             name = None if value.node is None else value.node.name
             return _expression, (name, getattr(value.value, "dtype", None), value.op, value.args, dict(value.kwargs))

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from mla_compile.api import with_forward
 from mla_compile.core import collector
+from mla_compile.core.modules import Module
 from mla_compile.core.tracing import one_at_a_time
 from mla_compile.errors import ModelFileError, OptionError
 from mla_compile.kernels.cpu import native
@@ -24,10 +25,8 @@ from mla_compile.saved.entries import Entries, Entry
 from mla_compile.saved.kind import differences, digest_of_module
 from mla_compile.saved.pickling import unpickled
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 
-
-def read(folder: Path, model: Model, options: Mapping[str, Any]) -> Model:
+def read(folder: Path, model: Module, options: Mapping[str, Any]) -> Module:
     """The optimized module of ``model`` with the code of a folder."""
     manifest = files.manifest(folder, (*names(0), REPORT))
     saved = manifest["kind"]

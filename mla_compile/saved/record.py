@@ -27,7 +27,7 @@ _SERIALIZABLE = {
 
 
 @dataclass
-class Compiled:
+class RecordedCall:
     """One compiled call.
 
     Attributes:
@@ -55,7 +55,7 @@ class Recording:
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names = names
-        self.compiled: list[Compiled] = []
+        self.compiled: list[RecordedCall] = []
         self.traced: set[CodeType] = set()
         self.problem: str | None = None
         self._function: FunctionType | None = None
@@ -97,7 +97,7 @@ class Recording:
             return
         read, known = globals_of(code) - self._modules.keys(), {**self._function.__globals__, **self._graphs}
         values = {name: known[name] for name in read if name in known and not name.startswith("__builtins_dict__")}
-        self.compiled.append(Compiled(code, guards, self._modules, values))
+        self.compiled.append(RecordedCall(code, guards, self._modules, values))
 
     def add_backend_id(self, name: str, call: Callable[..., Any] | None = None) -> None:
         """A graph was compiled; ``name``: the global by which the code calls it."""

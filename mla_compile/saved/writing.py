@@ -28,11 +28,11 @@ from mla_compile.saved.kind import of_code
 from mla_compile.saved.pickling import pickled, references
 from mla_compile.saved.record import Recording
 
-Run = Callable[[Any], object]
+Calls = Callable[[Any], object]
 """Calls a model as it will be called."""
 
 
-def write(model: torch.nn.Module, folder: Path, run: Run | None) -> None:
+def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
     """Compiles, tries and writes what ``run`` calls."""
     forward = forward_of(model)
     _check_means(model)
@@ -51,7 +51,7 @@ def write(model: torch.nn.Module, folder: Path, run: Run | None) -> None:
     files.write(folder, {**kind_of(twin, options), "code": code}, written)
 
 
-def _recorded(twin: torch.nn.Module, run: Run) -> Recording:
+def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
     """What Dynamo and we make of the calls of ``run``. Raises :class:`ExportError` where that cannot be saved."""
     forward = forward_of(twin)
     forward.unwrap()
@@ -71,7 +71,7 @@ def _recorded(twin: torch.nn.Module, run: Run) -> Recording:
     return recording
 
 
-def _tried(twin: torch.nn.Module, recording: Recording, run: Run) -> dict[str, bytes]:
+def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str, bytes]:
     """What was compiled, as files, after a run of what they hold; what is not called in it is left out."""
     # The last first: it is open where earlier ones are not.
     written = [

@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import split_revision
 from mla_compile.batching.door import continuous_batching
 from mla_compile.errors import InputError
 from mla_compile.serving.generation import LATER, ServedGeneration
-from mla_compile.serving.ranks import Ranks
+from mla_compile.serving.ranks import ServerRanks
 from mla_compile.serving.reading import HANDLERS, RequestReader, ServedModel
 from mla_compile.serving.settings import Settings
 
@@ -32,7 +32,7 @@ class Loaded:
     """
 
     def __init__(self, settings: Settings, told: Callable[[str], None] = lambda _: None) -> None:
-        self._settings, self.ranks = settings, Ranks.of(settings)
+        self._settings, self.ranks = settings, ServerRanks.of(settings)
         self._told = told
         self.stage, self.ready, self.stopping = "starting", False, False
         self.problem: Exception | None = None
@@ -130,7 +130,7 @@ class Loaded:
 class _Models(ModelManager):
     """Reads a tokenizer and a model as ``transformers serve`` does."""
 
-    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+    def __init__(self, settings: Settings, ranks: ServerRanks) -> None:
         self._ranks = ranks
         super().__init__(
             device=settings.device,

@@ -19,7 +19,7 @@ from mla_compile.serving.settings import Settings
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ServerRanks:
     """Which of ``count`` ranks this process is, and how many hold weights (``tensor``) and rows (``context``) together.
 
     The ranks that share rows are also among those that hold the weights together, or have copies of them.
@@ -31,7 +31,7 @@ class Ranks:
     context: int = 1
 
     @classmethod
-    def of(cls, settings: Settings) -> Ranks:
+    def of(cls, settings: Settings) -> ServerRanks:
         """As torchrun started them; raises :class:`OptionError` where ``settings`` ask for others."""
         started = dist.is_available() and dist.is_torchelastic_launched()
         number, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started else (0, 1)

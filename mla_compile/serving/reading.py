@@ -35,7 +35,7 @@ class _Read(Exception):  # noqa: N818  no error: it ends the first run
         self.inputs = inputs
 
 
-class _Text:
+class _TextRequest:
     """Stands for a tokenizer whose text is read now, which ends the run, or was read before."""
 
     def __init__(self, tokenizer: Any, inputs: Any = None) -> None:
@@ -127,7 +127,7 @@ class RequestReader:
         words = self._own_template_words & {*(body.get("chat_template_kwargs") or {})}
         if words:
             raise HTTPException(400, f"chat_template_kwargs may not set {', '.join(sorted(words))}")
-        _text.set(_Text(self._state.tokenizer))
+        _text.set(_TextRequest(self._state.tokenizer))
         run = self._handler.handle_request(copy.deepcopy(body), "reading")
         try:
             run.send(None)
@@ -155,5 +155,5 @@ class RequestReader:
     async def answer(self, body: dict[str, Any], inputs: Any, request_id: str, given: Body) -> Any:
         """The response, by the handler of transformers; ``given`` is the request as it came."""
         _given.set(given)
-        _text.set(_Text(self._state.tokenizer, inputs))
+        _text.set(_TextRequest(self._state.tokenizer, inputs))
         return await self._handler.handle_request(body, request_id)

@@ -8,7 +8,7 @@ After::
 
     q~ = einsum(q, _to_copy(kept, float32))    with kept = w, an input in the precision of the model
 
-The runtime keeps these inputs up to date, as it does folded weights (:class:`mla_compile.core.program.Fold`).
+The runtime keeps these inputs up to date, as it does folded weights (:class:`mla_compile.core.program.FoldedWeight`).
 """
 
 from __future__ import annotations

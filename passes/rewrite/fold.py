@@ -9,8 +9,8 @@ After::
     q~ = einsum(c', fold)  with fold = W_q W_kc        y = einsum(o~, fold)  with fold = W_v W_o
 
 The folds are extra inputs of the program, computed in float32 or wider and rounded once to the model's dtype. The
-runtime keeps them up to date (:class:`mla_compile.core.program.Fold`). No pattern is needed to find the products to
-fold: the linear map of q~ over c' *is* the folded weight.
+runtime keeps them up to date (:class:`mla_compile.core.program.FoldedWeight`). No pattern is needed to find the
+products to fold: the linear map of q~ over c' *is* the folded weight.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def add_input(
     """Add an input that holds ``expr`` in ``dtype``.
 
     Return the input, the expression in terms of the program's inputs, and the names of these inputs.
-    ``stored``: the value only decodes what the weights store (:attr:`mla_compile.core.program.Fold.stored`).
+    ``stored``: the value only decodes what the weights store (:attr:`mla_compile.core.program.FoldedWeight.stored`).
     """
     closed, names = _closed(expr)
     exact = wide(dtype)

@@ -78,7 +78,7 @@ def test_pages_that_ranks_share(ranks, count, family, how, verify):
 def test_a_context_of_ranks_that_run_other_steps(ranks):
     for said in ranks(4).run(serving_jobs.other_meshes):
         assert said.startswith("OptionError: context_parallel is ")
-        assert "so that it is known who runs the same steps" in said
+        assert "otherwise it is unknown which ranks run the same steps" in said
 
 
 @full("combination")

@@ -167,7 +167,7 @@ def test_a_failure_in_the_parts_leaves_the_graph_whole(
 
     monkeypatch.setattr(code, "split", broken)
     given = torch.ones(1, 4, test_sizes.D), [None] * LAYERS
-    with torch.no_grad(), pytest.warns(MlaCompileWarning, match="compiled as one, .*ZeroDivisionError: of ours"):
+    with torch.no_grad(), pytest.warns(MlaCompileWarning, match="compiled as a whole .*ZeroDivisionError: of ours"):
         torch.compile(small, backend="mla")(*given)
     assert len(made) == 1
     torch._dynamo.reset()

@@ -44,7 +44,7 @@ def test_what_is_logged_once_is_left_out_and_told(caplog: pytest.LogCaptureFixtu
     before = getattr(torch._dynamo.config, SETTING)
     count, messages = graphs(Logs())
     assert count == 1
-    (said,) = [m for m in messages if "the logger tests.library says once (once)" in m]
+    (said,) = [m for m in messages if "what the logger tests.library logs once (once)" in m]
     assert [r.message for r in caplog.records if r.name == "mla_compile" and r.levelno == logging.WARNING] == [said]
     assert getattr(torch._dynamo.config, SETTING) is before
 

@@ -138,7 +138,7 @@ def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
     example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 8, dtype=torch.bool), torch.randn(2, 7, 8))
     mla_compile.export_onnx(module, tmp_path / "m", example_inputs=example, prefill=False, verify=False)
     assert (tmp_path / "m" / "decode.onnx").exists()
-    with pytest.raises(OptionError, match="cast the model before tracing"):
+    with pytest.raises(OptionError, match="cast this model before tracing"):
         mla_compile.export_onnx(exported, tmp_path / "n", dtype="float16")
     with pytest.raises(ExportError, match="cannot be traced"):
         mla_compile.export_onnx(module, tmp_path / "n", example_inputs=(torch.randn(2),))

@@ -15,7 +15,7 @@ import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
 import mla_compile
-from mla_compile.serving.ranks import Ranks
+from mla_compile.serving.ranks import ServerRanks
 from mla_compile.serving.server import Server
 from tests.support.server import alone, another, complete, post, running, settings, until, words
 
@@ -348,8 +348,8 @@ def test_ranks_that_cannot_be(folder, monkeypatch):
             Server(settings(folder, tensor_parallel=tensor, context_parallel=context))
     with pytest.raises(mla_compile.OptionError, match="'cuda:0', expected auto"):
         Server(settings(folder, device="cuda:0"))
-    found = [Ranks.of(settings(folder, **how)) for how in ({}, {"context_parallel": 2}, COPIES)]
-    assert found == [Ranks(3, 4, 4, 1), Ranks(3, 4, 4, 2), Ranks(3, 4, 1, 4)]
+    found = [ServerRanks.of(settings(folder, **how)) for how in ({}, {"context_parallel": 2}, COPIES)]
+    assert found == [ServerRanks(3, 4, 4, 1), ServerRanks(3, 4, 4, 2), ServerRanks(3, 4, 1, 4)]
 
 
 def test_the_dashboard_draws_figures_that_there_are(served):

@@ -187,7 +187,7 @@ def test_nan_in_a_visible_row_is_not_hidden():
 def test_masked_tail_is_not_computed(low: bool):
     sees = keys_before(9000, 100, 3000)
     mask = torch.zeros(sees.shape).masked_fill(~sees, LOW) if low else sees
-    windows = cpu._windows(mask, cpu._seen(mask, False, 1, 9000), 9000)
+    windows = cpu._windows(mask, cpu._seen(mask, 1, 9000, causal=False), 9000)
     assert [(w.lo, w.hi) for w in windows] == [(0, 100), (0, 3000)]
 
 
