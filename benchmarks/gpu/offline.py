@@ -26,6 +26,7 @@ back from wgmma to mma.sync, costs more than any tuning brings, and a new Triton
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import functools
 import hashlib
@@ -134,15 +135,40 @@ def described(case: Case) -> tuple[Step | None, Plan | None, str]:
 def digest(case: Case, step: Step) -> str:
     """A hash of what a row's figures follow from.
 
-    These are the sources of the kernel and of what it calls, its description, the compiler, and what reads its output.
+    These are the code of the kernel and of what it calls, its description, the compiler, and what reads its output.
+    Comments, docstrings and line numbers do not count.
     """
     import triton
 
     fn, *description = step.source()
+    _keep_only_code()
     parts = [triton.__version__, case.arch, fn.cache_key, *map(str, description), *_readers()]
     if case.cluster > 1:
-        parts.append(Path(branches.__file__).read_text())
+        parts.append(_code(Path(branches.__file__).read_text()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _keep_only_code() -> None:
+    """Remove from the loaded kernels what has no influence on machine code but is part of Triton's cache keys."""
+    from triton.runtime.jit import JITCallable
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("mla_compile.kernels.")]
+    ours = [fn for module in modules for fn in vars(module).values() if isinstance(fn, JITCallable)]
+    new = [fn for fn in ours if fn.__module__.startswith("mla_compile.") and fn.starting_line_number]
+    for fn in new:
+        fn._unsafe_update_src(_code(fn.src))
+        fn.starting_line_number = 0
+    for fn in ours if new else []:  # the key of a function contains those of the functions that it calls
+        fn.hash = None
+
+
+def _code(source: str) -> str:
+    """``source`` without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 @functools.cache
