@@ -96,7 +96,7 @@ def library(device: torch.device) -> Path:
     if path is None or arch not in native.inspect(path).manifest["archs"]:
         dtypes = ("bfloat16", "float16", "float32") if device.type == "cuda" else ("float32",)
         path = build.build_library(
-            archs=(arch,), dims=(build.Dims(L, R),), dtypes=dtypes, jobs=common.os.cpu_count() or 1
+            archs=(arch,), dims=(build.NodeWidths(L, R),), dtypes=dtypes, jobs=common.os.cpu_count() or 1
         )
     return path
 

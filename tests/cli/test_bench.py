@@ -39,7 +39,7 @@ def here(tmp_path, monkeypatch):
         return model if backend == "eager" else trace(model, backend=backend, **how)
 
     monkeypatch.setattr(torch, "compile", by_our_backend_alone)
-    monkeypatch.setattr(cli_bench, "Settings", functools.partial(bench.BenchSettings, codegen="eager"))
+    monkeypatch.setattr(cli_bench, "BenchSettings", functools.partial(bench.BenchSettings, codegen="eager"))
     Path("config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 

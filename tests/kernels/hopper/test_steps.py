@@ -205,7 +205,7 @@ def test_two_ctas_share_copies_where_both_have_query_rows(monkeypatch):
 def test_the_table_says_which_form_is_planned(monkeypatch):
     from mla_compile.kernels import plan as planning
 
-    row = planning.starting_row("half", 64, planning.Layout(512, 64, 0, 2, 2, True), H200, "gluon")
+    row = planning.starting_row("half", 64, planning.RowLayout(512, 64, 0, 2, 2, True), H200, "gluon")
     monkeypatch.setattr(planning, "starting_row", lambda *_, **__: replace(row, barriers=9, held=True, cluster=2))
     planning.plan.cache_clear()
     chosen = planned(call(H=64, page=64))
