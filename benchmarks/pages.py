@@ -253,6 +253,24 @@ def sparse_steps() -> str:
     return table(head, rows) + f"\n\n{where(about)}."
 
 
+def shared_rows() -> str:
+    """Decode steps of DeepSeek-V4's attention layers."""
+    about = data("shared_rows")
+    names = ("eager", "inductor", "mla")
+    kinds = {"sparse": "a row for 4 tokens, 512 chosen", "heavy": "a row for 128 tokens"}
+    rows = [
+        (
+            kinds[r["layer"]],
+            r["tokens"],
+            *(_quartiles(r["ms"][v]) for v in names),
+            *(f"{r['over_mla'][v]:.1f}x" for v in names[:2]),
+        )
+        for r in about["rows"]
+    ]
+    head = ("layer", "cached tokens", "eager", "Inductor", "mla", "eager / mla", "Inductor / mla")
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
 def sparse_attention() -> str:
     """The operators of such a step alone."""
     about = data("sparse_steps")
@@ -656,6 +674,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode static_avx2": lambda: decode_static("decode_cpu_static_32k_avx2"),
     "op": op_alone,
     "index_scores": index_scores,
+    "shared_rows": shared_rows,
     "sparse_steps": sparse_steps,
     "sparse_prompts": sparse_prompts,
     "sparse_attention": sparse_attention,
