@@ -159,7 +159,8 @@ class StepGraphs:
         The code for the last few pools of different sizes is kept. A recorded step is always built anew.
         """
         key = tuple((tuple(pool.shape), pool.dtype, pool.device) for pool in pools)
-        made = self._decodes.pop(key) if key in self._decodes else self._decode_over(pools, replays)
+        kept = None if replays else self._decodes.pop(key, None)
+        made = kept or self._decode_over(pools, replays)
         if replays is None:
             self._decodes[key] = made
         if len(self._decodes) > _POOLS:

@@ -80,11 +80,14 @@ def acting(gm: fx.GraphModule) -> Iterator[None]:
         if node.target in (ENTER, LEAVE):
             node.target = enter if node.target is ENTER else leave
     gm.recompile()
+    cached = torch.is_autocast_cache_enabled()
     try:
         yield
     finally:
         while entered:
             entered.pop().__exit__(None, None, None)
+        # A mode restores the setting that it found, which tracing had switched off and has restored by now.
+        torch.set_autocast_cache_enabled(cached)
 
 
 def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:

@@ -157,6 +157,16 @@ def test_as_the_config_asks(served, made, asked, recorded):
     assert bool(made) is recorded
 
 
+def test_a_step_that_ran_unrecorded_before_is_recorded_when_asked(served, made):
+    _, fast = served
+    for asked in (False, True):
+        assert not made
+        with running(fast, use_cuda_graph=asked) as server:
+            server.add_request(prompts((9,))[0])
+            results(server, 1)
+    assert made
+
+
 def test_only_devices_that_can(served):
     _, fast = served
     assert not replay.can_record(torch.device("cpu"))

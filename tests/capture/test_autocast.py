@@ -237,6 +237,7 @@ def test_a_graph_that_cannot_be_traced_leaves_autocast_as_it_was() -> None:
         from_graph_module(fx.GraphModule(nn.Module(), graph), (X,))
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_a_plain_graph_that_rejects_its_inputs_leaves_autocast_as_it_was() -> None:
