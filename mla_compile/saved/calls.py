@@ -1,4 +1,4 @@
-"""What saving and loading share: one call as two files, and what it is for."""
+"""The parts that saving and loading share: one call as two files, and the conditions of a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPORT = "report.pickle"
 
 
 def names(number: int) -> tuple[str, str]:
-    """The files of a call."""
+    """Return the names of the two files of a call."""
     return f"call_{number}.pickle", f"guards_{number}.pickle"
 
 
@@ -38,7 +38,7 @@ def entry_of(call: bytes, guards: bytes, model: torch.nn.Module) -> Entry:
 
 
 def kind_of(model: torch.nn.Module, options: Mapping[str, Any]) -> kind.Kind:
-    """What code is for, but for the code that was traced."""
+    """Return the conditions of a folder except the traced source files."""
     return {
         "versions": kind.of_versions(),
         "machine": kind.of_machine(),
@@ -48,7 +48,7 @@ def kind_of(model: torch.nn.Module, options: Mapping[str, Any]) -> kind.Kind:
 
 
 def forward_of(model: object) -> CompiledForward:
-    """What ``optimize`` put into a module. Raises :class:`InputError` for other modules."""
+    """Return the forward that ``optimize`` installed in a module. Raises :class:`InputError` for other modules."""
     forward = vars(model).get("forward") if isinstance(model, torch.nn.Module) else None
     if not isinstance(forward, CompiledForward) or forward.outer is not None:
         raise InputError(f"save() takes a module that optimize() returned, got {type(model).__name__}")
@@ -56,7 +56,7 @@ def forward_of(model: object) -> CompiledForward:
 
 
 def only_whole(model: torch.nn.Module, kind_of_error: type[Exception]) -> None:
-    """Has a model within ``model`` that is called by itself, past the forward of ``model``, say so."""
+    """Make inner models raise when they are called directly instead of through ``model``."""
     for part in models_within(model):
         if isinstance(forward := vars(part).get("forward"), CompiledForward):
             forward.use(_Refusing(type(part).__name__, type(model).__name__, kind_of_error))

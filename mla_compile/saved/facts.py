@@ -1,4 +1,4 @@
-"""What a value is, in words that are equal in two processes where Dynamo's guards would take one for the other."""
+"""Descriptions of values that are equal in two processes if Dynamo's guards would accept either value."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...), slice, range, enum.Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
 )  # fmt: skip
-"""What is what its ``repr`` says."""
+"""Types whose ``repr`` describes the value completely."""
 
 
 def told(value: Any, depth: int = 3) -> str:
-    """A value in words: constants as they are, code by its digest, everything else by its type."""
+    """Describe a value: constants by their ``repr``, code by its digest, everything else by its type."""
     kind = type(value)
     if isinstance(value, _PLAIN):
         return f"{kind.__name__} {value!r}"
@@ -47,12 +47,12 @@ def told(value: Any, depth: int = 3) -> str:
 
 
 def name_of(kind: type) -> str:
-    """A class by its module and name."""
+    """Return the module and the name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def digest_of(code: types.CodeType) -> str:
-    """What a function does, apart from where it is written."""
+    """Hash what a function does, without its file and lines."""
     digest = hashlib.sha256(code.co_code)
     for const in code.co_consts:
         digest.update((digest_of(const) if isinstance(const, types.CodeType) else told(const)).encode())

@@ -1,8 +1,8 @@
-"""Dynamo's guards in a file, with references to the model in the place of the model.
+"""Dynamo's guards in a file, in which references stand for the parts of the model.
 
-What Dynamo assumed of a model (types, flags, hooks, functions, sizes of weights) is first asked of the model that a
-folder is loaded for, and then guarded on that model, so that later changes of it are noticed as they are without a
-folder. Arguments of calls (tokens, caches) are in the file without their values.
+Dynamo assumed facts about a model (types, flags, hooks, functions, sizes of weights). Loading first checks them on the
+given model and then guards them on that model, so that a later change is noticed as it is without a folder. Arguments
+of calls (tokens, caches) are in the file without their values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mla_compile.saved.facts import MISSING, told
 from mla_compile.saved.pickling import references, unpickled
 
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_static_indices")
-"""What says of a tensor which of its sizes change."""
+"""Attributes of a tensor that say which of its sizes change."""
 
 
 @dataclass(frozen=True)
 class GuardsOfCall:
-    """The guards of one compiled call, and for each what its value was: the same order in both."""
+    """The guards of one compiled call, and the descriptions of their values in the same order."""
 
     state: GuardsState
     guards: list[Guard]
@@ -41,7 +41,7 @@ class GuardsOfCall:
 
 
 class _GuardsPickler(GuardsStatePickler):
-    """torch's, which leaves out what no guard looks at, with references to the model."""
+    """torch's pickler, which omits what no guard reads, with references to the parts of the model."""
 
     def __init__(self, names: Mapping[int, str], *given: Any) -> None:
         super().__init__(*given)
@@ -92,7 +92,7 @@ def _empty(
 
 
 def guards_in_file(state: GuardsState, builder: Any, names: Mapping[int, str]) -> bytes:
-    """What :func:`guards_of_file` reads: called by torch while it makes guards, whose values are noted."""
+    """Return the bytes that :func:`guards_of_file` reads. torch calls this while it builds guards."""
     guards = [replace(guard, stack=None, user_stack=None) for guard in state.output_graph.guards]
     state.output_graph._guards = torch._guards.GuardsSet(torch.utils._ordered_set.OrderedSet(guards))
     values = _values(guards, builder.scope)
@@ -110,7 +110,7 @@ def guards_in_file(state: GuardsState, builder: Any, names: Mapping[int, str]) -
 
 
 def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
-    """What each guard is about, in words."""
+    """Describe the value of each guard."""
     closure, known = dynamo_guards._get_closure_vars(), dict[Any, Any]()
     values = []
     for guard in guards:
@@ -124,9 +124,9 @@ def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
 
 
 def guards_of_file(data: bytes, model: torch.nn.Module, code: CodeType, scope: dict[str, Any]) -> Any:
-    """The guards of a call of ``model``; ``scope``: the globals of the compiled ``code``.
+    """Build the guards of a call for ``model``. ``scope`` holds the globals of the compiled ``code``.
 
-    Raises :class:`ModelFileError`, which names what is not as it was.
+    Raises :class:`ModelFileError`, which names the first value that differs from the saved one.
     """
     given: GuardsOfCall = unpickled(data, references(model))
     output, key = given.state.output_graph, given.state.output_graph.name_of_builtins_dict_key_in_fglobals

@@ -24,15 +24,15 @@ _PLACE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def key_of(argument_types: list[str], source: str) -> str:
-    """The name of a kernel's file."""
+    """Return the key under which a folder holds a kernel."""
     return hashlib.sha256("\0".join([*argument_types, source]).encode()).hexdigest()[:32]
 
 
 @contextmanager
 def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
-    """Within the block, the file of each kernel that Inductor's code loads is added to ``found``, by its key.
+    """Within the block, add the file of each kernel that Inductor's code loads to ``found`` by its key.
 
-    In an empty ``folder`` Inductor loads all code anew, kernels that this process has compiled before from memory.
+    An empty ``folder`` makes Inductor load all code anew, and kernels that this process has compiled from memory.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -50,9 +50,9 @@ def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
 
 @contextmanager
 def given(files: Mapping[str, Path], folder: Path) -> Iterator[None]:
-    """Within the block, kernels are those of ``files``, by their keys, and Inductor writes into ``folder``.
+    """Within the block, take kernels from ``files`` by their keys, and let Inductor write into ``folder``.
 
-    Raises :class:`ModelFileError` within the block for a kernel that is not there.
+    Raises :class:`ModelFileError` within the block for a missing kernel.
     """
 
     def loading(_: Any, argument_types: list[str], source: str) -> Callable[..., None]:
@@ -82,7 +82,7 @@ def _calling(loading: Callable[..., Any], folder: Path) -> Iterator[None]:
 
 
 def _kernel(key: str, file: Path) -> Callable[..., None]:
-    """As ``CppPythonBindingsCodeCache`` loads it."""
+    """Load a kernel as ``CppPythonBindingsCodeCache`` does."""
     name = f"mla_compile_saved_{key}.kernel"
     if name not in sys.modules:
         address: Any = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What compiled code was made for: versions, machine, options, model and the code that was traced, as plain data."""
+"""The conditions of compiled code as plain data: versions, machine, options, model and the traced source files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mla_compile.saved.facts import name_of, told
 from mla_compile.version import __version__
 
 Kind = dict[str, Any]
-"""What JSON can hold: words, numbers, lists, and dicts of these."""
+"""JSON values: strings, numbers, lists, and dicts of these."""
 
 _INSTRUCTIONS = re.compile(r"^(Features|flags)\s*:(.*)$", re.MULTILINE)
 _MATTERS = re.compile(
     r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme"
 )
 _OF_DATACLASS = ("<string>", "__init__")
-"""What a dataclass makes of what a file has; frozen code is Python's own."""
+"""The code that a dataclass generates; frozen code belongs to Python."""
 _OURS = Path(__file__).parents[1]
 _SHOWN = 3
 
 
 def of_machine() -> Kind:
-    """This machine, as far as compiled code for its processor depends on it."""
+    """Describe this machine as far as compiled code depends on it."""
     return {
         "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".strip(),
         "instructions": _instructions(),
@@ -49,7 +49,7 @@ def _instructions() -> list[str]:
 
 
 def of_versions() -> Kind:
-    """What runs the code: Python, torch and this package, to the last byte."""
+    """Return the versions of Python and torch, and a digest of this package."""
     digest = hashlib.sha256()
     for file in sorted(_files(_OURS)):
         digest.update(file.read_bytes())
@@ -70,9 +70,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def of_model(model: torch.nn.Module) -> Kind:
-    """The classes, names, shapes and dtypes of a model, and the attributes of torch's own modules.
+    """Return the classes, names, shapes and dtypes of a model, and the attributes of torch's own modules.
 
-    These attributes (the epsilon of a norm) Dynamo takes for constant and does not guard.
+    Dynamo takes these attributes (the epsilon of a norm) as constants and does not guard them.
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {
@@ -96,9 +96,9 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def of_code(traced: Iterable[CodeType]) -> Kind:
-    """A digest of each file with code that was traced, but for torch's and our own, which have a version.
+    """Return a digest of each traced source file except torch's and ours, which have a version.
 
-    Raises :class:`ExportError` for code that no file has.
+    Raises :class:`ExportError` for code without a source file.
     """
     names: set[str] = set()
     for code in traced:
@@ -113,7 +113,7 @@ def of_code(traced: Iterable[CodeType]) -> Kind:
 
 
 def digest_of_module(name: str) -> str:
-    """Of the source of a module."""
+    """Return the digest of a module's source."""
     try:
         file = inspect.getsourcefile(importlib.import_module(name))
     except (ImportError, TypeError):  # gone, or built in
@@ -122,7 +122,7 @@ def digest_of_module(name: str) -> str:
 
 
 def differences(saved: Kind, now: Kind, of: str = "") -> list[str]:
-    """What differs, in words: the first few of each part."""
+    """Describe the differences, the first few of each part."""
     found: list[str] = []
     for name in dict.fromkeys([*saved, *now]):
         before, value, path = saved.get(name), now.get(name), f"{of}{name}"

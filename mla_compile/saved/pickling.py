@@ -1,6 +1,6 @@
-"""Compiled calls as bytes: closures of ours, graphs as source code, and what Inductor says of its code.
+"""Compiled calls as bytes: our closures, graphs as source code, and Inductor's own serialized code.
 
-Only read after the digests and the owner of the file: unpickling runs code.
+The owner and the digest of a file are checked before it is read, because unpickling runs code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mla_compile.passes.ir.expr import Expr
 
 
 class SavedGraph:
-    """A graph's code and what it reads, without its nodes; compiled when it is first called."""
+    """A graph's source and the values that it reads, without its nodes. The first call compiles it."""
 
     def __init__(self, source: str, names: dict[str, Any], held: dict[str, Any]) -> None:
         self._source, self._names = source, names
@@ -45,7 +45,7 @@ class SavedGraph:
 
 
 def references(model: torch.nn.Module) -> dict[str, object]:
-    """What a file refers to and does not hold: modules, parameters and buffers of a model, by their paths."""
+    """Return the modules, parameters and buffers of a model by path; a file refers to them and does not hold them."""
     found: dict[str, object] = {}
     for path, module in model.named_modules():
         found[f"module {path}"] = module
@@ -55,9 +55,9 @@ def references(model: torch.nn.Module) -> dict[str, object]:
 
 
 def pickled(value: object, names: Mapping[int, str]) -> bytes:
-    """``value`` with references to parts of a model; ``names``: those of the parts by their identity.
+    """Pickle ``value`` with references to parts of a model. ``names`` has the reference of each part by its ``id``.
 
-    Raises :class:`ExportError` for what cannot be written.
+    Raises :class:`ExportError` for a value that cannot be pickled.
     """
     file = io.BytesIO()
     try:
@@ -68,7 +68,7 @@ def pickled(value: object, names: Mapping[int, str]) -> bytes:
 
 
 def unpickled(data: bytes, found: Mapping[str, object]) -> Any:
-    """What was written with references to the parts of a model, which are now those in ``found``."""
+    """Unpickle a value, with references resolved to the parts of a model in ``found``."""
     return _Unpickler(found, io.BytesIO(data)).load()
 
 
@@ -84,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _CallPickler(pickle.Pickler):
-    """Of functions within functions, too."""
+    """A pickler that also writes nested functions."""
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
         super().__init__(file)
@@ -151,7 +151,7 @@ def _cell(value: object) -> types.CellType:
 def _expression(
     name: str | None, dtype: torch.dtype | None, op: Any, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Expr:
-    """A folded weight's, of which only the value is asked: by the names of weights, without a graph."""
+    """Rebuild the expression of a folded weight from the names of weights, without a graph."""
     node: Any = None if name is None else types.SimpleNamespace(name=name)
     value: Any = None if dtype is None else torch.empty(0, dtype=dtype)
     return Expr(value, None, node, op, args, kwargs)

@@ -27,7 +27,7 @@ from mla_compile.saved.pickling import unpickled
 
 
 def read(folder: Path, model: Module, options: Mapping[str, Any]) -> Module:
-    """The optimized module of ``model`` with the code of a folder."""
+    """Return the optimized module of ``model`` with the code of a folder."""
     manifest = files.manifest(folder, (*names(0), REPORT))
     saved = manifest["kind"]
     given = saved["options"]
@@ -55,7 +55,7 @@ def read(folder: Path, model: Module, options: Mapping[str, Any]) -> Module:
 
 
 def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, place: Path, *, inductor: bool) -> Entries:
-    """The calls of a folder, whose files are ``data``; native code is copied to ``place`` and loaded from there."""
+    """Return the calls in the files ``data``. Native code is copied to ``place`` and loaded from there."""
     libraries = {name: place / name for name in data if name.endswith(".so")}
     for name, path in libraries.items():
         path.write_bytes(data[name])
@@ -76,7 +76,7 @@ def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, pla
 
 
 def _parsed(where: Path, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any], Options]:
-    """Mode, settings of Dynamo and options of a manifest."""
+    """Return the mode, Dynamo's settings and the options of a manifest."""
     ours = {field.name: given[field.name] for field in fields(Options) if field.name in given}
     settings = {name: value for name, value in given.items() if name in ("dynamic", "fullgraph")}
     try:

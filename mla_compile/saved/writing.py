@@ -29,11 +29,11 @@ from mla_compile.saved.pickling import pickled, references
 from mla_compile.saved.record import Recording
 
 Calls = Callable[[Any], object]
-"""Calls a model as it will be called."""
+"""A function that calls a model as it will be called."""
 
 
 def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
-    """Compiles, tries and writes what ``run`` calls."""
+    """Compile the calls of ``run``, repeat them with the saved code, and write it."""
     forward = forward_of(model)
     _check_means(model)
     options = _options(forward)
@@ -52,7 +52,7 @@ def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
 
 
 def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
-    """What Dynamo and we make of the calls of ``run``. Raises :class:`ExportError` where that cannot be saved."""
+    """Record what is compiled for the calls of ``run``. Raises :class:`ExportError` if it cannot be saved."""
     forward = forward_of(twin)
     forward.unwrap()
     recording = Recording({id(value): name for name, value in references(twin).items()})
@@ -72,7 +72,7 @@ def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
 
 
 def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str, bytes]:
-    """What was compiled, as files, after a run of what they hold; what is not called in it is left out."""
+    """Return the compiled calls as files, after a run with them; calls that the run does not make are left out."""
     # The last first: it is open where earlier ones are not.
     written = [
         (pickled((one.code, one.modules, one.values), recording.names), one.guards)
@@ -120,7 +120,7 @@ def _check_means(model: torch.nn.Module) -> None:
 
 
 def _options(forward: CompiledForward) -> dict[str, Any]:
-    """The options as plain data. Raises :class:`ExportError` for one that is not."""
+    """Return the options as plain data. Raises :class:`ExportError` for an option that JSON cannot hold."""
     given = {field.name: getattr(forward.options, field.name) for field in fields(Options)}
     given |= {"inductor": dict(forward.options.inductor), "mode": forward.mode, **forward.settings}
     for name, value in given.items():

@@ -35,7 +35,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server starts, stops, or could not answer this; Retry-After says when to try again."},
 }
 _LEFT = 499
-"""What nginx calls a request whose client has left before the answer."""
+"""The status by which nginx reports a client that left before the answer."""
 
 
 def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
@@ -145,7 +145,7 @@ class TicketedResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Send the response (ASGI)."""
         try:
             await self._response(scope, receive, send)
         finally:
@@ -153,7 +153,7 @@ class TicketedResponse(Response):
 
 
 async def _unless_gone(answer: Any, request: Request) -> Any:
-    """What ``answer`` returns; it is cancelled when the client leaves before."""
+    """Return the result of ``answer``, which is cancelled if the client leaves."""
     work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +171,7 @@ async def _gone(request: Request) -> None:
 
 
 async def _with_end(parts: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """What transformers leaves out and clients of OpenAI's interface look for."""
+    """Add what transformers leaves out and clients of OpenAI's interface expect."""
     async for part in parts:
         yield part
     yield "data: [DONE]\n\n"

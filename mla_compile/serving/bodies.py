@@ -37,7 +37,7 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """What all of them have."""
+    """The fields that all requests have."""
 
     # More than is described here is passed on, and refused where OpenAI's interface has no such field either.
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
@@ -62,7 +62,7 @@ class Body(BaseModel):
     ignore_eos: StrictBool | None = Field(None, description="Only a length or a stop string ends the answer.")
 
     def asked(self) -> dict[str, Any]:
-        """What handlers of transformers are told: no fields that ask for nothing, and none that they do not know."""
+        """Return the fields for the handlers of transformers, without neutral values and fields unknown to them."""
         nothing = {name for name, field in type(self).model_fields.items() if _NEUTRAL in field.metadata}
         return self.model_dump(exclude_unset=True, exclude={*nothing, "top_k", "ignore_eos"})
 

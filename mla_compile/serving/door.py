@@ -1,4 +1,4 @@
-"""What every request passes first: its id, its key, its size and its time, before anything of it is read.
+"""The checks that every request passes before it is read: its id, its key, its size and its time.
 
 Ids are the server's own; the one that a client sent is only sent back.
 """
@@ -41,7 +41,7 @@ class Door:
         self._app, self._settings = app, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Handle one connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

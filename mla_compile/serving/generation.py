@@ -68,7 +68,7 @@ class _Streamer(CBStreamer):
 
 
 class ServedGeneration(BaseGenerateManager):
-    """What the handlers of transformers submit their requests to.
+    """The manager to which the handlers of transformers submit their requests.
 
     A request ends after ``seconds``, with an error. What fails is answered with 503, as clients may try again.
     """

@@ -32,7 +32,7 @@ class ServerRanks:
 
     @classmethod
     def of(cls, settings: Settings) -> ServerRanks:
-        """As torchrun started them; raises :class:`OptionError` where ``settings`` ask for others."""
+        """Return the ranks that torchrun started. Raises :class:`OptionError` if ``settings`` ask for others."""
         started = dist.is_available() and dist.is_torchelastic_launched()
         number, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started else (0, 1)
         context = settings.context_parallel
@@ -49,7 +49,7 @@ class ServerRanks:
         return cls(number, count, tensor, context)
 
     def placed(self) -> dict[str, Any]:
-        """What ``from_pretrained`` has to be told of where the weights of this rank go."""
+        """Return the arguments of ``from_pretrained`` that place the weights of this rank."""
         from transformers.distributed import DistributedConfig
 
         if self.tensor > 1:

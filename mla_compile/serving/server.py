@@ -99,7 +99,7 @@ class Server:
 
 
 def follow(settings: Settings) -> None:
-    """What every rank but the first does: it runs the steps that the first asks for, and ends when that does.
+    """Serve as a rank other than the first: run the steps that the first rank asks for, and end when it ends.
 
     Raises what :meth:`Loaded.load` does, and :class:`RankError` where another rank fails. Once it has loaded, the first
     signal is left to the first rank, which has the requests; a second one ends this process at once.

@@ -1,4 +1,4 @@
-"""What can be asked of a server."""
+"""The settings of a server."""
 
 from __future__ import annotations
 
