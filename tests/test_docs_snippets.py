@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import mla_compile
-from mla_compile import pass_table
 from mla_compile.codes import CODES, Code, section
 from mla_compile.passes.linear.rules import RULES
+from mla_compile.pipeline import rewrites
 from tests.support.tiers import full
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -40,7 +40,7 @@ def test_every_code_has_a_section():
 @pytest.mark.filterwarnings("ignore:a graph with attention is compiled in its original form")
 def test_refusals(capsys, monkeypatch):
     # A snippet replaces a pass and puts it back; if it fails in between, other tests would run the wrong one.
-    monkeypatch.setattr(pass_table, "absorb", pass_table.absorb)
+    monkeypatch.setattr(rewrites, "absorb_site", rewrites.absorb_site)
     SHARED.clear()
     (first,) = BLOCK.findall(HEAD)
     assert execute(first) == {"absorbed"}

@@ -23,13 +23,13 @@ from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.ranks import Meeting
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
-from mla_compile.pass_state import Outcome
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.page_rows import rows_of_pages, write_to_pages
 from mla_compile.passes.cache.pages import pool_rows, step_over_pages
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.sizes import hint
+from mla_compile.pipeline.outcome import Outcome
 from mla_compile.report.report import Report
 from mla_compile.runtime.choice import picker
 from mla_compile.runtime.folds import FoldedWeights

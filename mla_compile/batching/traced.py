@@ -22,10 +22,10 @@ from mla_compile.dynamo.ranks import Meeting, sharing_of_model
 from mla_compile.dynamo.step import trace_step
 from mla_compile.errors import CaptureError, MlaCompileError, warn
 from mla_compile.options import Options
-from mla_compile.pass_state import Outcome
 from mla_compile.passes.cache.pages import PagedRows, Unpaged, find_pages, not_shared, read_batch_from
 from mla_compile.passes.ir.sizes import holds
 from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.pipeline.outcome import Outcome
 from mla_compile.report.report import count_sites
 
 logger = logging.getLogger("mla_compile")

@@ -43,8 +43,8 @@ from mla_compile.dynamo.wrappers import told
 from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, warn
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
-from mla_compile.pass_state import Outcome
 from mla_compile.passes.ir.collectives import is_collective
+from mla_compile.pipeline.outcome import Outcome
 from mla_compile.report.report import Report, count_sites
 from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds

@@ -31,7 +31,7 @@ from mla_compile.core.records import SiteReport
 from mla_compile.core.sharing import Sharing
 from mla_compile.errors import RankError, brief
 from mla_compile.options import Options
-from mla_compile.pass_state import Outcome
+from mla_compile.pipeline.outcome import Outcome
 from mla_compile.version import __version__
 
 Told = dict[int, dict[str, Any]]

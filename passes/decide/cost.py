@@ -234,6 +234,22 @@ class AbsorbedColumns:
         return {"H": self.heads, "L": self.width, "N": self.columns, "K": self.made, "Z": self.rows}
 
 
+@dataclass(frozen=True)
+class SiteCost:
+    """The sizes that decide between the forms in one call; symbols are those of the graph's shapes.
+
+    ``parts``: the absorbed part, if it is not the whole attention. ``chosen``: the number of keys chosen for each
+    query.
+    """
+
+    dims: Dims
+    B: int | sympy.Expr
+    S: int | sympy.Expr
+    T: int | sympy.Expr
+    parts: tuple[AbsorbedColumns, ...] = ()
+    chosen: int | sympy.Expr | None = None
+
+
 def part_break_even(parts: Sequence[AbsorbedColumns]) -> float:
     """Return the queries per call up to which absorbing all of ``parts`` needs fewer FLOPs in a long context."""
     per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)

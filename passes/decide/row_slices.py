@@ -66,11 +66,8 @@ def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
 
 def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
     """Do the same for tensors that need not be K and V; the tensors of each group are analysed together."""
-    slices = {**maps.virtual.slices}
-    gates = {**maps.virtual.gates}
     known: dict[tuple[object, ...], fx.Node] = {}
     while True:  # a slice of a slice is found once the first slice is known
-        maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
         in_order = [found[node] for node in sorted(found)]
         gated = {one.node: _row_gates(one, maps) for one in in_order if isinstance(one, GatedRows)}
@@ -78,7 +75,8 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
         new = {node: rows for node, rows in new.items() if rows}
         if not new and not gated:
             return maps
-        slices, gates = {**slices, **new}, {**gates, **gated}
+        slices, gates = {**maps.virtual.slices, **new}, {**maps.virtual.gates, **gated}
+        maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
 
 
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:

@@ -1,49 +1,22 @@
-"""Attentions that were split by heads: whether the split pays, and one report for all groups."""
+"""One report for all groups of an attention that was split by heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import fx
 
-from mla_compile.codes import CODES, Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart, SiteReport
+from mla_compile.passes.decide.head_groups import SplitSite, heads_of
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.locate import locate
-from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.report.site import site_report
 from mla_compile.passes.rewrite.records import Folded
-from mla_compile.passes.rewrite.split_heads import Group, HeadGroups, SplitSite, head_groups
 from mla_compile.passes.verify.comparison import Check
 
 Folds = Mapping[str, Sequence[Folded]]
-
-
-def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
-    """Return the groups of heads of an attention that cannot be absorbed as a whole, or only on one side."""
-    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only where there is no plan.
-    tried = verdict.parts if verdict.absorb else verdict.plan is None
-    return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
-
-
-def gains(split: SplitSite, whole: Verdict, verdicts: Mapping[fx.Node, Verdict]) -> bool:
-    """Whether groups absorb more of the attention than the whole did."""
-    if any(g.node not in verdicts for g in split.groups):
-        return False
-    groups = [verdicts[g.node] for g in split.groups]
-    if not any(v.absorb for v in groups):
-        return False
-    # Each head must keep the sides that were absorbed without the split.
-    before = _sides(whole)
-    return not before or (all(before <= _sides(v) for v in groups) and any(before < _sides(v) for v in groups))
-
-
-def _sides(verdict: Verdict) -> set[str]:
-    if not verdict.absorb:
-        return set()
-    return {p.side for p in verdict.parts} or {"keys", "values"}
 
 
 def reports_of(
@@ -79,36 +52,6 @@ def shown(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[Verd
     """Return one verdict per report of :func:`reports_of`; for a split attention, the first absorbed group's."""
     groups = attentions(verdicts, splits).values()
     return [next((v for v in group if v.absorb), group[0]) for group in groups]
-
-
-@dataclass(frozen=True)
-class Unsplit:
-    """What the groups of an attention tell about the whole, where a split does not pay.
-
-    ``kept``: if every group could legally be absorbed, the verdict that tells why none is.
-    """
-
-    notes: tuple[str, ...] = ()
-    kept: Verdict | None = None
-
-    def told(self, verdict: Verdict) -> Verdict:
-        if self.kept is None or verdict.absorb:
-            return replace(verdict, notes=(*verdict.notes, *self.notes))
-        return replace(verdict, code=self.kept.code, reason=f"by groups of heads: {self.kept.reason}", blame=None)
-
-
-def unsplit(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> Unsplit:
-    """Return what could be absorbed in the groups of a split that does not pay."""
-    found = [(g, verdicts[g.node]) for g in split.groups if g.node in verdicts]
-    legal = [(g, v) for g, v in found if v.plan is not None and CODES[v.code].verdict == "kept"]
-    notes = tuple(f"{heads_of(split, g)} alone could be absorbed; {v.reason}" for g, v in legal)
-    return Unsplit(notes, legal[0][1] if len(legal) == len(split.groups) else None)
-
-
-def heads_of(split: SplitSite, group: Group) -> str:
-    last = group.stop - 1
-    which = f"head {last}" if group.start == last else f"heads {group.start}-{last}"
-    return f"{which} of {split.heads}"
 
 
 def split_report(

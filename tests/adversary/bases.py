@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.analysis import analyse
 from mla_compile.capture import capture
 from mla_compile.core.guards import guards_of
 from mla_compile.core.program import Program
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.walk import ancestors
+from mla_compile.pipeline.manager import Analyses
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generator import Case, drawn
-from tests.support.programs import canonical
+from tests.support.programs import LEGAL, canonical
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _base(case: Case, past: int, symbolic: bool) -> Base | None:
 
 def verdicts(program: Program) -> list[Verdict]:
     """What the passes make of a canonical program."""
-    return analyse(program).judged("absorbed", "never", default_device("cpu"))
+    return Analyses(program).get(LEGAL)
 
 
 def _flat(module: GeneratedMLA, case: Case, past: int, draw: int) -> list[Any]:

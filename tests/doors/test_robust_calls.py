@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_compile import MlaCompileWarning, analysis, optimize, pass_table
+from mla_compile import MlaCompileWarning, optimize
 from mla_compile.passes.linear import analysis as linear_map
+from mla_compile.pipeline import analyses, rewrites
 from mla_compile.runtime import folds
 from tests.support.toy import Toy, decode_inputs
 
@@ -110,10 +111,10 @@ def test_an_error_of_the_model_reaches_the_caller_and_the_next_call_works() -> N
 
 
 PLACES = [
-    (analysis, "find_attention"),
+    (analyses, "find_attention"),
     (linear_map.LinearMaps, "__init__"),
-    (pass_table, "absorb"),
-    (pass_table, "remove_dead_code"),
+    (rewrites, "absorb_site"),
+    (rewrites, "remove_dead_code"),
     (folds, "compute"),
 ]
 

@@ -12,17 +12,19 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile import pipeline
-from mla_compile.analysis import canonicalize
 from mla_compile.capture import capture
 from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.options import Options
 from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.canonical import views
+from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.ir.axes import Atom, axis_size, flatten
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
 from mla_compile.passes.verify.comparison import Comparison
+from mla_compile.pipeline.analyses import Judgement, canonicalize
+from mla_compile.pipeline.manager import Analyses
 from mla_compile.runtime.folds import compute
 
 OP = "mla_compile.decode_attention.default"
@@ -43,9 +45,13 @@ def trace(fn: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], weigh
     return Program(gm, weights=dict(zip(names, weights, strict=True)), fake_mode=fake)
 
 
+LEGAL = Judgement("absorbed", "never", device=default_device("cpu"))
+"""Whether each attention may be absorbed."""
+
+
 def canonical(program: Program) -> fx.Graph:
     """The graph of a program as the analyses read it."""
-    canonicalize(program)
+    canonicalize(Analyses(program))
     program.gm.recompile()
     return program.gm.graph
 

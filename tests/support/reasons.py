@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
-from mla_compile.analysis import analyse, canonicalize
 from mla_compile.codes import Code
 from mla_compile.core.program import Inputs, Program
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.options import Options
-from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.pipeline.manager import Analyses
+from tests.support.programs import LEGAL, canonical
 from tests.support.row_changes import Obligations
 
 TRUE: dict[str, set[Code]] = {
@@ -112,9 +112,8 @@ def told(program: Program, given: Mapping[str, Any], batch: int) -> list[Told]:
     ``batch``: how many sequences it is called for, which tells that axis from the heads.
     """
     program = program.copy()
-    canonicalize(program)
-    program.gm.recompile()
-    verdicts = analyse(program).judged("absorbed", "never", default_device("cpu"))
+    canonical(program)
+    verdicts = Analyses(program).get(LEGAL)
     inputs = [_input(node, program, given) for node in program.placeholders]
     found = []
     for verdict in verdicts:

@@ -11,10 +11,10 @@ import torch
 import mla_compile
 from mla_compile.errors import OptionError
 from mla_compile.kernels.cpu import native
-from mla_compile.pass_table import _reads_float8
 from mla_compile.passes.cache.packed import error_of, pack, packed_width, unpack
 from mla_compile.passes.cache.recipe import at_once
 from mla_compile.passes.rewrite import packed_rows
+from mla_compile.pipeline.target import this_machine
 from mla_compile.runtime.latent import LatentTensor
 from tests.support.latent_modules import LAYERS, B, Cache, D, H, L, Model, N, OneLayer, R, V
 from tests.support.programs import seeded
@@ -173,14 +173,14 @@ def test_the_operator_reads_float8_as_it_is(dtype: torch.dtype, monkeypatch: pyt
         found.append(read_packed(*args))
         return found[-1]
 
-    monkeypatch.setattr("mla_compile.pass_table.read_packed", counted)
+    monkeypatch.setattr("mla_compile.passes.rewrite.packed_rows.read_packed", counted)
     model = Model().to(dtype)
     options = {"codegen": "eager", "forms": "absorbed", "cache_dtype": "fp8", "strict": True}
     results = {}
     for kernels in (True, False):
         torch.compiler.reset()
         found.clear()
-        monkeypatch.setattr("mla_compile.pass_table._reads_float8", lambda _, kernels=kernels: kernels)
+        monkeypatch.setattr("mla_compile.pipeline.target._reads_float8", lambda _, kernels=kernels: kernels)
         results[kernels] = run(mla_compile.optimize(model, **options), Cache())
         assert (LAYERS in found) is kernels
     exact = run(copy.deepcopy(model).double(), Cache())
@@ -188,8 +188,9 @@ def test_the_operator_reads_float8_as_it_is(dtype: torch.dtype, monkeypatch: pyt
 
 
 def test_a_cpu_reads_float8_where_its_kernel_was_built(monkeypatch: pytest.MonkeyPatch):
-    assert _reads_float8(torch.device("cpu")) is (native.load() is not None)
+    reads = this_machine().reads_float8
+    assert reads(torch.device("cpu")) is (native.load() is not None)
     monkeypatch.setattr(native, "load", lambda: None)
-    assert not _reads_float8(torch.device("cpu"))
-    assert _reads_float8(torch.device("cuda"))
-    assert not _reads_float8(torch.device("meta"))
+    assert not reads(torch.device("cpu"))
+    assert reads(torch.device("cuda"))
+    assert not reads(torch.device("meta"))

@@ -13,7 +13,6 @@ from torch.export import Dim
 from torch.utils._sympy.functions import Min
 
 from mla_compile import ops
-from mla_compile.analysis import canonicalize
 from mla_compile.batching.traced import _drop_asserts
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
@@ -21,7 +20,7 @@ from mla_compile.passes.cache.page_rows import rows_of_pages
 from mla_compile.passes.cache.pages import Unpaged, find_pages, read_batch_from, step_over_pages
 from mla_compile.passes.ir.sizes import holds
 from tests.passes.cache.test_pages import CACHES, PAGE, L, Model, R, alone, op, some, written
-from tests.support.programs import seeded
+from tests.support.programs import canonical, seeded
 
 pytestmark = pytest.mark.thorough
 
@@ -59,7 +58,7 @@ def step(attend: Callable[..., Any], past: int = 5) -> tuple[Program, Model]:
         model, given, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )
     program = capture.from_exported(exported)
-    canonicalize(program)
+    canonical(program)
     _drop_asserts(program)
     read_batch_from(program, "input_ids")
     return program, model

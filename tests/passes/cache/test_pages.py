@@ -11,7 +11,6 @@ from torch import nn
 from torch.export import Dim
 
 from mla_compile import ops
-from mla_compile.analysis import canonicalize
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.core.sharing import Sharing
@@ -26,7 +25,7 @@ from mla_compile.passes.cache.pages import (
     read_batch_from,
     step_over_pages,
 )
-from tests.support.programs import seeded
+from tests.support.programs import canonical, seeded
 from tests.support.tiers import full
 
 pytestmark = pytest.mark.thorough
@@ -73,7 +72,7 @@ def step(attend: Step, past: int = 5) -> tuple[Program, Model]:
     given = (torch.tensor([[3], [7]]), seeded(2, past, L, dtype=torch.float32), seeded(2, past, R, dtype=torch.float32))
     exported = torch.export.export(model, given, dynamic_shapes=({0: B}, {0: B, 1: T}, {0: B, 1: T}), strict=False)
     program = capture.from_exported(exported)
-    canonicalize(program)
+    canonical(program)
     read_batch_from(program, "input_ids")
     return program, model
 

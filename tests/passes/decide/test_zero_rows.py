@@ -9,12 +9,13 @@ from torch import nn
 from torch.export import Dim
 
 import mla_compile
-from mla_compile.analysis import analyse, canonicalize
 from mla_compile.codes import Code
+from mla_compile.pipeline.analyses import sites, sliced_maps
+from mla_compile.pipeline.manager import Analyses
 from tests.passes.decide.test_row_slices import Used
 from tests.passes.rewrite.test_absorb import no_expansion
 from tests.support.modules import H, L, N, V, inputs, padded
-from tests.support.programs import absorbed, calls, decide, one_side, refused, seeded
+from tests.support.programs import absorbed, calls, canonical, decide, one_side, refused, seeded
 from tests.support.tiers import also
 from tests.support.usual import usual
 
@@ -132,10 +133,10 @@ def test_one_token_for_all_is_no_row_of_each():
     program, outcome = decide(fn, given, (H * N, L), (H * V, L))
     (site,) = outcome.report.sites
     assert (site.code, site.parts) == (Code.ABSORBED, ("values",))
-    canonicalize(program := program.copy())
-    found = analyse(program)
-    keys = found.sites[0].products[0].k.node
-    assert [piece.source for piece in found.maps.map(keys).pieces] == [keys]
+    canonical(program := program.copy())
+    known = Analyses(program)
+    keys = known.get(sites)[0].products[0].k.node
+    assert [piece.source for piece in known.get(sliced_maps).map(keys).pieces] == [keys]
 
 
 @pytest.mark.singly

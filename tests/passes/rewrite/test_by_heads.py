@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
-from mla_compile.by_heads import MOST_GROUPS
+from mla_compile.passes.decide.by_heads import MOST_GROUPS
 from tests.support import modules
 from tests.support.modules import MLA, D, H, L, N, causal, inputs, padded
 from tests.support.programs import assert_equal, calls, export, optimized, seeded

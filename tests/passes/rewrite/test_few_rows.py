@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mla_compile
-from mla_compile import pass_table, pipeline
-from mla_compile.analysis import canonicalize, weights_of
+from mla_compile import pipeline
 from mla_compile.kernels import linear
 from mla_compile.options import Options
+from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.rewrite.few_rows import few_rows
+from mla_compile.pipeline.target import this_machine
 from tests.support.models import build, greedy, prompt
-from tests.support.programs import export, run, seeded, trace
+from tests.support.programs import canonical, export, run, seeded, trace
 from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
 
@@ -29,8 +30,7 @@ Fn = Callable[..., Tensor]
 def handed(fn: Fn, *weights: Tensor, x: Tensor = X, least: int = 0, most: int = 4) -> int:
     """How many products of ``fn(x, *weights)`` the operator takes; the result has to stay the same."""
     program = trace(fn, [x], weights)
-    canonicalize(program)
-    known = weights_of(program)
+    known = weight_nodes(canonical(program), program.weights)
     done = few_rows(program.gm.graph, program.fake_mode, known, lambda _, __, rows: rows <= most, least, 4)
     program.gm.graph.lint()
     program.gm.recompile()
@@ -78,8 +78,8 @@ def test_an_open_number_of_rows(seen: int, pays: int, takes: int | None):
     module = torch.nn.Linear(K, O)
     x = seeded(seen, 1, K, dtype=torch.float32)
     program = export(module, [x], [{0: torch.export.Dim("batch")}])
-    canonicalize(program)
-    done = few_rows(program.gm.graph, program.fake_mode, weights_of(program), lambda _, __, rows: rows <= pays, 0, 4)
+    known = weight_nodes(canonical(program), program.weights)
+    done = few_rows(program.gm.graph, program.fake_mode, known, lambda _, __, rows: rows <= pays, 0, 4)
     ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.few_rows_linear.default]
     assert [n.args[3] for n in ops] == [takes] * done == ([] if takes is None else [takes])
     program.gm.recompile()
@@ -123,11 +123,12 @@ def test_several_ranks_keep_their_products(ranks: int, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: ranks > 0)
         patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-        several = pass_table._several_ranks()
+        target = this_machine()
+    several = target.ranks > 1
     assert several is (ranks == 2)
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
     monkeypatch.setattr(linear, "pays", linear.takes)
-    monkeypatch.setattr(pass_table, "_several_ranks", lambda: several)
+    monkeypatch.setattr("mla_compile.pipeline.target._ranks", lambda: target.ranks)
     module, given = Toy(), decode_inputs()
     outcome = pipeline.run(export(module, given), Options(products="native", forms="absorbed"))
     assert outcome.absorbed == 1

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from mla_compile import pass_table
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
 from mla_compile.passes.attention.indexer import Indexer
 from mla_compile.passes.rewrite.index import index_scores
+from mla_compile.pipeline import rewrites
 from tests.support.programs import codes, error, export, optimized, run, seeded, trace
 from tests.support.tiers import also
 from tests.support.usual import usual
@@ -292,7 +292,7 @@ def wrong(found: Indexer, fake_mode: object) -> fx.Node:
 
 
 def test_a_wrong_rewrite_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pass_table, "index_scores", wrong)
+    monkeypatch.setattr(rewrites, "index_scores", wrong)
     inputs, weights = tensors()
     program = trace(attention(half), inputs, weights)
     how = {"forms": "absorbed", "lowering": "op", "verify": True}

@@ -112,7 +112,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(original(*args))
         return found[-1]
 
-    monkeypatch.setattr("mla_compile.pass_table.read_packed", counted)
+    monkeypatch.setattr("mla_compile.passes.rewrite.packed_rows.read_packed", counted)
     torch.compiler.reset()
     return found
 

@@ -13,8 +13,8 @@ from torch.export import Dim
 from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.options import Options
+from mla_compile.passes.decide import head_groups
 from mla_compile.passes.dependence.parts import PartMaker
-from mla_compile.passes.rewrite import split_heads
 from mla_compile.report.report import Report
 from tests.passes.decide.test_negatives import rotate
 from tests.passes.rewrite.test_absorb import no_expansion, softcap
@@ -360,7 +360,7 @@ def test_keys_and_values_mixed_over_heads_are_made_of_all_cached_rows():
 
 
 def test_too_many_groups(monkeypatch):
-    monkeypatch.setattr(split_heads, "MOST", 1)
+    monkeypatch.setattr(head_groups, "MOST", 1)
     refused(SomeHeads(), data(), Code.HEAD_DEPENDENT_LATENT)
 
 

@@ -11,13 +11,14 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from mla_compile import pass_table, pipeline
+from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
 from mla_compile.options import Options
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.rewrite import absorb as absorb_pass
 from mla_compile.passes.verify.evaluate import of_sizes
+from mla_compile.pipeline import rewrites
 from tests.support.calls import counted
 from tests.support.modules import MLA, inputs
 from tests.support.programs import assert_equal, assert_untouched, export
@@ -55,7 +56,7 @@ def scaled(factor):
 
 
 def test_a_wrong_rewrite_is_rolled_back(monkeypatch):
-    monkeypatch.setattr(pass_table, "absorb", scaled(1.001))
+    monkeypatch.setattr(rewrites, "absorb_site", scaled(1.001))
     module, given = MLA().double(), inputs()
     program, outcome = verified(module, given)
     (site,) = outcome.report.sites
@@ -66,7 +67,7 @@ def test_a_wrong_rewrite_is_rolled_back(monkeypatch):
 
 
 def test_strict_raises_instead_of_rolling_back(monkeypatch):
-    monkeypatch.setattr(pass_table, "absorb", scaled(1.001))
+    monkeypatch.setattr(rewrites, "absorb_site", scaled(1.001))
     with pytest.raises(VerificationError, match="float64"):
         verified(MLA().double(), inputs(), strict=True)
 
@@ -83,7 +84,7 @@ def test_only_the_wrong_site_is_rolled_back(monkeypatch):
     def wrong(plan, *how, **more):
         return scaled(1.01 if plan.site.probs is None else 1.0)(plan, *how, **more)
 
-    monkeypatch.setattr(pass_table, "absorb", wrong)
+    monkeypatch.setattr(rewrites, "absorb_site", wrong)
     module, given = Two(), inputs()[:3]
     _, outcome = verified(module, given, lowering="aten")
     assert sorted(str(s.code) for s in outcome.report.sites) == ["absorbed", "verify_failed"]
@@ -105,7 +106,7 @@ def test_less_precision_than_the_original_is_found(monkeypatch):
         node.replace_input_with(query, cut)
         return done
 
-    monkeypatch.setattr(pass_table, "absorb", coarse)
+    monkeypatch.setattr(rewrites, "absorb_site", coarse)
     _, outcome = verified(MLA().float(), inputs(T=9, dtype=torch.float32))
     (site,) = outcome.report.sites
     assert site.code is Code.VERIFY_FAILED

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from mla_compile import pass_table, pipeline
+from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.options import Options
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.rewrite import absorb as absorb_pass
+from mla_compile.pipeline import rewrites
 from tests.support.modules import MLA, inputs, padded
 from tests.support.programs import assert_equal, export
 from tests.support.tiers import also
@@ -74,7 +75,7 @@ def test_a_fault_in_a_field_of_one_plan_is_not_hidden_by_its_twin(every, monkeyp
         plans.append(plan)
         return absorb_pass.absorb(plan if len(plans) % 2 else tamper(plan), *how, **more)
 
-    monkeypatch.setattr(pass_table, "absorb", absorb)
+    monkeypatch.setattr(rewrites, "absorb_site", absorb)
     options = Options(verify=True, forms="absorbed", lowering="aten")
     assert pipeline.run(program, options).absorbed == 2
     found = []

@@ -1,47 +1,26 @@
-"""Decides which large expanded attentions are computed for a few heads at a time, and rewrites them."""
+"""Decide which large expanded attentions are computed for a few heads at a time, and in which groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from mla_compile.analysis import device_type, weights_of
-from mla_compile.core.program import Program
-from mla_compile.errors import VerificationError
-from mla_compile.options import Options
-from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.dependence.region import Region, find_region
 from mla_compile.passes.ir.axes import axis_size
-from mla_compile.passes.ir.graph import operator_name, shape, val
+from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.sizes import hint, same, size
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import remove_dead_code
-from mla_compile.passes.rewrite.by_heads import by_heads
-from mla_compile.passes.verify.by_heads import by_heads_comparison
-from mla_compile.passes.verify.comparison import Check, Checks, Comparison
 
 MOST_GROUPS = 16
 """The largest number of groups of an attention, so that a sixteenth of its per-head tensors is in memory at a time.
 
 The merged output and the hidden states remain. They have no heads, so more groups would only add code.
 """
-
-_IN_GROUPS = "{size} of {heads} heads at a time, since all at once would take {gib:.3g} GiB for this attention"
-_AT_ONCE = "all heads at once, which take {gib:.3g} GiB for this attention: {why}"
-
-
-@dataclass
-class ByHeads:
-    """The result for one program: how many attentions were rewritten, and a note on each by the name of its node."""
-
-    done: int = 0
-    notes: dict[str, str] = field(default_factory=dict)
 
 
 def is_large(site: AttentionSite, limit: int, *, guard: bool) -> bool:
@@ -58,55 +37,13 @@ def is_large(site: AttentionSite, limit: int, *, guard: bool) -> bool:
     return bool(total > limit) if guard else hint(size(total), total) > limit
 
 
-def group_heads(
-    program: Program,
-    options: Options,
-    untouched: fx.Graph | None,
-    is_asked: Callable[[AttentionSite], bool],
-    *,
-    guard: bool,
-) -> ByHeads:
-    """Rewrite the large attentions of a canonical program for which ``is_asked`` returns true.
-
-    ``untouched`` is the graph that they are verified against. Raises :class:`VerificationError` with
-    ``options.strict``.
-    """
-    found, checks = ByHeads(), Checks(program.weights)
-    before = {} if untouched is None else {n.name: n for n in untouched.nodes}
-    assert options.expanded_bytes is not None
-    weights = weights_of(program)
-    in_order = options.codegen == "inductor" and options.lowering == "op"
-    pad = device_type(program.gm) == "cpu"  # torch's fused CPU attention needs K and V of one width
-    for site in find_attention(program.gm.graph, weights):
-        if not is_asked(site) or not is_large(site, options.expanded_bytes, guard=guard):
-            continue
-        total = _bytes(site)
-        gib = hint(size(total), total) / 2**30
-        chosen = _region(site, weights)
-        if isinstance(chosen, Stop):
-            why = f"{chosen.detail} ({operator_name(chosen.node)})"
-            found.notes[site.node.name] = _AT_ONCE.format(gib=gib, why=why)
-            continue
-        region, bounds = chosen
-        new = by_heads(region, bounds, program.fake_mode, in_order=in_order, pad=pad)
-        note = _IN_GROUPS.format(size=bounds[1] * region.heads // bounds[-1], heads=region.heads, gib=gib)
-        if untouched is not None:
-            compared = by_heads_comparison(site, region, new, before, program.weights)
-            check = checks.check(compared) if isinstance(compared, Comparison) else Check(None, note=compared)
-            if check.problem is not None:
-                if options.strict:
-                    raise VerificationError(f"an attention by groups of heads {check.problem}; it was not used")
-                found.notes[site.node.name] = _AT_ONCE.format(gib=gib, why=f"in groups it {check.problem}")
-                continue
-            note += f" ({check.note})" if check.note else ""
-        region.out.replace_all_uses_with(new)
-        found.notes[site.node.name] = note
-        found.done += 1
-    remove_dead_code(program.gm.graph)
-    return found
+def bytes_of(site: AttentionSite) -> int:
+    """Return the bytes of the per-head tensors of an attention, for the hinted sizes."""
+    total = _bytes(site)
+    return hint(size(total), total)
 
 
-def _region(site: AttentionSite, weights: set[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
+def groups_along_heads(site: AttentionSite, weights: Collection[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
     """The region of an attention along its heads and the ends of its groups, or the stop that prevents grouping."""
     stop = Stop(site.node, "unsupported_op", "it has no axis of heads of a known length")
     # The innermost axis that queries, keys and output share: the axes before it are batch axes.

@@ -1,61 +1,46 @@
-"""The rewrite before the pass table: caches of K and V become caches of latent rows."""
+"""Decide which caches of K and V become caches of latent rows, and rewrite the signature of the program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from mla_compile.analysis import Analysis, CanonicalProgram, analyse, canonicalize, copy_with_origins, weights_of
 from mla_compile.core.program import Program
+from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
-from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
-from mla_compile.passes.decide.cost import default_device, saves_cache
+from mla_compile.passes.decide.cost import saves_cache
 from mla_compile.passes.decide.readers import narrower_readers, projection_of
 from mla_compile.passes.decide.records import Side, Verdict
 from mla_compile.passes.ir.graph import bytes_hint, is_tensor
 from mla_compile.passes.ir.operators import is_contraction
-from mla_compile.passes.ir.walk import ancestors, remove_dead_code
+from mla_compile.passes.ir.walk import ancestors, remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.narrow import narrow
 
 
-def with_latent_cache(
-    captured: Program, *, assume: bool = False, packs: bool = False
-) -> tuple[Program, CanonicalProgram | None]:
-    """Replace the K and V that the caller keeps by their rows, and return the rewritten program.
+class KeptRows(NamedTuple):
+    """What became rows.
 
-    If there are none, return the program itself, and the analysis of the copy on which that was found. Caches are
-    rewritten only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in
-    every call. ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``: rows are kept
-    in float8.
+    ``sides``: for each attention whose cache was rewritten, by name, the sides that read rows now. ``torn``: the
+    attentions whose rewrite is invalid; if there are any, the program must be discarded.
     """
-    refused: set[str] = set()
-    while True:
-        program = copy_with_origins(captured)
-        changes = canonicalize(program)
-        found = analyse(program, slices=False)  # the rewrite handles buffers, which are read from row 0
-        kept, torn = _keep_rows(found, refused, assume=assume, packs=packs)
-        if not kept:
-            return captured, CanonicalProgram(changes, found)
-        if torn:
-            refused |= torn
-            continue
-        # The question is whether absorbing is legal, not whether it is cheaper.
-        verdicts = analyse(program, slices=False).judged("absorbed", "never", default_device("cpu"))
-        wrong = kept.keys() - {v.site.node.name for v in verdicts if _reads_rows(v, kept.get(v.site.node.name))}
-        if not wrong:
-            program.gm.recompile()
-            return program, None
-        refused |= wrong
+
+    sides: dict[str, frozenset[Side]]
+    torn: set[str]
+
+    def expanded(self, verdicts: Iterable[Verdict]) -> set[str]:
+        """Return the attentions that would expand their rows in every call: ``verdicts`` do not absorb them."""
+        return self.sides.keys() - {v.site.node.name for v in verdicts if _reads_rows(v, self.sides)}
 
 
-def _reads_rows(verdict: Verdict, sides: frozenset[Side] | None) -> bool:
-    """Whether an attention reads the rows of ``sides`` directly, and so does not expand them in every call."""
-    plan = verdict.plan if verdict.absorb else None
+def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
+    """Whether an attention reads its rows directly, and so does not expand them in every call."""
+    plan, sides = verdict.plan if verdict.absorb else None, rows.get(verdict.site.node.name)
     if sides is None or plan is None:
         return False
     absorbed = {side for side, terms in plan.sides if terms}
@@ -63,15 +48,21 @@ def _reads_rows(verdict: Verdict, sides: frozenset[Side] | None) -> bool:
     return sides <= absorbed and (len(absorbed) < 2 or saves_cache(plan.dims))
 
 
-def _keep_rows(
-    found: Analysis, refused: set[str], *, assume: bool, packs: bool
-) -> tuple[dict[str, frozenset[Side]], set[str]]:
-    """Rewrite the caches of all attentions but ``refused``.
+def keep_rows(
+    program: Program,
+    sites: Sequence[AttentionSite],
+    maps: Maps,
+    refused: Collection[str],
+    *,
+    assume: bool,
+    packs: bool,
+) -> KeptRows:
+    """Rewrite the caches of all attentions of a canonical program but ``refused``.
 
-    Returns the sides of each attention whose cache was rewritten, and the attentions whose rewrite is invalid. If there
-    are any of the latter, the program must be discarded.
+    ``maps``: the linear maps without row slices, since the rewrite handles buffers, which are read from row 0.
+    ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``: rows are kept in float8.
     """
-    program, graph = found.program, found.program.gm.graph
+    graph = program.gm.graph
     returned: dict[fx.Node, tuple[int, ...]] = {}
     written = _own_buffers(program, assume=assume)
     handed_back = _handed_back(program)
@@ -84,17 +75,17 @@ def _keep_rows(
     assumed = [node for node in map(named.__getitem__, written) if node not in pasts]
     if assume:
         assumed += _own_inputs(program)
-    sites = [site for site in found.sites if site.node.name not in refused]
+    sites = [site for site in sites if site.node.name not in refused]
     new = dict(zip(program.mutations, program.outputs, strict=False))
     overwritten = {new[name]: named[name] for name in written}
-    caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, overwritten, packs=packs)
+    caches = find_caches(graph, sites, maps, pasts, returned, assumed, overwritten, packs=packs)
     # An input that the attention reads as it came in, but that the program also writes to, stays K.
     caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
     torn: set[str] = set()
     if caches:
         # ``cache.inputs`` follows the order of the signature, not the order in which attentions were found.
         names = [node.name for node in program.placeholders]
-        made = _projections(caches, found.maps)
+        made = _projections(caches, maps)
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
         _narrow(program, made)
         inputs = program.cache.inputs
@@ -105,7 +96,7 @@ def _keep_rows(
     sides: dict[str, frozenset[Side]] = {}
     for kept in caches:
         sides[kept.site.name] = sides.get(kept.site.name, frozenset()) | kept.sides
-    return sides, torn
+    return KeptRows(sides, torn)
 
 
 def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.Node]:
@@ -123,7 +114,8 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
 
 def _narrow(program: Program, made: Mapping[fx.Node, fx.Node]) -> None:
     """If one product made both K and V and one of them is now computed from rows, narrow the product to the other."""
-    graph, maps = program.gm.graph, LinearMaps(weights_of(program), program.fake_mode)
+    graph = program.gm.graph
+    maps = LinearMaps(weight_nodes(graph, program.weights), program.fake_mode)
     alive = frozenset(graph.nodes)
     alone: list[tuple[fx.Node, fx.Node]] = []
     for node, source in made.items():
@@ -288,13 +280,3 @@ def _write_rows(program: Program, cache: LatentCache, handed_back: dict[int, str
     program.mutations = tuple(mutations)
     program.gm.graph.output_node().args = (tuple(new),)
     remove_dead_code(program.gm.graph)
-
-
-def packed_notes(program: Program) -> tuple[str, ...]:
-    """Notes on what ``cache_dtype="fp8"`` did to the rows of a program's cache, with the measured error."""
-    recipes = [recipe for recipe, _ in program.cache.recipes.values()] if program.cache else []
-    widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
-    if not widths:
-        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows',)
-    error = max(map(error_of, widths))
-    return (f"rows of the cache are kept in float8 with one scale per row: measured relative error {error:.1%}",)

@@ -1,0 +1,3 @@
+"""The passes over a captured program: their table, the manager that runs them, and the analyses that they share."""
+
+from mla_compile.pipeline.driver import run as run

@@ -1,0 +1,70 @@
+"""Runs the passes, :data:`~mla_compile.pipeline.table.PASSES`, in order over one captured program.
+
+Three rules determine the order:
+
+* Canonicalisation comes first, so that analyses see one spelling of each operator.
+* All decisions come before all rewrites. An analysis never edits the graph: rows that no node holds are virtual
+  sources, and what only a trial can decide (caches of rows, heads in groups) is tried on a copy, which is kept if it is
+  better.
+* Rewrites come last, and apply decisions only. ``verify`` compares with the captured graph, and runs before rewrites
+  that replace the inputs of its checks (folding, narrowing of up-projections).
+
+The input program is never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mla_compile.codes import Code
+from mla_compile.core.program import Program
+from mla_compile.core.records import PassRecord
+from mla_compile.errors import VerificationError
+from mla_compile.options import Options
+from mla_compile.passes.ir.expr import evaluated_once
+from mla_compile.pipeline.manager import run_passes
+from mla_compile.pipeline.outcome import Outcome, outcome_of
+from mla_compile.pipeline.state import PassState, Request
+from mla_compile.pipeline.table import PASSES
+
+
+def run(
+    program: Program,
+    options: Options,
+    name: str = "",
+    *,
+    frozen: bool = False,
+    own_cache: bool = False,
+    draw: bool = False,
+    recompiles: bool = False,
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> Outcome:
+    """Rewrite a copy of ``program`` as far as that is proved correct and pays.
+
+    ``frozen``: the result goes into a file. Its weights will not change any more, so that folding them costs nothing in
+    a call, and the kernels that will run it are not known here. ``own_cache``: with ``cache="latent"``, inputs that
+    hold K and V are assumed to come from the program itself. ``draw``: the report keeps a drawing of each attention.
+    ``recompiles``: the caller of the result checks its size guards and recompiles where they fail. ``refused``:
+    attentions that other ranks do not absorb, with the reason.
+
+    With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
+    left as it was (``options.strict``: raises :class:`VerificationError`).
+    """
+    request = Request(options, frozen=frozen, own_cache=own_cache, draw=draw, recompiles=recompiles)
+    failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
+    with evaluated_once(program.fake_mode):
+        state = PassState.begin(request, program, failed)
+        state.records.append(PassRecord("capture", 0, program.seconds))
+        run_passes(PASSES, state)
+        # A failed site may have prevented another from being absorbed, or been absorbed together with it, so everything
+        # is decided again without it. The loop ends because every round adds a site.
+        while new := {node: check.problem for node, check in state.checks.items() if check.problem is not None}:
+            if options.strict:
+                raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")
+            failed.update((name, (Code.VERIFY_FAILED, problem)) for name, problem in new.items())
+            prepared = {one.name for one in PASSES if one.once}
+            state, before = PassState.begin(request, program, failed, state.base), state.records
+            state.records += [r for r in before if r.name == "capture" or r.name in prepared]
+            run_passes((one for one in PASSES if not one.once), state)
+        return outcome_of(state, name)

@@ -1,0 +1,97 @@
+"""The pass manager: it runs the passes of a table in order and keeps the analyses of a graph between them.
+
+An analysis is computed when a pass first asks for it, and kept until a pass has changed the graph and does not say that
+the analysis is still valid. A pass that tries something works on a copy with analyses of its own, and the state adopts
+both if the trial is better.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from mla_compile.core.program import Program
+from mla_compile.core.records import PassRecord
+from mla_compile.errors import MlaCompileError
+from mla_compile.passes.ir.graph import ORIGIN
+
+_T = TypeVar("_T")
+
+
+class PassError(MlaCompileError, RuntimeError):
+    """A pass left an invalid graph: a bug of this library, found before the graph ran."""
+
+
+class Analyses:
+    """The analyses of one program. An analysis is a function of this object, or a frozen record that is callable."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._kept: dict[Callable[[Analyses], Any], Any] = {}
+
+    def get(self, analysis: Callable[[Analyses], _T]) -> _T:
+        """The result of ``analysis``, computed now unless it is still valid."""
+        if analysis not in self._kept:
+            self._kept[analysis] = analysis(self)
+        return cast("_T", self._kept[analysis])
+
+    def invalidate(self, keeps: Collection[Callable[[Analyses], Any]] = ()) -> None:
+        """Forget all analyses but ``keeps``, because the graph has changed."""
+        self._kept = {analysis: result for analysis, result in self._kept.items() if analysis in keeps}
+
+
+class State(Protocol):
+    """What the passes of a table work on."""
+
+    analyses: Analyses
+    records: list[PassRecord]
+
+
+_S = TypeVar("_S", bound=State)
+
+
+@dataclass(frozen=True)
+class Pass(Generic[_S]):
+    """One pass.
+
+    Attributes:
+        name: the name in reports.
+        reads: what it reads, in words.
+        changes: what it changes, in words; empty for an analysis.
+        work: runs the pass, and returns how many changes it made, or how many things it found.
+        keeps: the analyses that are still valid after it has changed the graph.
+        once: whether it prepares the program, so that it is not repeated when the rest is decided again.
+    """
+
+    name: str
+    reads: str
+    changes: str
+    work: Callable[[_S], int] = field(repr=False)
+    keeps: tuple[Callable[[Analyses], Any], ...] = ()
+    once: bool = False
+
+
+def run_passes(passes: Iterable[Pass[_S]], state: _S) -> None:
+    """Run ``passes`` in order, record the time of each, and check the graph after each that changed it."""
+    for one in passes:
+        start, before = time.perf_counter(), state.analyses
+        found = one.work(state)
+        if found and one.changes:
+            _check(one, state.analyses.program)
+            if state.analyses is before:  # otherwise it adopted a trial, with its analyses
+                state.analyses.invalidate(one.keeps)
+        state.records.append(PassRecord(one.name, found if one.changes else 0, time.perf_counter() - start))
+
+
+def _check(one: Pass[Any], program: Program) -> None:
+    """Lint the graph and look for new nodes without metadata; torch leaves some of its own without."""
+    try:
+        program.gm.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"the pass {one.name} left an invalid graph: {error}") from error
+    new = (n for n in program.gm.graph.nodes if n.op == "call_function" and ORIGIN not in n.meta)
+    bare = [n.name for n in new if "val" not in n.meta]
+    if bare:
+        raise PassError(f"the pass {one.name} left nodes without metadata: {', '.join(bare)}")

@@ -1,0 +1,214 @@
+"""Passes that rewrite attentions, and what surrounds them, as the verdicts say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mla_compile.codes import Code
+from mla_compile.core.program import copy_graph
+from mla_compile.errors import VerificationError
+from mla_compile.passes.attention.indexer import indexers
+from mla_compile.passes.cache.held import held
+from mla_compile.passes.cache.share import begun_rows
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir import stand_in
+from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.report.draw import Sketch
+from mla_compile.passes.report.heads import attentions
+from mla_compile.passes.report.site import fused_told
+from mla_compile.passes.rewrite import columns, dequantize, fold, lower, narrow, packed_rows, project, schedule
+from mla_compile.passes.rewrite import few_rows as products
+from mla_compile.passes.rewrite.absorb import absorb as absorb_site
+from mla_compile.passes.rewrite.by_hand import fuse
+from mla_compile.passes.rewrite.index import index_scores
+from mla_compile.passes.rewrite.lengths import Lengths
+from mla_compile.passes.rewrite.records import Absorbed
+from mla_compile.passes.verify.comparison import Checks
+from mla_compile.passes.verify.index import index_comparison
+from mla_compile.passes.verify.sites import site_comparison
+from mla_compile.passes.verify.split import split_comparison
+from mla_compile.pipeline.analyses import linear_maps, weights
+from mla_compile.pipeline.state import PassState
+
+_INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {problem}"
+
+
+def absorb(state: PassState) -> int:
+    """Rewrite the attentions that are legal and worth absorbing, and those absorbed by hand that a kernel runs."""
+    state.verdicts = [_unless_failed(v, state) for v in state.verdicts]
+    # before absorbing: attentions still read the returned rows and the graph's inputs, not the sources of these
+    if state.program.sharing is not None:
+        state.shared = begun_rows(state.program, state.verdicts)
+    _note_caches(state)
+    # Before the first rewrite: the "before" drawing needs the original nodes.
+    if state.request.draw:
+        state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analyses.get(weights)})
+    lengths, fake_mode = Lengths(), state.program.fake_mode
+    state.rewritten = [
+        absorb_site(v.plan, fake_mode, lengths, merges=_folds(v)) for v in state.chosen if v.plan is not None
+    ]
+    state.fused = _fused(state, lengths)
+    remove_dead_code(state.graph)
+    return len(state.rewritten) + len(state.fused)
+
+
+def _unless_failed(verdict: Verdict, state: PassState) -> Verdict:
+    if verdict.site.node.name not in state.failed:
+        return verdict
+    code, reason = state.failed[verdict.site.node.name]
+    return replace(verdict, code=code, reason=reason)
+
+
+def _note_caches(state: PassState) -> None:
+    """Record what the caches of attentions hold."""
+    for name, group in attentions(state.verdicts, state.splits).items():
+        plans = [v.plan for v in group if v.plan is not None and v.absorb and v.plan.keys and v.plan.vals]
+        found = held(plans, state.base.cache) if len(plans) == len(group) else None
+        if found is not None:
+            state.held[name] = found
+
+
+def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
+    """Replace hand-absorbed attentions by the operator, if a kernel runs it."""
+    done: list[Absorbed] = []
+    if state.options.lowering == "aten":
+        return done
+    for i, verdict in enumerate(state.verdicts):
+        fusion = verdict.fusion
+        if fusion is None or verdict.site.node.name in state.failed:
+            continue
+        # In a file, whose kernels are not known, listed rows of many queries would be gathered, and what is absorbed by
+        # hand stays in operators that every runtime has, none of which copies a row to every head.
+        in_file = fusion.is_step and verdict.code is Code.SHARED_ROWS
+        if not (in_file if state.request.frozen else state.request.target.runs(val(fusion.plan.latent.node))):
+            continue
+        done.append(fuse(fusion, state.program.fake_mode, lengths))
+        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, *fused_told(fusion)))
+    return done
+
+
+def verify(state: PassState) -> int:
+    """Check each distinct site once, and give the result to all sites that are the same computation.
+
+    An attention that was split by heads is compared with its original as a whole.
+    """
+    if (untouched := state.untouched) is None:
+        return 0
+    own = state.program.weights
+    checks, grouped = Checks(own), {g.node for s in state.splits for g in s.groups}
+    for site in (*state.rewritten, *state.fused):
+        if site.plan.site.node not in grouped:
+            compared = site_comparison(site.plan, site.out, untouched, site.given, own)
+            state.checks[site.plan.site.node.name] = checks.check(compared)
+    by_node = {v.site.node: v for v in state.verdicts}
+    for split in state.splits:
+        groups = [by_node[g.node] for g in split.groups]
+        state.checks[split.name] = checks.check(split_comparison(split, groups, untouched, own))
+    return len(state.checks)
+
+
+def index(state: PassState) -> int:
+    """Compute the scores of each indexer with one operator, if an attention reads its index list."""
+    if state.options.lowering == "aten":
+        return 0
+    plans = [v.plan for v in state.chosen if v.plan is not None]
+    fused = {done.plan.site.node for done in state.fused}
+    plans += [p for v in state.verdicts if v.fusion is not None and v.site.node in fused for p in v.fusion.each]
+    lists = [plan.visible.chosen for plan in plans if plan.visible.chosen is not None]
+    checks = Checks(state.program.weights)
+    written = 0
+    for found in indexers(lists, state.analyses.get(weights)) if lists else ():
+        new = index_scores(found, state.program.fake_mode)
+        if state.untouched is not None:
+            compared = index_comparison(found, new, state.untouched, state.program.weights)
+            if (problem := checks.check(compared).problem) is not None:
+                if state.options.strict:
+                    raise VerificationError(f"an indexer as one operator {problem}; it was not used")
+                state.messages += (_INDEX_STAYS.format(problem=problem),)
+                remove_dead_code(state.graph)
+                continue
+        found.out.node.replace_all_uses_with(new)
+        written += 1
+    if written:
+        remove_dead_code(state.graph)
+    return written
+
+
+def _folds(verdict: Verdict) -> bool:
+    return verdict.choice is not None and (verdict.choice.fold_query or verdict.choice.fold_output)
+
+
+def fold_weights(state: PassState) -> int:
+    """Multiply weights ahead of time where a verdict says so."""
+    if not any(map(_folds, state.chosen)):
+        return 0
+    state.folded = fold.fold(state.program, state.analyses.get(linear_maps), state.rewritten, state.chosen)
+    return sum(map(len, state.folded.values()))
+
+
+def dequantize_once(state: PassState) -> int:
+    """Keep dequantized weights of absorbed attentions as inputs."""
+    if state.options.dequantize == "step" or not state.rewritten:
+        return 0
+    own = state.analyses.get(weights)
+    return dequantize.dequantize_once(state.program, own, state.rewritten, state.options.dequantize)
+
+
+def narrow_projections(state: PassState) -> int:
+    """Compute only the part of an up-projection that is still read."""
+    alone = [pair for v in state.chosen for pair in v.narrowed]
+    return narrow.narrow(alone, state.analyses.get(linear_maps)) if alone else 0
+
+
+def settle(state: PassState) -> int:
+    """Restore the operators of libraries where they are still needed."""
+    if not any(map(stand_in.waits, state.graph.nodes)):
+        return 0
+    done = stand_in.settle(state.graph)
+    remove_dead_code(state.graph)
+    state.analyses.invalidate()
+    return done
+
+
+def lower_to_aten(state: PassState) -> int:
+    """Replace our operators by plain ATen if that is asked for."""
+    return lower.lower_to_aten(state.graph, state.program.fake_mode) if state.options.lowering == "aten" else 0
+
+
+def lower_projections(state: PassState) -> int:
+    """Write einsums of few rows as products that a compiler fuses."""
+    done = project.lower_projections(state.graph, state.program.fake_mode, state.analyses.get(weights))
+    if done:
+        remove_dead_code(state.graph)
+    return done
+
+
+def read_parts(state: PassState) -> int:
+    """Read the parts of a join in place of its slices."""
+    return columns.read_parts(state.graph, state.program.fake_mode)
+
+
+def read_packed(state: PassState) -> int:
+    """Hand rows in float8 to the attentions that read them."""
+    return packed_rows.read_packed(state.graph, state.program.fake_mode, state.request.target.reads_float8)
+
+
+def few_rows(state: PassState) -> int:
+    """Use the operator for products of a few rows."""
+    if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
+        return 0
+    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
+    # bit.
+    target = state.request.target
+    if target.ranks > 1:
+        return 0
+    own = state.analyses.get(weights)
+    return products.few_rows(
+        state.graph, state.program.fake_mode, own, target.pays, target.least_bytes, target.most_rows
+    )
+
+
+def share_schedules(state: PassState) -> int:
+    """Hoist the preparation of launches, and share it."""
+    return schedule.share_schedules(state.graph, state.program.fake_mode)

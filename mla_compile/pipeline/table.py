@@ -1,0 +1,56 @@
+"""The table of the passes over a program, in order: what each reads, what it changes, and how it runs."""
+
+from __future__ import annotations
+
+from mla_compile.pipeline.caches import append, share
+from mla_compile.pipeline.decisions import analyse, judge, split_heads, unfollowed
+from mla_compile.pipeline.large import by_heads
+from mla_compile.pipeline.manager import Pass
+from mla_compile.pipeline.prepare import canonical, latent_cache, stand_ins
+from mla_compile.pipeline.rewrites import (
+    absorb,
+    dequantize_once,
+    few_rows,
+    fold_weights,
+    index,
+    lower_projections,
+    lower_to_aten,
+    narrow_projections,
+    read_packed,
+    read_parts,
+    settle,
+    share_schedules,
+    verify,
+)
+from mla_compile.pipeline.state import PassState
+
+PASSES: tuple[Pass[PassState], ...] = (
+    Pass("stand_ins", "the captured graph", "operators of libraries, to plain ones for the time", stand_ins, once=True),
+    Pass("normalize", "the captured graph", "checks and empty operators", canonical("normalize")),
+    Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", canonical("views")),
+    Pass("split_products", "products beside a softmax", "products that also add", canonical("split_products")),
+    Pass("write_softmax", "exponentials between products", "a decomposed softmax", canonical("write_softmax")),
+    Pass("latent_cache", "K and V that the caller keeps", "caches, to rows", latent_cache, once=True),
+    Pass("analyse", "the canonical graph", "", analyse),
+    Pass("judge", "attentions and linear maps", "", judge),
+    Pass("split_heads", "verdicts, heads that differ", "attentions, on a copy that is kept", split_heads),
+    Pass("unfollowed", "softmaxes outside attentions, attentions without softmax", "", unfollowed),
+    Pass("absorb", "verdicts", "attentions that are legal and worth absorbing", absorb),
+    Pass("verify", "the rewritten and the untouched graph", "", verify),
+    Pass("index", "index lists", "scores of indexers, to one operator", index),
+    Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", fold_weights),
+    Pass(
+        "dequantize", "quantized weights of absorbed attentions", "weights that are dequantized once", dequantize_once
+    ),
+    Pass("narrow", "verdicts", "up-projections that are partly read", narrow_projections),
+    Pass("settle", "stand-ins", "stand-ins that are still read, to the operators of libraries", settle),
+    Pass("by_heads", "attentions that stay expanded", "large attentions, to groups of heads", by_heads),
+    Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', lower_to_aten),
+    Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", lower_projections),
+    Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", read_parts),
+    Pass("read_packed", "rows in float8", "reads of copies, to reads of the packed rows", read_packed),
+    Pass("share", "rows that ranks share", "attention, to each rank's own rows and a merge", share),
+    Pass("few_rows", "products with weights", "products of few rows on a CPU, to a faster operator", few_rows),
+    Pass("schedule", "operators on a GPU, their masks", "launch preparation, hoisted and shared", share_schedules),
+    Pass("append", "joins of rows that the caller keeps", "joins of old and new rows, to in-place writes", append),
+)

@@ -1,0 +1,52 @@
+"""What the passes know of the machine that will run a program: the one place that asks the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mla_compile.kernels import launch, linear
+from mla_compile.kernels.cpu import native
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine. What takes long to find out (the C kernel is built on first use) is asked when a pass needs it.
+
+    Attributes:
+        runs: whether a kernel runs the operator over such rows; the reference is no faster than the model's own code.
+        reads_float8: whether a kernel on such a device reads rows in float8.
+        pays: whether the kernel for products of a few rows beats torch's, by device, dtype and number of rows.
+        least_bytes: the smallest weight for that kernel.
+        most_rows: the most rows for that kernel.
+        ranks: the number of processes that run the model.
+    """
+
+    runs: Callable[[torch.Tensor], bool]
+    reads_float8: Callable[[torch.device], bool]
+    pays: Callable[[torch.device, torch.dtype, int], bool]
+    least_bytes: int
+    most_rows: int
+    ranks: int
+
+
+def this_machine() -> Target:
+    """The machine of this process."""
+    return Target(_runs, _reads_float8, linear.pays, linear.LEAST_BYTES, linear.MOST, _ranks())
+
+
+def _runs(rows: torch.Tensor) -> bool:
+    if rows.device.type == "cuda":  # a traced tensor may be on "cuda" where there is no GPU
+        return torch.cuda.is_available() and launch.reads(rows)
+    return rows.device.type == "cpu" and native.load() is not None
+
+
+def _reads_float8(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and native.load() is not None)
+
+
+def _ranks() -> int:
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 1

@@ -1,0 +1,162 @@
+"""Decide whether an attention is split into groups of heads: heads that share rows stay together.
+
+An attention that cannot be absorbed as a whole may have heads that come from different sources. The softmax runs over
+the keys of each head separately, so the attention of some heads does not need the others. An attention is not split if
+its heads meet before the output: in a mix of heads, in a softmax or norm over heads, or in probabilities that something
+else reads. Whether the groups absorb more than the whole did is found out on a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mla_compile.codes import CODES, Code
+from mla_compile.passes.attention.flex import flex_of
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.decide.sources import cut
+from mla_compile.passes.dependence.parts import AxisParts, Made
+from mla_compile.passes.dependence.steps import Blind
+from mla_compile.passes.ir.graph import shape
+from mla_compile.passes.linear.records import Maps
+
+MOST = 8
+"""The most groups of heads that one attention is split into.
+
+Each group is an attention with kernel launches of its own in each step. If there are more groups than this, nearly
+every head has rows of its own, and there is nothing to share.
+"""
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """The bounds between groups of heads of ``site``; the heads are axis ``dim`` of its output."""
+
+    site: AttentionSite
+    dim: int
+    bounds: tuple[int, ...]
+    parts: AxisParts
+    core: dict[tuple[fx.Node, int], Blind]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The attention of the heads from ``start`` to ``stop``."""
+
+    node: fx.Node
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class SplitSite:
+    """A split attention: ``name`` was its output node, ``site`` the original site, and ``joined`` is its new output."""
+
+    name: str
+    site: AttentionSite
+    joined: fx.Node
+    groups: tuple[Group, ...]
+
+    @property
+    def heads(self) -> int:
+        return self.groups[-1].stop
+
+
+def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
+    """Return groups of neighbouring heads that share the rows of keys and values; None if there is only one group."""
+    # The functions of flex_attention take the index of the head.
+    if site.problem is not None or flex_of(site.node) is not None:
+        return None
+    products = {p.node or site.node for p in site.products}
+    ends = {o.node for o in (*(p.q for p in site.products), *(m.operand for m in site.masks))}
+    ends -= {o.node for o in (*(p.k for p in site.products), site.v)}
+    parts = AxisParts(maps.weights, ends, lambda node: _made_of(node, maps))
+    for dim, axis in enumerate(site.out.axes):
+        length = shape(site.node)[dim]
+        if not axis or not set(axis) <= set(site.lead) or not isinstance(length, int):
+            continue
+        core = parts.core(site.node, dim, products)
+        # If something else reads the scores or probabilities, they must exist for all heads at once.
+        if core is None or _leaves({node for node, _ in core}, site.node):
+            continue
+        runs = parts.runs(site.node, dim)
+        # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head.
+        if 1 < len(runs) <= MOST and any(_expanded(r.made) and r.stop - r.start > 1 for r in runs):
+            return HeadGroups(site, dim, tuple(r.stop for r in runs), parts, core)
+    return None
+
+
+def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
+    """Return the groups of heads of an attention that cannot be absorbed as a whole, or only on one side."""
+    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only where there is no plan.
+    tried = verdict.parts if verdict.absorb else verdict.plan is None
+    return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
+
+
+def gains(split: SplitSite, whole: Verdict, verdicts: Mapping[fx.Node, Verdict]) -> bool:
+    """Whether groups absorb more of the attention than the whole did."""
+    if any(g.node not in verdicts for g in split.groups):
+        return False
+    groups = [verdicts[g.node] for g in split.groups]
+    if not any(v.absorb for v in groups):
+        return False
+    # Each head must keep the sides that were absorbed without the split.
+    before = _sides(whole)
+    return not before or (all(before <= _sides(v) for v in groups) and any(before < _sides(v) for v in groups))
+
+
+def _sides(verdict: Verdict) -> set[str]:
+    if not verdict.absorb:
+        return set()
+    return {p.side for p in verdict.parts} or {"keys", "values"}
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """What the groups of an attention tell about the whole, where a split does not pay.
+
+    ``kept``: if every group could legally be absorbed, the verdict that tells why none is.
+    """
+
+    notes: tuple[str, ...] = ()
+    kept: Verdict | None = None
+
+    def told(self, verdict: Verdict) -> Verdict:
+        if self.kept is None or verdict.absorb:
+            return replace(verdict, notes=(*verdict.notes, *self.notes))
+        return replace(verdict, code=self.kept.code, reason=f"by groups of heads: {self.kept.reason}", blame=None)
+
+
+def unsplit(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> Unsplit:
+    """Return what could be absorbed in the groups of a split that does not pay."""
+    found = [(g, verdicts[g.node]) for g in split.groups if g.node in verdicts]
+    legal = [(g, v) for g, v in found if v.plan is not None and CODES[v.code].verdict == "kept"]
+    notes = tuple(f"{heads_of(split, g)} alone could be absorbed; {v.reason}" for g, v in legal)
+    return Unsplit(notes, legal[0][1] if len(legal) == len(split.groups) else None)
+
+
+def heads_of(split: SplitSite, group: Group) -> str:
+    last = group.stop - 1
+    which = f"head {last}" if group.start == last else f"heads {group.start}-{last}"
+    return f"{which} of {split.heads}"
+
+
+def _made_of(node: fx.Node, maps: Maps) -> Made:
+    """Return the rows that weights expand into ``node``; anything else counts as "itself"."""
+    made: set[object] = set()
+    for piece in maps.map(node).pieces:
+        found = cut(piece, proper=True) if piece.source is not None else None
+        made.add("itself" if found is None else found.node)
+    return frozenset(made)
+
+
+def _expanded(made: Made) -> bool:
+    return any(what != "itself" for what in made)
+
+
+def _leaves(inside: Collection[fx.Node], out: fx.Node) -> bool:
+    """Whether something outside reads a node between the products and the output."""
+    return any(user not in inside for node in inside if node is not out for user in node.users)
