@@ -218,33 +218,25 @@ ROOMS = {
     "passes.canonical": "passes.attention passes.ir",
     "passes.decide": """codes core errors passes.attention passes.dependence passes.ir passes.linear
         passes.quantized""",
-    "passes.cache": "core passes.attention passes.decide passes.ir passes.linear",
+    "passes.cache": "core passes.attention passes.decide passes.ir passes.linear passes.rewrite",
     "passes.rewrite": """core ops passes.attention passes.decide passes.dependence passes.ir passes.linear
         passes.quantized""",
-    "passes.verify": "passes.attention passes.decide passes.dependence passes.ir passes.rewrite",
-    "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
+    "passes.verify": "passes.attention passes.decide passes.dependence passes.ir",
+    "passes.report": "codes core passes.decide passes.ir passes.rewrite passes.verify",
     # From a model to what runs in its place.
-    "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
-    "caching": "analysis core passes.cache passes.decide passes.ir passes.linear passes.rewrite",
-    "stand_ins": "analysis core options passes.fused passes.ir passes.quantized",
-    "by_heads": """analysis core errors options passes.attention passes.dependence passes.ir passes.rewrite
-        passes.verify""",
     "report": "codes core errors passes.decide version",
-    "pass_state": """analysis caching codes core options passes.cache passes.decide passes.ir passes.report
+    "pipeline": """codes core errors kernels.cpu kernels.launch kernels.linear options passes.attention passes.cache
+        passes.canonical passes.decide passes.fused passes.ir passes.linear passes.quantized passes.report
         passes.rewrite passes.verify report""",
-    "pass_table": """analysis by_heads codes core errors kernels.cpu kernels.launch kernels.linear pass_state
-        passes.attention passes.cache passes.decide passes.ir passes.linear passes.report passes.rewrite
-        passes.verify""",
-    "pipeline": "caching codes core errors options pass_state pass_table passes.ir stand_ins",
     "capture": "core errors passes.cache passes.ir repeats",
-    "runtime": "core errors pass_state passes.cache passes.decide passes.ir",
+    "runtime": "core errors passes.cache passes.decide passes.ir",
     "repeats": "core",
-    "dynamo": """capture codes core errors kernels.cpu options pass_state passes.ir passes.quantized pipeline repeats
+    "dynamo": """capture codes core errors kernels.cpu options passes.ir passes.quantized pipeline repeats
         report runtime version""",
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton
         kernels.tuned ops options passes.ir pipeline report runtime version""",
     # The doors.
-    "batching": """api capture core dynamo errors kernels.cpu options pass_state passes.cache passes.ir pipeline report
+    "batching": """api capture core dynamo errors kernels.cpu options passes.cache passes.ir pipeline report
         runtime""",
     "backend": "dynamo options report",
     "registration": "errors passes.quantized",

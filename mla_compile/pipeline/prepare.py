@@ -7,8 +7,18 @@ from collections.abc import Callable
 from mla_compile.passes.cache.keep import KeptRows, keep_rows
 from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.fused.read import add_plain_attention, has_fused
+from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.quantized.read import add_stand_ins, is_quantized
-from mla_compile.pipeline.analyses import CANONICAL, Judgement, canonicalize, site_maps, sites, weights
+from mla_compile.pipeline.analyses import (
+    CANONICAL,
+    Judgement,
+    canonicalize,
+    linear_maps,
+    site_maps,
+    sites,
+    sliced_maps,
+    weights,
+)
 from mla_compile.pipeline.manager import Analyses
 from mla_compile.pipeline.state import PassState
 
@@ -53,7 +63,7 @@ def latent_cache(state: PassState) -> int:
         if not wrong:
             trial = Analyses(trial.program)
             canonicalize(trial)
-            wrong = kept.expanded(trial.get(_LEGAL))
+            wrong = _expanded(trial, state, kept)
         if not wrong:
             state.analyses = trial
             state.rebase()
@@ -63,7 +73,18 @@ def latent_cache(state: PassState) -> int:
         canonicalize(trial)
 
 
+def _expanded(trial: Analyses, state: PassState, kept: KeptRows) -> set[str]:
+    """The attentions that would have to expand the rows that were kept for them."""
+    # In most graphs the verdicts that decide answer this. Sources that are slices of rows do not count here.
+    if trial.get(sliced_maps) is trial.get(site_maps) and not kept.expanded(trial.get(state.request.judgement)):
+        return set()
+    return kept.expanded(trial.get(_LEGAL))
+
+
 def _keep(known: Analyses, state: PassState, refused: set[str]) -> KeptRows:
-    packs = state.options.cache_dtype == "fp8"
+    def analysed() -> Maps:
+        return Analyses(known.program).get(linear_maps)
+
+    assume, packs = state.request.own_cache, state.options.cache_dtype == "fp8"
     found, maps = known.get(sites), known.get(site_maps)
-    return keep_rows(known.program, found, maps, refused, assume=state.request.own_cache, packs=packs)
+    return keep_rows(known.program, found, maps, refused, analysed, assume=assume, packs=packs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ from mla_compile.passes.decide.readers import narrower_readers, projection_of
 from mla_compile.passes.decide.records import Side, Verdict
 from mla_compile.passes.ir.graph import bytes_hint, is_tensor
 from mla_compile.passes.ir.operators import is_contraction
-from mla_compile.passes.ir.walk import ancestors, remove_dead_code, weight_nodes
-from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.ir.walk import ancestors, remove_dead_code
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.narrow import narrow
 
@@ -53,6 +52,7 @@ def keep_rows(
     sites: Sequence[AttentionSite],
     maps: Maps,
     refused: Collection[str],
+    analysed: Callable[[], Maps],
     *,
     assume: bool,
     packs: bool,
@@ -60,6 +60,7 @@ def keep_rows(
     """Rewrite the caches of all attentions of a canonical program but ``refused``.
 
     ``maps``: the linear maps without row slices, since the rewrite handles buffers, which are read from row 0.
+    ``analysed``: analyses the graph again, once it has been rewritten.
     ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``: rows are kept in float8.
     """
     graph = program.gm.graph
@@ -87,7 +88,7 @@ def keep_rows(
         names = [node.name for node in program.placeholders]
         made = _projections(caches, maps)
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
-        _narrow(program, made)
+        _narrow(program, made, analysed)
         inputs = program.cache.inputs
         program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
         torn = _torn(program, program.cache, caches)
@@ -112,10 +113,10 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
     return found
 
 
-def _narrow(program: Program, made: Mapping[fx.Node, fx.Node]) -> None:
+def _narrow(program: Program, made: Mapping[fx.Node, fx.Node], analysed: Callable[[], Maps]) -> None:
     """If one product made both K and V and one of them is now computed from rows, narrow the product to the other."""
     graph = program.gm.graph
-    maps = LinearMaps(weight_nodes(graph, program.weights), program.fake_mode)
+    maps = analysed()
     alive = frozenset(graph.nodes)
     alone: list[tuple[fx.Node, fx.Node]] = []
     for node, source in made.items():

@@ -8,7 +8,7 @@ else reads. Whether the groups absorb more than the whole did is found out on a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
