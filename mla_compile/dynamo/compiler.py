@@ -31,7 +31,7 @@ from mla_compile.core.wrapped import Unwrapped
 from mla_compile.dynamo.breaks import mark_handed_over
 from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
-from mla_compile.dynamo.examples import examples_of
+from mla_compile.dynamo.examples import examples_of, layouts_of
 from mla_compile.dynamo.finishing import Finishing
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
@@ -50,7 +50,7 @@ from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
 from mla_compile.runtime.growing import with_room
 from mla_compile.runtime.latent import LatentTensor
-from mla_compile.runtime.latent_calls import expanding, layouts_of, plain_examples, with_rows
+from mla_compile.runtime.latent_calls import expanding, plain_examples, with_rows
 from mla_compile.runtime.own_buffers import BuffersInTrace
 from mla_compile.runtime.shared_rows import RankRows
 

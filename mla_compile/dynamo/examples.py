@@ -35,3 +35,20 @@ def _as_sizes_say(value: Any) -> Any:
         return value
     now: Any = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
     return now
+
+
+def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """The memory order of the axes, slowest first, of each tensor of rows that a program neither grows nor writes to.
+
+    Another graph made these rows, perhaps with spare capacity: then they are stored token by token.
+    """
+    if program.cache is None:
+        return {}
+    grown = {one.input for one in program.appends} | {row for rows in program.cache.written.values() for row in rows}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, rows in program.cache.inputs.items():
+        for row, given in zip(rows, program.latents[name].shown_rows(), strict=True):
+            if row not in grown:
+                order = sorted((-hint(stride, stride), dim) for dim, stride in enumerate(given.stride()))
+                found[row] = tuple(dim for _, dim in order)
+    return found

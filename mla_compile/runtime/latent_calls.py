@@ -14,7 +14,6 @@ from torch._ops import HigherOrderOperator
 from mla_compile.core.program import Append, Call, Inputs, Program
 from mla_compile.errors import warn
 from mla_compile.passes.cache.rewrite import LatentCache
-from mla_compile.passes.ir.sizes import hint
 from mla_compile.runtime.appending import length_marker
 from mla_compile.runtime.folds import weight_reader
 from mla_compile.runtime.latent import LatentTensor
@@ -78,23 +77,6 @@ def _writes(user: fx.Node) -> bool:
         return bool(user.target._schema.is_mutable)
     named = getattr(user.target, "__name__", "_").endswith("_") or user.target is operator.setitem
     return named or "out" in user.kwargs or user.kwargs.get("inplace") is True
-
-
-def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The memory order of the axes, slowest first, of each tensor of rows that a program neither grows nor writes to.
-
-    Another graph made these rows, perhaps with spare capacity: then they are stored token by token.
-    """
-    if program.cache is None:
-        return {}
-    grown = {one.input for one in program.appends} | {row for rows in program.cache.written.values() for row in rows}
-    found: dict[str, tuple[int, ...]] = {}
-    for name, rows in program.cache.inputs.items():
-        for row, given in zip(rows, program.latents[name].shown_rows(), strict=True):
-            if row not in grown:
-                order = sorted((-hint(stride, stride), dim) for dim, stride in enumerate(given.stride()))
-                found[row] = tuple(dim for _, dim in order)
-    return found
 
 
 def example_in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
