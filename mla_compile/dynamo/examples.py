@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mla_compile.core.program import Inputs, Program
+from mla_compile.passes.ir.sizes import hint
 from mla_compile.runtime.latent_calls import example_in_order
 
 
