@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile import ops
-from mla_compile.passes.decide.cost import choose, default_device
+from mla_compile.passes.cost.cost import choose, default_device
 
 OUT = Path(__file__).parent / "results" / "sparse_prompts.json"
 NAME = "v32"

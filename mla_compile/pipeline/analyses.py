@@ -16,24 +16,24 @@ from mla_compile.core.program import Program
 from mla_compile.passes.attention.find import find_attention, find_other_weights
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.unfollowed import unfollowed
+from mla_compile.passes.blame.not_softmax import not_softmax
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
-from mla_compile.passes.decide.cost import DeviceModel, default_device
+from mla_compile.passes.cost.cost import DeviceModel, default_device
 from mla_compile.passes.decide.fuse import with_fusions
-from mla_compile.passes.decide.groups import with_groups
 from mla_compile.passes.decide.judge import judge
-from mla_compile.passes.decide.not_softmax import not_softmax
-from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.decide.row_slices import with_row_slices
-from mla_compile.passes.decide.shared_rows import find_shared_rows
 from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.linear.nearby import Nearby
 from mla_compile.passes.linear.records import Maps, VirtualSources
+from mla_compile.passes.sources.groups import with_groups
+from mla_compile.passes.sources.records import Verdict
+from mla_compile.passes.sources.row_slices import with_row_slices
+from mla_compile.passes.sources.shared_rows import find_shared_rows
 from mla_compile.pipeline.manager import Analyses
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mla_compile.passes.decide.head_groups import HeadGroups, Unsplit, gains, groups_of, unsplit
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.rewrite.split_heads import split_heads as split
+from mla_compile.passes.sources.records import Verdict
 from mla_compile.pipeline.analyses import lost, sites, sliced_maps
 from mla_compile.pipeline.manager import Analyses
 from mla_compile.pipeline.state import PassState

@@ -25,7 +25,7 @@ from mla_compile.options import Options
 from mla_compile.passes.ir.expr import evaluated_once
 from mla_compile.pipeline.manager import run_passes
 from mla_compile.pipeline.outcome import Outcome, outcome_of
-from mla_compile.pipeline.state import PassState, Request
+from mla_compile.pipeline.state import PassState, PassRequest
 from mla_compile.pipeline.table import PASSES
 
 
@@ -51,7 +51,7 @@ def run(
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
     """
-    request = Request(options, frozen=frozen, own_cache=own_cache, draw=draw, recompiles=recompiles)
+    request = PassRequest(options, frozen=frozen, own_cache=own_cache, draw=draw, recompiles=recompiles)
     failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
     with evaluated_once(program.fake_mode):
         state = PassState.begin(request, program, failed)

@@ -42,14 +42,14 @@ class Analyses:
         self._kept = {analysis: result for analysis, result in self._kept.items() if analysis in keeps}
 
 
-class State(Protocol):
+class ManagedState(Protocol):
     """What the passes of a table work on."""
 
     analyses: Analyses
     records: list[PassRecord]
 
 
-_S = TypeVar("_S", bound=State)
+_S = TypeVar("_S", bound=ManagedState)
 
 
 @dataclass(frozen=True)

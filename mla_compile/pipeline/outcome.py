@@ -9,14 +9,14 @@ from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program
 from mla_compile.core.records import SiteReport
 from mla_compile.passes.cache.packed import error_of
-from mla_compile.passes.decide.cost import SiteCost
-from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.cost.cost import SiteCost
 from mla_compile.passes.ir.collectives import collectives, received_bytes
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import attentions, reports_of, shown
 from mla_compile.passes.report.site import unfollowed_report
+from mla_compile.passes.sources.records import Verdict
 from mla_compile.pipeline.manager import PassError
 from mla_compile.pipeline.state import PassState
 from mla_compile.report.report import Report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mla_compile.passes.cache.keep import KeptRows, keep_rows
-from mla_compile.passes.decide.cost import default_device
+from mla_compile.passes.cost.cost import default_device
 from mla_compile.passes.fused.read import add_plain_attention, has_fused
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.quantized.read import add_stand_ins, is_quantized

@@ -10,7 +10,6 @@ from mla_compile.errors import VerificationError
 from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.cache.held import held
 from mla_compile.passes.cache.share import begun_rows
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir import stand_in
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.walk import remove_dead_code
@@ -24,6 +23,7 @@ from mla_compile.passes.rewrite.by_hand import fuse
 from mla_compile.passes.rewrite.index import index_scores
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.records import Absorbed
+from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.verify.comparison import Checks
 from mla_compile.passes.verify.index import index_comparison
 from mla_compile.passes.verify.sites import site_comparison

@@ -15,11 +15,11 @@ from mla_compile.core.records import PassRecord
 from mla_compile.options import Options
 from mla_compile.passes.cache.held import HeldValues
 from mla_compile.passes.decide.head_groups import SplitSite
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.rewrite.records import Absorbed, Folded
+from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.verify.comparison import Check
 from mla_compile.pipeline.analyses import Judgement, copy_with_origins
 from mla_compile.pipeline.manager import Analyses
@@ -27,7 +27,7 @@ from mla_compile.pipeline.target import Target, this_machine
 
 
 @dataclass(frozen=True)
-class Request:
+class PassRequest:
     """What is asked of the passes; the flags are those of :func:`mla_compile.pipeline.run`."""
 
     options: Options
@@ -61,7 +61,7 @@ class PassState:
         failed: the attentions to leave, by name, with the code and the reason.
     """
 
-    request: Request
+    request: PassRequest
     captured: Program
     base: Program
     failed: Mapping[str, tuple[Code, str]]
@@ -85,7 +85,11 @@ class PassState:
 
     @classmethod
     def begin(
-        cls, request: Request, captured: Program, failed: Mapping[str, tuple[Code, str]], base: Program | None = None
+        cls,
+        request: PassRequest,
+        captured: Program,
+        failed: Mapping[str, tuple[Code, str]],
+        base: Program | None = None,
     ) -> PassState:
         """The state before the passes, on a copy of ``base``, which is the captured program by default."""
         base = captured if base is None else base

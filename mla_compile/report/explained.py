@@ -10,8 +10,8 @@ import sympy
 
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import plain_float
-from mla_compile.passes.decide import cost, formulas
-from mla_compile.passes.decide.formulas import Form
+from mla_compile.passes.cost import cost, formulas
+from mla_compile.passes.cost.formulas import Form
 from mla_compile.report.facts import Facts
 
 SCHEMA = "mla_compile.explain/1"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mla_compile.codes import CODES, VerdictName, section
 from mla_compile.core.records import Location, SiteReport
-from mla_compile.passes.decide import cost
+from mla_compile.passes.cost import cost
 from mla_compile.report.grouping import SiteGroup
 
 WORDS: dict[VerdictName, str] = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}

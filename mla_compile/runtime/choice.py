@@ -12,8 +12,8 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from mla_compile.core.program import Call, Inputs, Program
-from mla_compile.passes.decide import cost, formulas
-from mla_compile.passes.decide.cost import SiteCost
+from mla_compile.passes.cost import cost, formulas
+from mla_compile.passes.cost.cost import SiteCost
 from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
 
 

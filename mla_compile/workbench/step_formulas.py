@@ -37,8 +37,8 @@ from typing import Literal
 
 import sympy
 
-from mla_compile.passes.decide import formulas
-from mla_compile.passes.decide.formulas import B, E, G, H, J, L, N, R, S, T
+from mla_compile.passes.cost import formulas
+from mla_compile.passes.cost.formulas import B, E, G, H, J, L, N, R, S, T
 
 Layout = Literal["replicated", "context", "data", "experts"]
 LABELS: dict[Layout, str] = {

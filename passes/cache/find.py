@@ -33,12 +33,12 @@ from torch import fx
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.cache.writes import CacheWrite, is_zeros, seen_through_views, write_of
-from mla_compile.passes.decide.records import Side, pieces_of
-from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.operators import Join, Permute, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
+from mla_compile.passes.sources.records import Side, pieces_of
+from mla_compile.passes.sources.sources import choose_sources
 
 
 @dataclass(frozen=True)

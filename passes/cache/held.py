@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mla_compile.passes.cache.rewrite import LatentCache
-from mla_compile.passes.decide.cached import pasts_of
-from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.sources.cached import pasts_of
+from mla_compile.passes.sources.records import AbsorbPlan
 
 
 class HeldValues(NamedTuple):

@@ -12,14 +12,14 @@ from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
-from mla_compile.passes.decide.cost import saves_cache
-from mla_compile.passes.decide.readers import narrower_readers, projection_of
-from mla_compile.passes.decide.records import Side, Verdict
+from mla_compile.passes.cost.cost import saves_cache
 from mla_compile.passes.ir.graph import bytes_hint, is_tensor
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import ancestors, remove_dead_code
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.narrow import narrow
+from mla_compile.passes.sources.readers import narrower_readers, projection_of
+from mla_compile.passes.sources.records import Side, Verdict
 
 
 class KeptRows(NamedTuple):

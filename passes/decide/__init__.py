@@ -1,1 +1,1 @@
-"""The decision about each attention: proof obligations, costs, the verdict and its reason."""
+"""The verdict on each attention, from its sources, its proof and its costs."""

@@ -17,9 +17,6 @@ from torch import fx
 
 from mla_compile.codes import Code
 from mla_compile.passes.attention.site import AttentionSite, Product
-from mla_compile.passes.decide.plan import make_plan
-from mla_compile.passes.decide.reads import reads
-from mla_compile.passes.decide.records import AbsorbPlan, Verdict, repeats
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.labels import LABELLED, product_labels
@@ -35,6 +32,9 @@ from mla_compile.passes.ir.operators import (
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.walk import first_equals, nearest
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.proof.plan import make_plan
+from mla_compile.passes.sources.reads import reads
+from mla_compile.passes.sources.records import AbsorbPlan, Verdict, repeats
 
 REASON = "heads share one row per token, key and value at once, and read it as it is: nothing is left to absorb"
 _OUT_OF_SIGHT = (Code.NOT_MLA, Code.EXPANDED_INPUTS, Code.EXPANDED_CACHE)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import sympy
 
 from mla_compile.passes.attention.site import Operand
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import Axis, axis_size
 from mla_compile.passes.ir.graph import bytes_hint, val, whole_rows
 from mla_compile.passes.ir.sizes import hint, least_of, size
+from mla_compile.passes.sources.records import AbsorbPlan
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from torch import fx
 
 from mla_compile.passes.attention.chosen import ranked
 from mla_compile.passes.attention.indexer import with_keys
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import args_of, bytes_hint, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
 from mla_compile.passes.ir.operators import Copy, decode
 from mla_compile.passes.ir.sizes import Size, hint, same, size
 from mla_compile.passes.ir.walk import reachable
+from mla_compile.passes.sources.records import AbsorbPlan
 
 
 class Choosing(NamedTuple):

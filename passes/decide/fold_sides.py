@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.decide.sources import narrowest
 from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import Maps, Piece
+from mla_compile.passes.sources.records import AbsorbPlan
+from mla_compile.passes.sources.sources import narrowest
 
 aten = torch.ops.aten
 _PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.addmm.default)

@@ -15,15 +15,15 @@ from torch import fx
 from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.passes.decide.by_hand import plan_by_hand
 from mla_compile.passes.decide.call_sizes import call_sizes, keys_read
-from mla_compile.passes.decide.memories import memories
-from mla_compile.passes.decide.reads import reads
-from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
-from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.operators import Permute, Regroup, Slice, decode
 from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.proof.memories import memories
+from mla_compile.passes.sources.reads import reads
+from mla_compile.passes.sources.records import AbsorbPlan, Fusion, Verdict
+from mla_compile.passes.sources.refine import value_features
 
 MOST_QUERIES = 8
 """The most queries per call for which the operator is used whatever it reads; a prompt has more, and large products."""

@@ -16,12 +16,12 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.decide.sources import cut
 from mla_compile.passes.dependence.parts import AxisParts, Made
 from mla_compile.passes.dependence.steps import Blind
 from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.sources.records import Verdict
+from mla_compile.passes.sources.sources import cut
 
 MOST = 8
 """The most groups of heads that one attention is split into.

@@ -1,7 +1,7 @@
 """Decide whether each attention is absorbed, kept or refused, always with a reason.
 
 For every attention, the analysis chooses the sources of its keys and values (the narrowest rows that weights expand),
-checks the proof obligations of :mod:`mla_compile.passes.decide.plan`, and picks a form by the cost model. If an
+checks the proof obligations of :mod:`mla_compile.passes.proof.plan`, and picks a form by the cost model. If an
 attention cannot be absorbed as a whole, parts of it are tried (:mod:`mla_compile.passes.decide.partial`). At the end
 come expanded keys and values that other readers need anyway: absorbing that side would save nothing, so the site keeps
 it or is given up.
@@ -19,24 +19,24 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.core.choices import Fold, Forms
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.blame import SYMPTOMS, explain_source
+from mla_compile.passes.blame.blame import SYMPTOMS, explain_source
+from mla_compile.passes.blame.explain import explain_refusal
+from mla_compile.passes.cost.cost import DeviceModel, choose, saves_cache
 from mla_compile.passes.decide.by_hand import over_shared_rows
-from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import DeviceModel, choose, saves_cache
-from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial
-from mla_compile.passes.decide.plan import make_plan
-from mla_compile.passes.decide.readers import narrower_readers, other_reader, tokens_read
-from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_of
-from mla_compile.passes.decide.residual import is_hidden_state
-from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, val
 from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.linear.records import Maps, Term
+from mla_compile.passes.proof.plan import make_plan
+from mla_compile.passes.sources.cached import are_cached
+from mla_compile.passes.sources.readers import narrower_readers, other_reader, tokens_read
+from mla_compile.passes.sources.records import AbsorbPlan, Side, Verdict, pieces_of
+from mla_compile.passes.sources.residual import is_hidden_state
+from mla_compile.passes.sources.sources import choose_sources
 
 aten = torch.ops.aten
 _PROMPT = "a prompt: as many queries as keys, whatever their number"  # the traced length may suggest absorbing

@@ -17,17 +17,17 @@ from mla_compile.codes import Code
 from mla_compile.core.choices import Forms
 from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries, plain_side
+from mla_compile.passes.blame.blame import SYMPTOMS, explain_source, of_queries, plain_side
+from mla_compile.passes.cost.cost import AbsorbedColumns, Choice, DeviceModel, choose_parts
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, DeviceModel, choose_parts
-from mla_compile.passes.decide.plan import make_part_plan
-from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
-from mla_compile.passes.decide.residual import is_hidden_state
-from mla_compile.passes.decide.sources import choose_sources, cut
 from mla_compile.passes.ir.axes import axis_size, fixed_size
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.proof.plan import make_part_plan
+from mla_compile.passes.sources.records import AbsorbPlan, Rows, Side, pieces_of
+from mla_compile.passes.sources.residual import is_hidden_state
+from mla_compile.passes.sources.sources import choose_sources, cut
 
 
 @dataclass(frozen=True)

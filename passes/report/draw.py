@@ -18,7 +18,6 @@ from torch import fx
 
 from mla_compile.codes import CODES
 from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.graph import is_tensor, is_tuple, operator_name, packet, shape, val, whole_rows
 from mla_compile.passes.ir.locate import locate
@@ -26,6 +25,7 @@ from mla_compile.passes.ir.operators import PRODUCTS, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.rewrite.records import Absorbed
+from mla_compile.passes.sources.records import Verdict
 
 aten = torch.ops.aten
 MOST = 60

@@ -10,10 +10,10 @@ from torch import fx
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart, SiteReport
 from mla_compile.passes.decide.head_groups import SplitSite, heads_of
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.report.site import site_report
 from mla_compile.passes.rewrite.records import Folded
+from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.verify.comparison import Check
 
 Folds = Mapping[str, Sequence[Folded]]

@@ -9,17 +9,17 @@ from torch import fx
 
 from mla_compile.codes import CODES, Code
 from mla_compile.core.records import SiteReport
-from mla_compile.passes.decide import cost
+from mla_compile.passes.cost import cost
+from mla_compile.passes.cost.formulas import Form
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.choosing import choosing
-from mla_compile.passes.decide.formulas import Form
-from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
+from mla_compile.passes.sources.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.verify.comparison import Check
 
 

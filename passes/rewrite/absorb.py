@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
 from mla_compile.passes.attention.site import VANISHING, Chosen, MaskTerm, Operand
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, same_layout, spread
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.expr import wide
@@ -42,6 +41,7 @@ from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.products import ProductRewriter
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.rewrite.sides import Sides
+from mla_compile.passes.sources.records import AbsorbPlan
 
 aten = torch.ops.aten
 

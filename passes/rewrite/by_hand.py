@@ -9,12 +9,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.decide.memories import together
-from mla_compile.passes.decide.records import Fusion
 from mla_compile.passes.ir.graph import val
+from mla_compile.passes.proof.memories import together
 from mla_compile.passes.rewrite.absorb import Operands, Whole
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.records import Absorbed
+from mla_compile.passes.sources.records import Fusion
 
 aten = torch.ops.aten
 

@@ -23,7 +23,6 @@ from torch import fx
 
 from mla_compile.core.program import FoldedWeight, Program
 from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projection
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.arrange import SizeSources, aligned, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.collectives import gathered
@@ -33,6 +32,7 @@ from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.project import project
 from mla_compile.passes.rewrite.records import Absorbed, Folded
+from mla_compile.passes.sources.records import Verdict
 
 aten = torch.ops.aten
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from mla_compile.passes.attention.site import Affine, Operand
 from mla_compile.passes.attention.visible import offset_of
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import SizeSources, arrange, spread
 from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.sources.records import AbsorbPlan
 
 aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
 The linear map of ``k`` names the rows of the weight, so every number is the same dot product as before.
-:mod:`mla_compile.passes.decide.readers` has decided which nodes qualify.
+:mod:`mla_compile.passes.sources.readers` has decided which nodes qualify.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.decide.readers import length_of, of_few_rows, projection_of
 from mla_compile.passes.ir.arrange import SizeSources, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, fixed_size
 from mla_compile.passes.ir.expr import Expr, Factor
@@ -22,6 +21,7 @@ from mla_compile.passes.ir.factors import aligned
 from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.linear.records import Maps, Piece
+from mla_compile.passes.sources.readers import length_of, of_few_rows, projection_of
 
 aten = torch.ops.aten
 

@@ -18,7 +18,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
-from mla_compile.passes.decide.records import AbsorbPlan, selected
 from mla_compile.passes.ir.arrange import arrange, einsum, same_layout
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import wide
@@ -26,6 +25,7 @@ from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.sides import Sides
 from mla_compile.passes.rewrite.unfuse import written_out
+from mla_compile.passes.sources.records import AbsorbPlan, selected
 
 aten = torch.ops.aten
 

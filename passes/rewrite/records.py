@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.sources.records import AbsorbPlan
 
 
 @dataclass(frozen=True)

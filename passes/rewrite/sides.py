@@ -15,8 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
-from mla_compile.passes.decide.records import AbsorbPlan, Rows
-from mla_compile.passes.decide.refine import value_features
+from mla_compile.passes.cost.terms import cheapest, pays
 from mla_compile.passes.ir.arrange import SizeSources, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr, Factor, wide
@@ -24,7 +23,8 @@ from mla_compile.passes.ir.graph import Builder, is_virtual, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import project
-from mla_compile.passes.rewrite.terms import cheapest, pays
+from mla_compile.passes.sources.records import AbsorbPlan, Rows
+from mla_compile.passes.sources.refine import value_features
 
 aten = torch.ops.aten
 

@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import sympy
 from torch import fx
 
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, shape, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import depends_on, reachable
+from mla_compile.passes.sources.records import AbsorbPlan
 from mla_compile.passes.verify.comparison import BUDGET_BYTES, BUDGET_FLOPS, LONG, Comparison, Run
 from mla_compile.passes.verify.evaluate import Listed, number, of_sizes, symbols
 

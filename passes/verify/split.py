@@ -8,8 +8,8 @@ from torch import fx
 
 from mla_compile.passes.attention.visible import visible
 from mla_compile.passes.decide.head_groups import SplitSite
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN, decides
+from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.verify.comparison import Comparison
 from mla_compile.passes.verify.sites import compared, nearest_known
 

@@ -17,8 +17,8 @@ from mla_compile.capture import capture
 from mla_compile.core.guards import guards_of
 from mla_compile.core.program import Program
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.sources.records import AbsorbPlan, Verdict
 from mla_compile.pipeline.manager import Analyses
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generator import Case, drawn

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mla_compile.codes import Code
 from mla_compile.core.program import Program
-from mla_compile.passes.decide.records import Rows
 from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.sources.records import Rows
 from mla_compile.report.report import SiteReport
 from tests.adversary.bases import Base
 from tests.adversary.oracle import BOTH, by_atoms, recorded, sides

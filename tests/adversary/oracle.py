@@ -18,10 +18,10 @@ from torch import Tensor, fx
 
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import Operand
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import Atom, Axes, flatten
 from mla_compile.passes.ir.graph import packet
 from mla_compile.passes.ir.walk import weight_nodes
+from mla_compile.passes.sources.records import AbsorbPlan
 from tests.adversary.bases import Base, behind
 
 aten = torch.ops.aten

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from mla_compile.cli.app import app
 from mla_compile.models import config_file
 from mla_compile.models.survey import survey
-from mla_compile.passes.decide import judge, sources
+from mla_compile.passes.decide import judge
+from mla_compile.passes.sources import sources
 from mla_compile.workbench import bench
 from tests.support.explaining import LLAMA, TINY, call, trace_once, write
 from tests.support.tiers import also

@@ -41,7 +41,7 @@ def test_with_a_symbolic_number_of_queries_each_call_picks(codegen: str, monkeyp
             x, rows = decode_inputs(cached=cached, queries=queries)
             torch.testing.assert_close(step(x, rows), model(x, rows), rtol=1e-5, atol=1e-5)
     assert len(backend.reports) == 1
-    from mla_compile.passes.decide.formulas import absorption_gain, evaluate
+    from mla_compile.passes.cost.formulas import absorption_gain, evaluate
     from tests.support.toy import H, L, N, R, V
 
     dims = Dims(H=H, L=L, R=R, N=N, V=V)

@@ -18,7 +18,7 @@ from mla_compile.core.program import Program
 from mla_compile.options import Options
 from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.canonical import views
-from mla_compile.passes.decide.cost import default_device
+from mla_compile.passes.cost.cost import default_device
 from mla_compile.passes.ir.axes import Atom, axis_size, flatten
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece

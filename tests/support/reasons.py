@@ -15,7 +15,7 @@ from mla_compile.codes import Code
 from mla_compile.core.program import Inputs, Program
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.options import Options
-from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.sources.records import Verdict
 from mla_compile.pipeline.manager import Analyses
 from tests.support.programs import LEGAL, canonical
 from tests.support.row_changes import Obligations

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mla_compile.passes.decide import formulas
+from mla_compile.passes.cost import formulas
 from mla_compile.workbench import step_formulas
 from mla_compile.workbench.machines import machine
 from mla_compile.workbench.planning import plan

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError, OptionError
-from mla_compile.passes.decide import cost, formulas
-from mla_compile.passes.decide.cost import DEVICES, DeviceModel, choose
-from mla_compile.passes.decide.formulas import FORMS, evaluate
+from mla_compile.passes.cost import cost, formulas
+from mla_compile.passes.cost.cost import DEVICES, DeviceModel, choose
+from mla_compile.passes.cost.formulas import FORMS, evaluate
 
 V3 = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
 V2_LITE = Dims(H=16, L=512, R=64, N=128, V=128, Q=2048, D=2048)

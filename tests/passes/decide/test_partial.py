@@ -14,8 +14,8 @@ from torch.export import Dim
 
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
-from mla_compile.passes.decide import formulas
-from mla_compile.passes.decide.cost import (
+from mla_compile.passes.cost import formulas
+from mla_compile.passes.cost.cost import (
     DEVICES,
     AbsorbedColumns,
     break_even_S,

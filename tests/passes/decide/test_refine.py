@@ -10,11 +10,11 @@ from torch.export import Dim
 
 from mla_compile.codes import Code
 from mla_compile.passes.attention.find import find_attention
-from mla_compile.passes.decide.plan import make_plan
 from mla_compile.passes.ir.axes import Atom, common_factors, regroup, substitute
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.proof.plan import make_plan
 from tests.support.modules import MLA, inputs
 from tests.support.programs import absorbed, canonical, one_side, refused, seeded, trace
 

@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
-from mla_compile.passes.decide import row_slices
+from mla_compile.passes.sources import row_slices
 from tests.passes.decide.test_negatives import rotate
 from tests.passes.rewrite.test_absorb import no_expansion
 from tests.passes.rewrite.test_split_heads import SomeHeads, data, split

@@ -15,8 +15,8 @@ from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
 from mla_compile.options import Options
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.rewrite import absorb as absorb_pass
+from mla_compile.passes.sources.records import AbsorbPlan
 from mla_compile.passes.verify.evaluate import of_sizes
 from mla_compile.pipeline import rewrites
 from tests.support.calls import counted

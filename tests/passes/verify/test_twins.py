@@ -12,8 +12,8 @@ from torch import nn
 from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.options import Options
-from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.rewrite import absorb as absorb_pass
+from mla_compile.passes.sources.records import AbsorbPlan
 from mla_compile.pipeline import rewrites
 from tests.support.modules import MLA, inputs, padded
 from tests.support.programs import assert_equal, export

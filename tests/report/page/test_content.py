@@ -159,7 +159,7 @@ def test_layers_count_as_what_they_stand_for(explained_tiny):
 
 def test_the_break_even_is_where_the_lines_cross():
     """Few heads' worth of queries: the vertical line of the chart stands where expanding gets cheaper."""
-    from mla_compile.passes.decide import cost
+    from mla_compile.passes.cost import cost
     from mla_compile.report.explained import query_flops
 
     report = seen(Toy)

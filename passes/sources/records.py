@@ -12,7 +12,7 @@ from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite, Operand, Product, Visible
-from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
+from mla_compile.passes.cost.cost import AbsorbedColumns, Choice
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.sizes import Size, same

@@ -16,8 +16,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.records import pieces_of
-from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, bytes_hint, decides, is_virtual, shape, val, virtual
 from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.sizes import same, size
@@ -36,6 +34,8 @@ from mla_compile.passes.linear.rows import (
     taken_of,
     zeros_around,
 )
+from mla_compile.passes.sources.records import pieces_of
+from mla_compile.passes.sources.sources import choose_sources
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from mla_compile.codes import Code
-from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import packet
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.sources.records import Verdict
 
 _LEGAL = (Code.ABSORBED, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE)
 

@@ -11,7 +11,7 @@ from typing import TypeGuard
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Product
-from mla_compile.passes.decide.blame import (
+from mla_compile.passes.blame.blame import (
     SYMPTOMS,
     Search,
     explained,
@@ -20,13 +20,13 @@ from mla_compile.passes.decide.blame import (
     of_queries,
     plain_side,
 )
-from mla_compile.passes.decide.plan import make_part_plan, make_plan
-from mla_compile.passes.decide.proved import Proofs
-from mla_compile.passes.decide.records import AbsorbPlan, Side, pieces_of, repeats
-from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.proof.plan import make_part_plan, make_plan
+from mla_compile.passes.proof.proved import Proofs
+from mla_compile.passes.sources.records import AbsorbPlan, Side, pieces_of, repeats
+from mla_compile.passes.sources.sources import choose_sources
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:

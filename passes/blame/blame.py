@@ -10,10 +10,6 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.proved import Proofs
-from mla_compile.passes.decide.records import pieces_of
-from mla_compile.passes.decide.residual import shortcut
-from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Copy,
@@ -34,7 +30,11 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
 from mla_compile.passes.linear.records import Maps, quantizes
 from mla_compile.passes.linear.stops import barred, unexplained
+from mla_compile.passes.proof.proved import Proofs
 from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
+from mla_compile.passes.sources.records import pieces_of
+from mla_compile.passes.sources.residual import shortcut
+from mla_compile.passes.sources.sources import choose_sources
 
 aten = torch.ops.aten
 

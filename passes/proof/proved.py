@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.records import axis_is_broadcast
 from mla_compile.passes.dependence.steps import along, reduced, worked_along
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, shape, val
@@ -27,6 +26,7 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.linear.stops import unexplained
+from mla_compile.passes.sources.records import axis_is_broadcast
 
 aten = torch.ops.aten
 

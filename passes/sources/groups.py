@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
-from mla_compile.passes.decide.records import pieces_of
-from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.sources.records import pieces_of
+from mla_compile.passes.sources.sources import choose_sources
 
 aten = torch.ops.aten
 

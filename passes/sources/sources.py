@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.ir.graph import bytes_hint
 from mla_compile.passes.linear.records import Piece, Visit
+from mla_compile.passes.sources.cached import are_cached
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from mla_compile.passes.attention.affine import OpaqueError
 from mla_compile.passes.attention.masks import Masks
 from mla_compile.passes.attention.scores import align_right
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Visible
-from mla_compile.passes.decide.plan import make_plan
-from mla_compile.passes.decide.reads import COLUMNS, ColumnRead, reads
-from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Broadcast, Copy, Join, decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.proof.plan import make_plan
+from mla_compile.passes.sources.reads import COLUMNS, ColumnRead, reads
+from mla_compile.passes.sources.records import AbsorbPlan
+from mla_compile.passes.sources.refine import value_features
 
 aten = torch.ops.aten
 

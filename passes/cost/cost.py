@@ -1,4 +1,4 @@
-"""The cheapest form of an MLA site: the counts of :mod:`~mla_compile.passes.decide.formulas` on a given device."""
+"""The cheapest form of an MLA site: the counts of :mod:`~mla_compile.passes.cost.formulas` on a given device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mla_compile.core import quantities
 from mla_compile.core.choices import Fold, Forms
 from mla_compile.core.dims import Dims
 from mla_compile.errors import OptionError, nearest
-from mla_compile.passes.decide import formulas
-from mla_compile.passes.decide.formulas import Form
+from mla_compile.passes.cost import formulas
+from mla_compile.passes.cost.formulas import Form
 
 ChosenForm = Literal["expanded", "chained", "folded"]  # the last two may be sparse
 

@@ -23,11 +23,11 @@ from torch import fx
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.visible import visible
-from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, groups_of, pieces_of, selected
-from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps, Term
+from mla_compile.passes.sources.records import AbsorbPlan, Rows, Side, groups_of, pieces_of, selected
+from mla_compile.passes.sources.refine import refine, value_features
 
 
 def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> AbsorbPlan | Stop:

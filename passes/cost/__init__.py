@@ -1,0 +1,1 @@
+"""What each form of an attention costs on a device, as formulas and as numbers."""

@@ -1,0 +1,1 @@
+"""Whether an attention over rows computes the same: the obligations of a plan, and what is proved."""
