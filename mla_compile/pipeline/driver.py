@@ -25,7 +25,7 @@ from mla_compile.options import Options
 from mla_compile.passes.ir.expr import evaluated_once
 from mla_compile.pipeline.manager import run_passes
 from mla_compile.pipeline.outcome import Outcome, outcome_of
-from mla_compile.pipeline.state import PassState, PassRequest
+from mla_compile.pipeline.state import PassRequest, PassState
 from mla_compile.pipeline.table import PASSES
 
 
