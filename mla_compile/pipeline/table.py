@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mla_compile.pipeline.analyses import weights
 from mla_compile.pipeline.caches import append, share
 from mla_compile.pipeline.decisions import analyse, judge, split_heads, unfollowed
 from mla_compile.pipeline.large import by_heads
@@ -48,7 +49,13 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', lower_to_aten),
     Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", lower_projections),
     Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", read_parts),
-    Pass("read_packed", "rows in float8", "reads of copies, to reads of the packed rows", read_packed),
+    Pass(
+        "read_packed",
+        "rows in float8",
+        "reads of copies, to reads of the packed rows",
+        read_packed,
+        keeps=(weights,),
+    ),
     Pass("share", "rows that ranks share", "attention, to each rank's own rows and a merge", share),
     Pass("few_rows", "products with weights", "products of few rows on a CPU, to a faster operator", few_rows),
     Pass("schedule", "operators on a GPU, their masks", "launch preparation, hoisted and shared", share_schedules),
