@@ -8,15 +8,16 @@ from mla_compile.codes import Code
 from mla_compile.core.program import copy_graph
 from mla_compile.errors import VerificationError
 from mla_compile.passes.attention.indexer import indexers
+from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.cache.held import held
-from mla_compile.passes.cache.share import begun_rows
+from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
 from mla_compile.passes.ir import stand_in
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import attentions
 from mla_compile.passes.report.site import fused_told
-from mla_compile.passes.rewrite import columns, dequantize, fold, lower, narrow, packed_rows, project, schedule
+from mla_compile.passes.rewrite import dequantize, fold, narrow
 from mla_compile.passes.rewrite import few_rows as products
 from mla_compile.passes.rewrite.absorb import absorb as absorb_site
 from mla_compile.passes.rewrite.by_hand import fuse
@@ -31,6 +32,13 @@ from mla_compile.passes.verify.split import split_comparison
 from mla_compile.pipeline.analyses import linear_maps, weights
 from mla_compile.pipeline.state import PassState
 
+_UNSHARED = "ranks no longer share the rows of this cache; each rank has all rows from now on: {problem}"
+_GATHERED = "the rows of a cache that ranks share are gathered in every call of this graph: {problem}"
+_NOT_SHARED = (
+    "context_parallel: each rank has all rows of this cache. Ranks share the rows of a cache only if it began in a "
+    "call of this model, grows by cat or is written in place, and holds the rows themselves"
+)
+_NOT_ONE_FORM = "no attention is absorbed in every call"
 _INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {problem}"
 
 
@@ -171,29 +179,6 @@ def settle(state: PassState) -> int:
     return done
 
 
-def lower_to_aten(state: PassState) -> int:
-    """Replace our operators by plain ATen if that is asked for."""
-    return lower.lower_to_aten(state.graph, state.program.fake_mode) if state.options.lowering == "aten" else 0
-
-
-def lower_projections(state: PassState) -> int:
-    """Write einsums of few rows as products that a compiler fuses."""
-    done = project.lower_projections(state.graph, state.program.fake_mode, state.analyses.get(weights))
-    if done:
-        remove_dead_code(state.graph)
-    return done
-
-
-def read_parts(state: PassState) -> int:
-    """Read the parts of a join in place of its slices."""
-    return columns.read_parts(state.graph, state.program.fake_mode)
-
-
-def read_packed(state: PassState) -> int:
-    """Hand rows in float8 to the attentions that read them."""
-    return packed_rows.read_packed(state.graph, state.program.fake_mode, state.request.target.reads_float8)
-
-
 def few_rows(state: PassState) -> int:
     """Use the operator for products of a few rows."""
     if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
@@ -209,6 +194,47 @@ def few_rows(state: PassState) -> int:
     )
 
 
-def share_schedules(state: PassState) -> int:
-    """Hoist the preparation of launches, and share it."""
-    return schedule.share_schedules(state.graph, state.program.fake_mode)
+def share(state: PassState) -> int:
+    """Rewrite attention to read this rank's rows, if the rows of all caches that ranks share allow it."""
+    program = state.program
+    if not program.shared:
+        return 0
+    problem = share_rows(program) if _one_form(state) else _NOT_ONE_FORM
+    several = any(v.by_call for v in state.chosen)
+    if problem is None:
+        return sum(one.shared for one in program.appends)
+    buffers = program.shared.intersection(program.mutations)
+    if several:
+        state.shared |= grown_rows(program)  # a prompt: ranks share its rows after the call
+    elif program.shared - buffers:
+        state.warnings += (_UNSHARED.format(problem=problem),)
+    if buffers and not several and not _is_prompt(state):
+        state.warnings += (_GATHERED.format(problem=problem),)
+    return 0
+
+
+def _is_prompt(state: PassState) -> bool:
+    """Whether a call has more queries than absorbing pays for."""
+    codes = {v.code for v in state.verdicts if v.plan is not None}
+    return codes == {Code.COST_PREFILL}
+
+
+def _one_form(state: PassState) -> bool:
+    return bool(state.rewritten) and _in_one_form(state)
+
+
+def _in_one_form(state: PassState) -> bool:
+    return bool(state.rewritten or state.fused) and not any(v.by_call for v in state.chosen)
+
+
+def append(state: PassState) -> int:
+    """Write new rows in place behind the old ones."""
+    attended = state.fused or any(v.plan is not None for v in state.verdicts)
+    if state.options.appends != "in_place" or not attended:
+        return 0
+    # If two programs run on the same inputs, either both append in place or neither does.
+    count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)
+    if state.program.sharing is not None and _one_form(state):
+        shared = state.program.shared or any(one.shared for one in state.program.appends)
+        state.warnings += () if shared else (_NOT_SHARED,)
+    return count

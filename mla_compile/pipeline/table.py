@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.rewrite import packed_rows
+from mla_compile.passes.rewrite.columns import read_parts
+from mla_compile.passes.rewrite.lower import lower_to_aten
+from mla_compile.passes.rewrite.project import lower_projections
+from mla_compile.passes.rewrite.schedule import share_schedules
 from mla_compile.pipeline.analyses import weights
-from mla_compile.pipeline.caches import append, share
-from mla_compile.pipeline.decisions import analyse, judge, split_heads, unfollowed
+from mla_compile.pipeline.decisions import analyse, canonical, judge, latent_cache, split_heads, stand_ins, unfollowed
 from mla_compile.pipeline.large import by_heads
 from mla_compile.pipeline.manager import Pass
-from mla_compile.pipeline.prepare import canonical, latent_cache, stand_ins
 from mla_compile.pipeline.rewrites import (
     absorb,
+    append,
     dequantize_once,
     few_rows,
     fold_weights,
     index,
-    lower_projections,
-    lower_to_aten,
     narrow_projections,
-    read_packed,
-    read_parts,
     settle,
-    share_schedules,
+    share,
     verify,
 )
 from mla_compile.pipeline.state import PassState
+
+
+def _over(rewrite: Callable[[fx.Graph, FakeTensorMode | None], int]) -> Callable[[PassState], int]:
+    return lambda state: rewrite(state.graph, state.program.fake_mode)
+
+
+def _lower(state: PassState) -> int:
+    return _over(lower_to_aten)(state) if state.options.lowering == "aten" else 0
+
+
+def _lower_projections(state: PassState) -> int:
+    return lower_projections(state.graph, state.program.fake_mode, state.analyses.get(weights))
+
+
+def _read_packed(state: PassState) -> int:
+    return packed_rows.read_packed(state.graph, state.program.fake_mode, state.request.target.reads_float8)
+
 
 PASSES: tuple[Pass[PassState], ...] = (
     Pass("stand_ins", "the captured graph", "operators of libraries, to plain ones for the time", stand_ins, once=True),
@@ -46,18 +68,18 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("narrow", "verdicts", "up-projections that are partly read", narrow_projections),
     Pass("settle", "stand-ins", "stand-ins that are still read, to the operators of libraries", settle),
     Pass("by_heads", "attentions that stay expanded", "large attentions, to groups of heads", by_heads),
-    Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', lower_to_aten),
-    Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", lower_projections),
-    Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", read_parts),
+    Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', _lower),
+    Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", _lower_projections),
+    Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", _over(read_parts)),
     Pass(
         "read_packed",
         "rows in float8",
         "reads of copies, to reads of the packed rows",
-        read_packed,
+        _read_packed,
         keeps=(weights,),
     ),
     Pass("share", "rows that ranks share", "attention, to each rank's own rows and a merge", share),
     Pass("few_rows", "products with weights", "products of few rows on a CPU, to a faster operator", few_rows),
-    Pass("schedule", "operators on a GPU, their masks", "launch preparation, hoisted and shared", share_schedules),
+    Pass("schedule", "operators on a GPU, their masks", "launch preparation, shared", _over(share_schedules)),
     Pass("append", "joins of rows that the caller keeps", "joins of old and new rows, to in-place writes", append),
 )

@@ -18,6 +18,7 @@ from mla_compile.passes.ir.arrange import aligned, einsum
 from mla_compile.passes.ir.axes import Atom
 from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
 from mla_compile.passes.ir.sizes import hint, size
+from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.quantized.stored import dequantized_by_library, stored_leaves
 
 aten = torch.ops.aten
@@ -55,6 +56,8 @@ def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None, weights
             node.replace_all_uses_with(_multiply_and_sum(Builder(node, fake_mode), x, lx, weight, lw, lo))
             graph.erase_node(node)
             done += 1
+    if done:
+        remove_dead_code(graph)
     return done
 
 
