@@ -179,8 +179,8 @@ class _Search:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
         whole, axes = node, [*range(len(shape(node)))]
         while isinstance(shown := decode(whole), (Slice, Permute)):
-            if isinstance(shown, Permute):
-                axes = [shown.order[k] for k in axes]
+            if isinstance(shown, Permute) and shown.map is not None:
+                axes = [shown.map.read_along(k)[0] for k in axes]
             whole = shown.x
         write = write_of(whole)
         if write is None:

@@ -48,8 +48,8 @@ from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Assign,
-    Broadcast,
     Dropout,
+    Expand,
     Fill,
     Select,
     Slice,
@@ -256,7 +256,7 @@ def _is_empty(node: fx.Node) -> bool:
     if isinstance(how, Dropout):
         # `native_dropout` is read through a `getitem`, whose first argument is the tuple and not `x`.
         return not how.active and packet(node) is aten.dropout
-    if packet(node) not in (aten.expand, aten.slice) or not isinstance(how, (Broadcast, Slice)):
+    if packet(node) not in (aten.expand, aten.slice) or not isinstance(how, (Expand, Slice)):
         return False
     # The strides have to agree too, because later views were traced on those of the result.
     return same_sizes(shape(how.x), shape(node)) and bool(val(how.x).stride() == val(node).stride())

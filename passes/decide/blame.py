@@ -18,14 +18,14 @@ from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_ten
 from mla_compile.passes.ir.operators import (
     Copy,
     Join,
-    Permute,
-    Regroup,
+    Reorder,
     Select,
     Slice,
     Stack,
     Write,
     WriteOne,
     WriteRows,
+    behind,
     decode,
     is_contraction,
 )
@@ -128,8 +128,7 @@ def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
 
 def _moved(node: fx.Node) -> fx.Node:
     """Return the tensor of which ``node`` is a permutation, reshape, cast or slice."""
-    how = decode(node)
-    return _moved(how.x) if isinstance(how, (Copy, Regroup, Permute, Slice)) else node
+    return behind(node, (Copy, Reorder, Slice))[-1]
 
 
 def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:

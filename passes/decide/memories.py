@@ -23,7 +23,7 @@ from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
-from mla_compile.passes.ir.operators import Broadcast, Copy, Join, decode
+from mla_compile.passes.ir.operators import Copy, Expand, Join, decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes
 from mla_compile.passes.linear.records import Maps
 
@@ -140,7 +140,7 @@ def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[Mask
 def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> list[fx.Node | None] | None:
     """Return the parts from which ``node`` is joined along ``dim``; None for a part that hides nothing."""
     how = decode(node)
-    if isinstance(how, (Copy, Broadcast)) and val(how.x).dtype == val(node).dtype:
+    if isinstance(how, (Copy, Expand)) and val(how.x).dtype == val(node).dtype:
         before = dim - (len(shape(node)) - len(shape(how.x)))
         kept = before >= 0 and same(shape(how.x)[before], shape(node)[dim])
         return _parts(how.x, before, term, sizes) if kept else None

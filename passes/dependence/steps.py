@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir import operators
-from mla_compile.passes.ir.axes import axis_size, flatten, fresh_axes, regroup, substitute
+from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.ir.operators import decode
+from mla_compile.passes.ir.operators import decode, rule_for
 from mla_compile.passes.ir.sizes import same, same_sizes
 
 aten = torch.ops.aten
@@ -94,8 +94,10 @@ def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return {}
     how, rank = decode(node), len(shape(node))
-    if isinstance(how, (operators.Slice, operators.Repeat)):
+    if isinstance(how, operators.Slice):
         return {how.x: dim}
+    if isinstance(how, operators.Repeat) and how.map is not None:
+        return {how.x: dims[0]} if (dims := how.map.read_along(dim)) else {}
     if isinstance(how, operators.Join):
         return dict.fromkeys(how.parts, dim)
     if isinstance(how, (operators.Write, operators.WriteRows)):
@@ -141,7 +143,7 @@ def worked_along(node: fx.Node) -> tuple[int, ...]:
 
 def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     how = decode(node)
-    move = _MOVES.get(type(how))
+    move = rule_for(_MOVES, how)
     if move is not None:
         return move(node, how, dim, length)
     rule = _RULES.get(packet(node))
@@ -203,40 +205,21 @@ def _normalized(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     return None if dim in along else _first(node, dim, length)
 
 
-def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> BackwardStep | None:
-    """Handle a reshape if the axis is the outer factor of an operand's axis, or has one as its outer factor."""
-    fresh = fresh_axes(shape(how.x))
-    grouped = regroup(flatten(fresh), shape(node))
-    if grouped is None:
+def _rearranged(node: fx.Node, how: operators.Rearrange, dim: int, length: int) -> BackwardStep | None:
+    """Handle an axis that is the outer factor of an operand's axis, or has one as its outer factor."""
+    if how.map is None:
         return None
-    axes, split = grouped
-    outer, *rest = axes[dim]
-    for k, own in enumerate(fresh):
-        factors = substitute(own, split)
+    outer, *rest = how.map.after[dim]
+    for k, own in enumerate(how.map.before):
         # Only an outermost factor gives neighbouring positions; positions of an inner factor are scattered.
-        if factors and factors[0] is outer:
-            unit, inner = axis_size(tuple(rest)), axis_size(factors[1:])
+        if own and own[0] is outer:
+            unit, inner = axis_size(rest), axis_size(own[1:])
             if not isinstance(unit, int) or not isinstance(inner, int):
                 return None
             return Blind({how.x: OperandAxis(k, inner)}, unit, reshaped=how.told is not None)
-    return None
-
-
-def _permuted(node: fx.Node, how: operators.Permute, dim: int, length: int) -> BackwardStep | None:
-    return _reads([(how.x, how.order[dim])], length)
-
-
-def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -> BackwardStep | None:
-    own = dim - len(shape(node)) + len(shape(how.x))
-    repeated = own < 0 or same(shape(how.x)[own], 1)
-    return Blind({} if repeated else {how.x: OperandAxis(own)}, reshaped=True)
-
-
-def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> BackwardStep | None:
-    """Handle interleaved repetition. Copies of the whole axis would lie far apart, so they have no step."""
-    if not how.interleaved:
-        return None
-    return Blind({how.x: OperandAxis(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
+    # All copies equal the operand, but only an expansion is given the size of its result.
+    expands = isinstance(how, operators.Expand) and not how.map.read_along(dim)
+    return Blind({}, reshaped=True) if expands else None
 
 
 def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> BackwardStep | None:
@@ -333,10 +316,7 @@ def _fused(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 _MOVES: dict[type, Callable[[fx.Node, Any, int, int], BackwardStep | None]] = {
     operators.Copy: _copied,
     operators.Assign: _assigned,
-    operators.Regroup: _regrouped,
-    operators.Permute: _permuted,
-    operators.Broadcast: _broadcast,
-    operators.Repeat: _repeated,
+    operators.Rearrange: _rearranged,
     operators.Slice: _sliced,
     operators.Select: _selected,
     operators.Join: _joined,

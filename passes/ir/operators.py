@@ -10,14 +10,16 @@ Operators that compute (products, sums, softmaxes) are not decoded: each has one
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.index_map import IndexMap, expanded, permuted, repeated, reshaped
 from mla_compile.passes.ir.stand_in import stand_in
 
 aten = torch.ops.aten
@@ -39,6 +41,7 @@ SPLITS = {
 }  # fmt: skip
 """Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
 
+Rule = TypeVar("Rule")
 Told: TypeAlias = "int | fx.Node | None"
 """A position or a size, as it is passed to an operator."""
 
@@ -59,39 +62,45 @@ class Dropout:
 
 
 @dataclass(frozen=True)
-class Regroup:
-    """``x`` in row-major order with other axes. ``told``: the sizes that the operator is given, if any."""
+class Rearrange:
+    """``x`` with its axes permuted, merged, split or repeated.
 
-    x: fx.Node
-    told: Sequence[int | fx.Node] | None
-
-
-@dataclass(frozen=True)
-class Permute:
-    """Axis ``k`` is axis ``order[k]`` of ``x``."""
-
-    x: fx.Node
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """``x`` with size-1 axes expanded and new axes in front. ``told``: the sizes that the operator is given."""
-
-    x: fx.Node
-    told: Sequence[int | fx.Node]
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """``x`` repeated along each axis of the result.
-
-    ``interleaved``: each position is repeated in a row, not the whole axis.
+    ``index``: makes the map, when it is first read. ``told``: the sizes that the operator is given, if any.
     """
 
     x: fx.Node
-    counts: tuple[int, ...]
-    interleaved: bool
+    index: Callable[[], IndexMap | None] = field(compare=False, repr=False)
+    told: Sequence[int | fx.Node] | None = None
+
+    @cached_property
+    def map(self) -> IndexMap | None:
+        """How positions in the result are found in ``x``; None if a reshape cuts through factors."""
+        return self.index()
+
+
+@dataclass(frozen=True)
+class Reorder(Rearrange):
+    """Every value of ``x`` once."""
+
+
+@dataclass(frozen=True)
+class Regroup(Reorder):
+    """Every value of ``x`` once, in row-major order."""
+
+
+@dataclass(frozen=True)
+class Permute(Reorder):
+    """``x`` with its axes in another order."""
+
+
+@dataclass(frozen=True)
+class Repeat(Rearrange):
+    """``x`` with copies of its values along some axes."""
+
+
+@dataclass(frozen=True)
+class Expand(Repeat):
+    """``x`` with axes of size 1 grown and new axes in front, as in broadcasting."""
 
 
 @dataclass(frozen=True)
@@ -179,16 +188,27 @@ class Fill:
     value: object
 
 
-Reading: TypeAlias = (
-    "Copy | Dropout | Regroup | Permute | Broadcast | Repeat | Slice | Select | Join | Stack | Assign | Write"
-    " | WriteOne | WriteRows | Fill"
-)
+OfOne: TypeAlias = "Copy | Dropout | Rearrange | Slice | Select"
+Reading: TypeAlias = "OfOne | Join | Stack | Assign | Write | WriteOne | WriteRows | Fill"
 
 
 def decode(node: object) -> Reading | None:
     """Return how ``node`` moves the values that it reads; None if it computes others or its arguments do not tell."""
     rule = _DECODERS.get(packet(node))
     return None if rule is None or not isinstance(node, fx.Node) else rule(node)
+
+
+def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[fx.Node]:
+    """Return ``node`` and the tensors behind it, nearest first, through operators of ``kinds``, which read one each."""
+    found = [node]
+    while isinstance(how := decode(found[-1]), kinds):
+        found.append(how.x)
+    return found
+
+
+def rule_for(rules: Mapping[type, Rule], how: object) -> Rule | None:
+    """Return the rule for the record ``how``, by its class or one that it extends; None if there is none."""
+    return next((rules[kind] for kind in type(how).__mro__ if kind in rules), None)
 
 
 def _copy(node: fx.Node) -> Copy | None:
@@ -208,16 +228,19 @@ def _regroup(node: fx.Node) -> Regroup | None:
     if val(x).dtype != val(node).dtype:  # the bytes are reinterpreted
         return None
     told = argument(node, 1, "size") if packet(node) in (aten.view, aten.reshape) else None
-    return Regroup(x, told if isinstance(told, (list, tuple)) else None)
+    told = told if isinstance(told, (list, tuple)) else None
+    return Regroup(x, lambda: reshaped(shape(x), shape(node)), told)
 
 
 def _permute(node: fx.Node) -> Permute:
-    rank = len(shape(node))
-    return Permute(argument(node, 0, "self"), tuple(axis(d, rank) for d in argument(node, 1, "dims")))
+    x, rank = argument(node, 0, "self"), len(shape(node))
+    order = tuple(axis(d, rank) for d in argument(node, 1, "dims"))
+    return Permute(x, lambda: permuted(shape(x), order))
 
 
-def _expand(node: fx.Node) -> Broadcast:
-    return Broadcast(argument(node, 0, "self"), argument(node, 1, "size"))
+def _expand(node: fx.Node) -> Expand:
+    x = argument(node, 0, "self")
+    return Expand(x, lambda: expanded(shape(x), shape(node)), argument(node, 1, "size"))
 
 
 def _repeat(node: fx.Node) -> Repeat | None:
@@ -234,8 +257,9 @@ def _repeat_interleave(node: fx.Node) -> Repeat | None:
 
 
 def _repeated(node: fx.Node, counts: Sequence[Any], *, interleaved: bool) -> Repeat | None:
+    x = argument(node, 0, "self")
     known = all(isinstance(c, int) for c in counts)
-    return Repeat(argument(node, 0, "self"), tuple(counts), interleaved) if known else None
+    return Repeat(x, lambda: repeated(shape(x), counts, interleaved=interleaved)) if known else None
 
 
 def _slice(node: fx.Node) -> Slice:

@@ -34,7 +34,7 @@ MOST = 60
 More boxes are not readable on one page.
 """
 
-_VIEWS = (operators.Copy, operators.Regroup, operators.Permute, operators.Broadcast, operators.Slice, operators.Select)
+_VIEWS = (operators.Copy, operators.Rearrange, operators.Slice, operators.Select)
 _JOINS = (operators.Join, operators.Assign, operators.Write, operators.WriteOne, operators.WriteRows)
 _OTHER_JOINS = {aten.index_put, aten.scatter, aten.where}
 _ATTENTIONS = {aten.scaled_dot_product_attention, aten.softmax, aten._softmax, torch.ops.mla_compile.decode_attention}
@@ -233,9 +233,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> fx.Node:
     """Return the tensor that ``node`` is a view of, through nested views; ``node`` itself if it is no view."""
-    while isinstance(how := decode(node), _VIEWS):
-        node = how.x
-    return node
+    return operators.behind(node, _VIEWS)[-1]
 
 
 def _is_join(node: fx.Node) -> bool:
