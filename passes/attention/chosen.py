@@ -41,7 +41,8 @@ from mla_compile.passes.attention.affine import (
 from mla_compile.passes.attention.site import Affine, Block, Chosen, Operand
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, Fill, Rearrange, decode
+from mla_compile.passes.ir.moves import Copy, Fill, Rearrange
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes, size
 
 aten = torch.ops.aten

@@ -21,7 +21,8 @@ from mla_compile.passes.attention.site import Chosen, Operand, Product
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Copy, Rearrange, Reorder, decode
+from mla_compile.passes.ir.moves import Copy, Rearrange, Reorder
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.walk import REACH, depends_on, reachable
 

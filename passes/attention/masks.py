@@ -30,7 +30,8 @@ from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, MaskTerm
 from mla_compile.passes.ir.graph import argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED
 from mla_compile.passes.ir.locate import locate
-from mla_compile.passes.ir.operators import Copy, Join, Rearrange, Select, Slice, behind, decode
+from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Select, Slice
+from mla_compile.passes.ir.operators import behind, decode
 from mla_compile.passes.ir.walk import reachable
 
 aten = torch.ops.aten

@@ -20,18 +20,8 @@ from mla_compile.passes.attention.site import MaskTerm, Operand, Product
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import (
-    Copy,
-    Dropout,
-    Expand,
-    Fill,
-    Join,
-    Reorder,
-    Select,
-    Slice,
-    decode,
-    rule_for,
-)
+from mla_compile.passes.ir.moves import Copy, Dropout, Expand, Fill, Join, Reorder, Select, Slice
+from mla_compile.passes.ir.operators import decode, rule_for
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 

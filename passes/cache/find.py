@@ -36,7 +36,8 @@ from mla_compile.passes.cache.writes import CacheWrite, is_zeros, seen_through_v
 from mla_compile.passes.decide.records import Side, pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.operators import Join, Permute, Slice, decode
+from mla_compile.passes.ir.moves import Join, Permute, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 

@@ -30,7 +30,8 @@ from mla_compile.passes.cache.share_attention import OwnRows, attend, number, re
 from mla_compile.passes.cache.writes import rows_written
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import Builder, packet, shape, val, whole_rows
-from mla_compile.passes.ir.operators import Copy, Join, Reorder, behind
+from mla_compile.passes.ir.moves import Copy, Join, Reorder
+from mla_compile.passes.ir.operators import behind
 from mla_compile.passes.ir.sizes import Size, same, size
 from mla_compile.passes.ir.walk import remove_dead_code
 

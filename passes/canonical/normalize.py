@@ -46,19 +46,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import (
-    Assign,
-    Dropout,
-    Expand,
-    Fill,
-    Select,
-    Slice,
-    Stack,
-    Write,
-    WriteOne,
-    WriteRows,
-    decode,
-)
+from mla_compile.passes.ir.moves import Assign, Dropout, Expand, Fill, Select, Slice, Stack, Write, WriteOne, WriteRows
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.walk import REACH, ancestors
 

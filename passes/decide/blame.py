@@ -15,20 +15,8 @@ from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.residual import shortcut
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
-from mla_compile.passes.ir.operators import (
-    Copy,
-    Join,
-    Reorder,
-    Select,
-    Slice,
-    Stack,
-    Write,
-    WriteOne,
-    WriteRows,
-    behind,
-    decode,
-    is_contraction,
-)
+from mla_compile.passes.ir.moves import Copy, Join, Reorder, Select, Slice, Stack, Write, WriteOne, WriteRows
+from mla_compile.passes.ir.operators import behind, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable

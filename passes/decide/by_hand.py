@@ -23,7 +23,8 @@ from mla_compile.passes.decide.records import AbsorbPlan, Verdict, repeats
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Copy, Rearrange, behind, is_contraction
+from mla_compile.passes.ir.moves import Copy, Rearrange
+from mla_compile.passes.ir.operators import behind, is_contraction
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.walk import first_equals, nearest
 from mla_compile.passes.linear.records import Maps

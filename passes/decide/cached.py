@@ -7,19 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
-from mla_compile.passes.ir.operators import (
-    CONTRACTIONS,
-    Copy,
-    Join,
-    Rearrange,
-    Select,
-    Slice,
-    Write,
-    WriteOne,
-    WriteRows,
-    behind,
-    decode,
-)
+from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Select, Slice, Write, WriteOne, WriteRows
+from mla_compile.passes.ir.operators import CONTRACTIONS, behind, decode
 from mla_compile.passes.ir.walk import REACH, reachable
 
 

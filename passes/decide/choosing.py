@@ -19,7 +19,8 @@ from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import args_of, bytes_hint, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Copy, behind
+from mla_compile.passes.ir.moves import Copy
+from mla_compile.passes.ir.operators import behind
 from mla_compile.passes.ir.sizes import Size, hint, same, size
 from mla_compile.passes.ir.walk import reachable
 

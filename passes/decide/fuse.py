@@ -21,7 +21,8 @@ from mla_compile.passes.decide.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
-from mla_compile.passes.ir.operators import Reorder, Slice, behind
+from mla_compile.passes.ir.moves import Reorder, Slice
+from mla_compile.passes.ir.operators import behind
 from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.linear.records import Maps
 

@@ -33,7 +33,8 @@ from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, val
-from mla_compile.passes.ir.operators import Select, Slice, decode
+from mla_compile.passes.ir.moves import Select, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.linear.records import Maps, Term

@@ -23,7 +23,8 @@ from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, Expand, Join, decode
+from mla_compile.passes.ir.moves import Copy, Expand, Join
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes
 from mla_compile.passes.linear.records import Maps
 

@@ -11,16 +11,8 @@ from torch import fx
 from mla_compile.passes.attention.site import Operand
 from mla_compile.passes.ir.axes import Atom, Axis
 from mla_compile.passes.ir.graph import shape
-from mla_compile.passes.ir.operators import (
-    Copy,
-    Join,
-    Rearrange,
-    Repeat,
-    Select,
-    Slice,
-    Write,
-    decode,
-)
+from mla_compile.passes.ir.moves import Along, Copy, Rearrange, Repeat, Select, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
 
 COLUMNS = "columns"
@@ -67,24 +59,14 @@ def _behind(
     first: Mapping[fx.Node, fx.Node],
 ) -> list[ColumnRead]:
     how = decode(node)
-    if isinstance(how, Join) and roles[how.dim] == COLUMNS:
+    if isinstance(how, Along) and roles[how.dim] == COLUMNS and how.axis_parts is not None:
         found: list[ColumnRead] = []
-        for part in how.parts:
-            width = shape(part)[how.dim]
-            if not isinstance(width, int):
-                return []
-            if start < width and stop > 0:
-                found += _behind(part, roles, cuts, max(start, 0), min(stop, width), first)
-            start, stop = start - width, stop - width
+        for part in how.axis_parts:
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                by = part.offset - part.start
+                found += _behind(part.node, roles, cuts, low + by, high + by, first)
         return found
-    if isinstance(how, Write) and roles[how.dim] == COLUMNS and how.taken is not None and how.taken.step == 1:
-        at, end = how.taken.start, how.taken.stop
-        found = _behind(how.base, roles, cuts, start, min(stop, at), first) if start < at else []
-        if start < end and at < stop:
-            found += _behind(how.x, roles, cuts, max(start, at) - at, min(stop, end) - at, first)
-        return found + (_behind(how.base, roles, cuts, max(start, end), stop, first) if end < stop else [])
-    if isinstance(how, Slice) and roles[how.dim] == COLUMNS and how.taken is not None and how.taken.step == 1:
-        return _behind(how.x, roles, cuts, start + how.taken.start, stop + how.taken.start, first)
     if isinstance(how, Slice) and roles[how.dim] != COLUMNS and how.bounds is not None:
         bounds = tuple(first[b] if isinstance(b, fx.Node) else b for b in how.bounds)
         return _behind(how.x, roles, (*cuts, (roles[how.dim], bounds)), start, stop, first)

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.dependence.steps import Joined, step
 from mla_compile.passes.ir.graph import is_tensor, packet, shape, virtual
-from mla_compile.passes.ir.operators import CONTRACTIONS, Copy, Fill, Reorder, Repeat, behind, decode
+from mla_compile.passes.ir.moves import Copy, Fill, Reorder, Repeat
+from mla_compile.passes.ir.operators import CONTRACTIONS, behind, decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import SharedRows

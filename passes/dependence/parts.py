@@ -18,7 +18,8 @@ from torch.fx.node import Argument
 
 from mla_compile.passes.dependence.steps import BackwardStep, Blind, Joined, step
 from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
-from mla_compile.passes.ir.operators import Assign, Expand, Rearrange, Stack, decode
+from mla_compile.passes.ir.moves import Assign, Expand, Rearrange, Stack
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import REACH, reachable
 

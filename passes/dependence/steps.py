@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from mla_compile.passes.ir import operators
+from mla_compile.passes.ir import moves
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
@@ -56,21 +56,10 @@ class Blind:
 
 
 @dataclass(frozen=True)
-class AxisPart:
-    """Positions ``start`` to ``stop`` of the result equal those of axis ``dim`` of ``node`` from ``offset`` on."""
-
-    start: int
-    stop: int
-    node: fx.Node
-    dim: int
-    offset: int = 0
-
-
-@dataclass(frozen=True)
 class Joined:
     """The axis of the result is joined from parts."""
 
-    parts: tuple[AxisPart, ...]
+    parts: tuple[moves.AxisPart, ...]
 
 
 BackwardStep = Blind | Joined
@@ -94,13 +83,11 @@ def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return {}
     how, rank = decode(node), len(shape(node))
-    if isinstance(how, operators.Slice):
-        return {how.x: dim}
-    if isinstance(how, operators.Repeat) and how.map is not None:
+    if isinstance(how, moves.Repeat) and how.map is not None:
         return {how.x: dims[0]} if (dims := how.map.read_along(dim)) else {}
-    if isinstance(how, operators.Join):
-        return dict.fromkeys(how.parts, dim)
-    if isinstance(how, (operators.Write, operators.WriteRows)):
+    if isinstance(how, moves.Along):
+        return dict.fromkeys(how.operands, dim)
+    if isinstance(how, moves.WriteRows):
         return {how.base: dim, how.x: dim}
     name = getattr(packet(node), "__name__", "")
     if name in ("sum", "mean", "amax", "amin", "logsumexp"):
@@ -183,15 +170,15 @@ def _first(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     return _reads([(args_of(node)[0], dim)], length)
 
 
-def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> BackwardStep | None:
+def _copied(node: fx.Node, how: moves.Copy, dim: int, length: int) -> BackwardStep | None:
     return _reads([(how.x, dim)], length)
 
 
-def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> BackwardStep | None:
+def _assigned(node: fx.Node, how: moves.Assign, dim: int, length: int) -> BackwardStep | None:
     """Handle a copy into a target of which only the shape and the dtype matter."""
     x = how.x
     if val(x).dtype == val(node).dtype and same_sizes(shape(x), shape(node)):
-        return Joined((AxisPart(0, length, x, dim),))
+        return Joined((moves.AxisPart(0, length, x, dim),))
     return _reads([(how.target, dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
 
 
@@ -205,7 +192,7 @@ def _normalized(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     return None if dim in along else _first(node, dim, length)
 
 
-def _rearranged(node: fx.Node, how: operators.Rearrange, dim: int, length: int) -> BackwardStep | None:
+def _rearranged(node: fx.Node, how: moves.Rearrange, dim: int, length: int) -> BackwardStep | None:
     """Handle an axis that is the outer factor of an operand's axis, or has one as its outer factor."""
     if how.map is None:
         return None
@@ -218,52 +205,27 @@ def _rearranged(node: fx.Node, how: operators.Rearrange, dim: int, length: int) 
                 return None
             return Blind({how.x: OperandAxis(k, inner)}, unit, reshaped=how.told is not None)
     # All copies equal the operand, but only an expansion is given the size of its result.
-    expands = isinstance(how, operators.Expand) and not how.map.read_along(dim)
+    expands = isinstance(how, moves.Expand) and not how.map.read_along(dim)
     return Blind({}, reshaped=True) if expands else None
 
 
-def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> BackwardStep | None:
-    if how.dim != dim:
-        if how.bounds is None:
-            return None
-        # A member of a split refers to the split of the whole tensor, so a part of it is written as a slice.
-        return _reads([(how.x, dim)], length, instead=(aten.slice.Tensor, (how.dim, *how.bounds)))
-    if how.taken is None or how.taken.step != 1:
-        return None
-    return Joined((AxisPart(0, length, how.x, dim, how.taken.start),))
+def _along(node: fx.Node, how: moves.Along, dim: int, length: int) -> BackwardStep | None:
+    if how.dim == dim:
+        return None if how.axis_parts is None else Joined(how.axis_parts)
+    if not isinstance(how, moves.Slice):
+        return _reads([(x, dim) for x in how.operands], length)
+    # A member of a split refers to the split of the whole tensor, so a part of it is written as a slice.
+    instead = None if how.bounds is None else (aten.slice.Tensor, (how.dim, *how.bounds))
+    return None if instead is None else _reads([(how.x, dim)], length, instead)
 
 
-def _selected(node: fx.Node, how: operators.Select, dim: int, length: int) -> BackwardStep | None:
+def _selected(node: fx.Node, how: moves.Select, dim: int, length: int) -> BackwardStep | None:
     return _reads([(how.x, dim + (dim >= how.dim))], length)
 
 
-def _joined(node: fx.Node, how: operators.Join, dim: int, length: int) -> BackwardStep | None:
-    if how.dim != dim:
-        return _reads([(x, dim) for x in how.parts], length)
-    parts: list[AxisPart] = []
-    for x in how.parts:
-        start, size = parts[-1].stop if parts else 0, shape(x)[dim]
-        if not isinstance(size, int):
-            return None
-        parts.append(AxisPart(start, start + size, x, dim))
-    return Joined(tuple(p for p in parts if p.start < p.stop))
-
-
-def _stacked(node: fx.Node, how: operators.Stack, dim: int, length: int) -> BackwardStep | None:
+def _stacked(node: fx.Node, how: moves.Stack, dim: int, length: int) -> BackwardStep | None:
     # Along the new axis no operand has positions to name; `parts.py` tells these apart.
     return None if how.dim == dim else _reads([(x, dim - (dim > how.dim)) for x in how.parts], length)
-
-
-def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> BackwardStep | None:
-    base, x = how.base, how.x
-    if how.dim != dim:
-        return _reads([(base, dim), (x, dim)], length)
-    # An empty write has no start that would cut the base in two.
-    if how.taken is None or how.taken.step != 1 or not how.taken:
-        return None
-    start, stop = how.taken.start, how.taken.stop
-    parts = (AxisPart(0, start, base, dim), AxisPart(start, stop, x, dim), AxisPart(stop, length, base, dim, stop))
-    return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
 def _product(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
@@ -314,14 +276,12 @@ def _fused(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 
 
 _MOVES: dict[type, Callable[[fx.Node, Any, int, int], BackwardStep | None]] = {
-    operators.Copy: _copied,
-    operators.Assign: _assigned,
-    operators.Rearrange: _rearranged,
-    operators.Slice: _sliced,
-    operators.Select: _selected,
-    operators.Join: _joined,
-    operators.Stack: _stacked,
-    operators.Write: _written,
+    moves.Copy: _copied,
+    moves.Assign: _assigned,
+    moves.Rearrange: _rearranged,
+    moves.Along: _along,
+    moves.Select: _selected,
+    moves.Stack: _stacked,
 }
 _RULES: dict[object, Callable[[fx.Node, int, int], BackwardStep | None]] = {
     aten.masked_fill: _pointwise,

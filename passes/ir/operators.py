@@ -11,15 +11,33 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.index_map import IndexMap, expanded, permuted, repeated, reshaped
+from mla_compile.passes.ir.index_map import expanded, permuted, repeated, reshaped
+from mla_compile.passes.ir.moves import (
+    Assign,
+    Copy,
+    Dropout,
+    Expand,
+    Fill,
+    Join,
+    OfOne,
+    Permute,
+    Reading,
+    Regroup,
+    Repeat,
+    Select,
+    Slice,
+    Stack,
+    Told,
+    Write,
+    WriteOne,
+    WriteRows,
+)
 from mla_compile.passes.ir.stand_in import stand_in
 
 aten = torch.ops.aten
@@ -42,154 +60,6 @@ SPLITS = {
 """Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
 
 Rule = TypeVar("Rule")
-Told: TypeAlias = "int | fx.Node | None"
-"""A position or a size, as it is passed to an operator."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The values of ``x``, perhaps in other memory, another layout or another dtype."""
-
-    x: fx.Node
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """``x``, with some values dropped if ``active``."""
-
-    x: fx.Node
-    active: bool
-
-
-@dataclass(frozen=True)
-class Rearrange:
-    """``x`` with its axes permuted, merged, split or repeated.
-
-    ``index``: makes the map, when it is first read. ``told``: the sizes that the operator is given, if any.
-    """
-
-    x: fx.Node
-    index: Callable[[], IndexMap | None] = field(compare=False, repr=False)
-    told: Sequence[int | fx.Node] | None = None
-
-    @cached_property
-    def map(self) -> IndexMap | None:
-        """How positions in the result are found in ``x``; None if a reshape cuts through factors."""
-        return self.index()
-
-
-@dataclass(frozen=True)
-class Reorder(Rearrange):
-    """Every value of ``x`` once."""
-
-
-@dataclass(frozen=True)
-class Regroup(Reorder):
-    """Every value of ``x`` once, in row-major order."""
-
-
-@dataclass(frozen=True)
-class Permute(Reorder):
-    """``x`` with its axes in another order."""
-
-
-@dataclass(frozen=True)
-class Repeat(Rearrange):
-    """``x`` with copies of its values along some axes."""
-
-
-@dataclass(frozen=True)
-class Expand(Repeat):
-    """``x`` with axes of size 1 grown and new axes in front, as in broadcasting."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some positions of axis ``dim`` of ``x``.
-
-    ``bounds``: start, stop and step as the operator is given them; None if a split computes them at run time.
-    ``taken``: the positions, if all of them are known.
-    """
-
-    x: fx.Node
-    dim: int
-    bounds: tuple[Told, Told, Told] | None
-    taken: range | None
-
-
-@dataclass(frozen=True)
-class Select:
-    """One position of axis ``dim`` of ``x``, which the result lacks. ``index``: None if it is not a known number."""
-
-    x: fx.Node
-    dim: int
-    index: int | None
-
-
-@dataclass(frozen=True)
-class Join:
-    """``parts`` concatenated along axis ``dim``."""
-
-    parts: tuple[fx.Node, ...]
-    dim: int
-
-
-@dataclass(frozen=True)
-class Stack:
-    """``parts`` stacked along a new axis ``dim``."""
-
-    parts: tuple[fx.Node, ...]
-    dim: int
-
-
-@dataclass(frozen=True)
-class Assign:
-    """``x``, broadcast to the shape of ``target`` and in its dtype; no value of the target is read."""
-
-    target: fx.Node
-    x: fx.Node
-
-
-@dataclass(frozen=True)
-class Write:
-    """``base`` with ``x`` in some positions of axis ``dim``; ``bounds`` and ``taken`` as in :class:`Slice`."""
-
-    base: fx.Node
-    x: fx.Node
-    dim: int
-    bounds: tuple[Told, Told, Told]
-    taken: range | None
-
-
-@dataclass(frozen=True)
-class WriteOne:
-    """``base`` with ``x`` in one position of axis ``dim``. ``index``: None if it is not a known number."""
-
-    base: fx.Node
-    x: fx.Node
-    dim: int
-    index: int | None
-
-
-@dataclass(frozen=True)
-class WriteRows:
-    """``base`` with ``x`` in the positions ``index``, a tensor, of axis ``dim``."""
-
-    base: fx.Node
-    x: fx.Node
-    dim: int
-    index: fx.Node
-
-
-@dataclass(frozen=True)
-class Fill:
-    """A tensor with the same value everywhere, read from no tensor. ``value``: None for uninitialized memory."""
-
-    value: object
-
-
-OfOne: TypeAlias = "Copy | Dropout | Rearrange | Slice | Select"
-Reading: TypeAlias = "OfOne | Join | Stack | Assign | Write | WriteOne | WriteRows | Fill"
 
 
 def decode(node: object) -> Reading | None:

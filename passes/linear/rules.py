@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.ir import operators
+from mla_compile.passes.ir import moves
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, val
 from mla_compile.passes.ir.operators import decode, rule_for
 from mla_compile.passes.ir.stop import Stop
@@ -80,17 +80,17 @@ def reinterpreted(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
-    operators.Copy: copied,
-    operators.Dropout: dropped,
-    operators.Rearrange: rearranged,
-    operators.Slice: sliced,
-    operators.Select: selected,
-    operators.Join: joined,
-    operators.Stack: stacked_up,
-    operators.Assign: assigned,
-    operators.Write: written,
-    operators.WriteOne: written_one,
-    operators.Fill: filled,
+    moves.Copy: copied,
+    moves.Dropout: dropped,
+    moves.Rearrange: rearranged,
+    moves.Slice: sliced,
+    moves.Select: selected,
+    moves.Join: joined,
+    moves.Stack: stacked_up,
+    moves.Assign: assigned,
+    moves.Write: written,
+    moves.WriteOne: written_one,
+    moves.Fill: filled,
 }
 """Rules for operators that only move numbers, by the record that :func:`decode` returns."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.operators import Copy, Dropout, Rearrange, Repeat
+from mla_compile.passes.ir.moves import Copy, Dropout, Rearrange, Repeat
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import one_map
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, finish, quantizes

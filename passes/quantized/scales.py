@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, argument, axis, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, decode
+from mla_compile.passes.ir.moves import Copy
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, quotient, same
 
 aten = torch.ops.aten

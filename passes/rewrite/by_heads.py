@@ -25,7 +25,8 @@ from mla_compile.passes.dependence.parts import PartMaker
 from mla_compile.passes.dependence.region import Region
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import args_of, packet, shape, val
-from mla_compile.passes.ir.operators import Expand, Fill, decode
+from mla_compile.passes.ir.moves import Expand, Fill
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import size
 
 aten = torch.ops.aten

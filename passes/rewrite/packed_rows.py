@@ -17,7 +17,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import Builder, args_of, argument, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, Expand, Regroup, Repeat, behind, decode
+from mla_compile.passes.ir.moves import Copy, Expand, Regroup, Repeat
+from mla_compile.passes.ir.operators import behind, decode
 from mla_compile.passes.ir.sizes import Size, quotient, same, same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 

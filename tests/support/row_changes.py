@@ -21,7 +21,8 @@ from torch._dynamo.utils import counters
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.operators import Repeat, decode, is_contraction
+from mla_compile.passes.ir.moves import Repeat
+from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.walk import reachable, weight_nodes
 
 NEGLIGIBLE = 1e-9

@@ -8,7 +8,8 @@ import torch
 from mla_compile.passes.canonical.views import canonicalize
 from mla_compile.passes.ir.axes import Atom, flatten, fresh_axes
 from mla_compile.passes.ir.index_map import IndexMap, permuted, repeated, reshaped
-from mla_compile.passes.ir.operators import Rearrange, decode
+from mla_compile.passes.ir.moves import Rearrange
+from mla_compile.passes.ir.operators import decode
 from tests.support.programs import seeded, trace
 
 X = seeded(2, 1, 12, 5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_compile.passes.canonical.views import canonicalize
-from mla_compile.passes.ir.operators import (
+from mla_compile.passes.ir.moves import (
     Assign,
     Copy,
     Dropout,
@@ -22,8 +22,8 @@ from mla_compile.passes.ir.operators import (
     Write,
     WriteOne,
     WriteRows,
-    decode,
 )
+from mla_compile.passes.ir.operators import decode
 from tests.support.programs import seeded, trace
 
 aten = torch.ops.aten

@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.core.program import Program
 from mla_compile.passes.ir.graph import packet
-from mla_compile.passes.ir.operators import CONTRACTIONS, Dropout, decode
+from mla_compile.passes.ir.moves import Dropout
+from mla_compile.passes.ir.operators import CONTRACTIONS, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.linear.rules import MOVES, RULES
