@@ -45,6 +45,11 @@ class IndexMap:
         carried = _carried(self.after, self.before, axes)
         return None if carried is None or carried[1] else carried[0]
 
+    def then(self, other: IndexMap) -> IndexMap | None:
+        """Return this map followed by ``other``; None if their axes do not have common factors."""
+        carried = other.forward(self.after)
+        return None if carried is None else IndexMap(tuple(substitute(a, carried[1]) for a in self.before), carried[0])
+
     def kept(self, dim: int) -> int | None:
         """Return the axis of the result that is axis ``dim`` of the tensor, whole and alone; None if none is."""
         return next((k for k, axis in enumerate(self.after) if axis == self.before[dim]), None)

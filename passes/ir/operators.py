@@ -29,6 +29,7 @@ from mla_compile.passes.ir.moves import (
     Permute,
     Reading,
     Regroup,
+    Reorder,
     Repeat,
     Select,
     Slice,
@@ -38,6 +39,7 @@ from mla_compile.passes.ir.moves import (
     WriteOne,
     WriteRows,
 )
+from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import stand_in
 
 aten = torch.ops.aten
@@ -106,6 +108,19 @@ def _permute(node: fx.Node) -> Permute:
     x, rank = argument(node, 0, "self"), len(shape(node))
     order = tuple(axis(d, rank) for d in argument(node, 1, "dims"))
     return Permute(x, lambda: permuted(shape(x), order))
+
+
+def _unfold(node: fx.Node) -> Reorder | None:
+    """Read an unfold into blocks side by side; blocks that overlap or leave values out are not decoded."""
+    x, rank = argument(node, 0, "self"), len(shape(node)) - 1
+    dim, size = axis(argument(node, 1, "dimension"), rank), argument(node, 2, "size")
+    whole, blocks = shape(x)[dim], shape(node)[dim]
+    if argument(node, 3, "step") != size or not same(blocks * size, whole):
+        return None
+    # The axis is split into blocks and positions, and the positions become the last axis.
+    split = (*shape(x)[:dim], blocks, size, *shape(x)[dim + 1 :])
+    order = [*(k for k in range(rank + 1) if k != dim + 1), dim + 1]
+    return Reorder(x, lambda: (cut := reshaped(shape(x), split)) and cut.then(permuted(split, order)))
 
 
 def _expand(node: fx.Node) -> Expand:
@@ -244,6 +259,7 @@ _DECODERS: dict[object, Callable[[fx.Node], Reading | None]] = {
     aten.dropout: _dropout,
     **dict.fromkeys((aten.view, aten.reshape, aten.unsqueeze, aten.squeeze), _regroup),
     aten.permute: _permute,
+    aten.unfold: _unfold,
     aten.expand: _expand,
     aten.repeat: _repeat,
     aten.repeat_interleave: _repeat_interleave,

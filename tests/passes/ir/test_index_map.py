@@ -21,6 +21,8 @@ MOVED = {
     "flatten": torch.flatten,
     "permute": lambda x: x.permute(2, 0, 3, 1),
     "transpose": lambda x: x.mT,
+    "unfold": lambda x: x.unfold(2, 4, 4),
+    "unfold the last axis": lambda x: x.unfold(-1, 5, 5),
     "expand": lambda x: x.expand(3, 2, 4, 12, -1),
     "expand to the same": lambda x: x.expand(2, 1, -1, -1),
     "tile": lambda x: x.tile(3, 1, 2, 1, 2),

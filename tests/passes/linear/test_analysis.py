@@ -202,6 +202,7 @@ LINEAR = {
         lambda z, w, m, v, g, b: F.batch_norm((z @ w).mT, m, v.square(), g, b, False, 0.1, 0.3),
         [W(L, 6), W(6), W(6), W(6), W(6)],
     ),
+    "unfold into heads": (lambda z, w: F.linear(z, w).unfold(-1, N, N).transpose(1, 2), [W(H * N, L)]),
     "expand of a new axis": (lambda z, w: (z @ w)[:, None].expand(B, H, T, 6), [W(L, 6)]),
     "expand with -1": (lambda z, w: (z @ w)[:, :, None].expand(-1, -1, H, -1), [W(L, 6)]),
     "expand of leading axes": (lambda z, w: (z @ w).expand(4, B, T, 6), [W(L, 6)]),
