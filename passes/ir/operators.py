@@ -47,7 +47,7 @@ aten = torch.ops.aten
 PRODUCTS = {aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum}
 """Operators that compute matrix products."""
 
-CONTRACTIONS = {*PRODUCTS, aten.tensordot, aten.batch_norm, aten.conv1d, aten.conv2d}
+CONTRACTIONS = {*PRODUCTS, aten.inner, aten.tensordot, aten.batch_norm, aten.conv1d, aten.conv2d}
 """Operators that may apply a weight to the features of a row."""
 
 

@@ -71,6 +71,7 @@ LINEAR = {
     # contractions
     "linear": (F.linear, [W(12, L)]),
     "linear with bias": (F.linear, [W(12, L), W(12)]),
+    "inner": (torch.inner, [W(12, L)]),
     "matmul": (lambda z, w: z @ w, [W(L, 12)]),
     "matmul, weight on the left": (lambda z, w: w @ z.transpose(1, 2), [W(12, L)]),
     "matmul per head": (lambda z, w: z.unsqueeze(1) @ w, [W(H, L, N)]),
