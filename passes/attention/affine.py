@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import Affine, Block, Operand
-from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten
+from mla_compile.passes.ir.axes import Atom, Axis, IndexMap, axis_size, flatten
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.index_map import IndexMap
 from mla_compile.passes.ir.moves import Copy, Fill, Rearrange, Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes, size

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from torch import fx
 
+from mla_compile.passes.ir.axes import IndexMap
 from mla_compile.passes.ir.graph import shape
-from mla_compile.passes.ir.index_map import IndexMap
 
 Told: TypeAlias = "int | fx.Node | None"
 """A position or a size, as it is passed to an operator."""

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from mla_compile.passes.ir.axes import expanded, permuted, repeated, reshaped
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.index_map import expanded, permuted, repeated, reshaped
 from mla_compile.passes.ir.moves import (
     Assign,
     Copy,
@@ -61,7 +61,7 @@ SPLITS = {
 }  # fmt: skip
 """Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
 
-Rule = TypeVar("Rule")
+Found = TypeVar("Found")
 
 
 def decode(node: object) -> Reading | None:
@@ -78,7 +78,7 @@ def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[
     return found
 
 
-def rule_for(rules: Mapping[type, Rule], how: object) -> Rule | None:
+def rule_for(rules: Mapping[type, Found], how: object) -> Found | None:
     """Return the rule for the record ``how``, by its class or one that it extends; None if there is none."""
     return next((rules[kind] for kind in type(how).__mro__ if kind in rules), None)
 
@@ -119,7 +119,7 @@ def _unfold(node: fx.Node) -> Reorder | None:
         return None
     # The axis is split into blocks and positions, and the positions become the last axis.
     split = (*shape(x)[:dim], blocks, size, *shape(x)[dim + 1 :])
-    order = [*(k for k in range(rank + 1) if k != dim + 1), dim + 1]
+    order = (*(k for k in range(rank + 1) if k != dim + 1), dim + 1)
     return Reorder(x, lambda: (cut := reshaped(shape(x), split)) and cut.then(permuted(split, order)))
 
 
@@ -144,7 +144,7 @@ def _repeat_interleave(node: fx.Node) -> Repeat | None:
 def _repeated(node: fx.Node, counts: Sequence[Any], *, interleaved: bool) -> Repeat | None:
     x = argument(node, 0, "self")
     known = all(isinstance(c, int) for c in counts)
-    return Repeat(x, lambda: repeated(shape(x), counts, interleaved=interleaved)) if known else None
+    return Repeat(x, lambda: repeated(shape(x), tuple(counts), interleaved=interleaved)) if known else None
 
 
 def _slice(node: fx.Node) -> Slice:

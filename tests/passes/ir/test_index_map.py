@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mla_compile.passes.canonical.views import canonicalize
-from mla_compile.passes.ir.axes import Atom, flatten, fresh_axes
-from mla_compile.passes.ir.index_map import IndexMap, permuted, repeated, reshaped
+from mla_compile.passes.ir.axes import Atom, IndexMap, flatten, fresh_axes, permuted, repeated, reshaped
 from mla_compile.passes.ir.moves import Rearrange
 from mla_compile.passes.ir.operators import decode
 from tests.support.programs import seeded, trace
