@@ -26,9 +26,8 @@ def dropped(maps: Maps, node: fx.Node, how: Dropout) -> LinearMap | Stop:
 
 def rearranged(maps: Maps, node: fx.Node, how: Rearrange) -> LinearMap | Stop:
     index, source = how.map, maps.map(how.x)
-    cut = f"a reshape from {list(shape(how.x))} to {list(shape(node))} that cuts through factors"
     if index is None:
-        return Stop(node, "unsupported_op", cut)
+        return _cut(node, how)
     at = None if source.axis is None else index.kept(source.axis)
     if source.axis is not None and at is None:  # only a single map allows other axes in place of the segmented one
         whole = one_map(source, node)
@@ -40,6 +39,11 @@ def rearranged(maps: Maps, node: fx.Node, how: Rearrange) -> LinearMap | Stop:
 
     def carried(piece: Piece) -> Piece | Stop:
         found = index.forward(piece.axes)
-        return Stop(node, "unsupported_op", cut) if found is None else replace(piece.split(found[1]), axes=found[0])
+        return _cut(node, how) if found is None else replace(piece.split(found[1]), axes=found[0])
 
     return finish(source.each(carried, at), node)
+
+
+def _cut(node: fx.Node, how: Rearrange) -> Stop:
+    what = f"a reshape from {list(shape(how.x))} to {list(shape(node))} that cuts through factors"
+    return Stop(node, "unsupported_op", what)
