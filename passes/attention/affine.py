@@ -8,25 +8,18 @@ tensor back to its value at one place. A place is given by one such integer per 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 
 import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import Affine, Block, Operand
-from mla_compile.passes.ir.axes import Axis, axis_size, flatten
+from mla_compile.passes.ir.axes import Atom, Axis, IndexMap, axis_size, flatten
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import (
-    Broadcast,
-    Copy,
-    Fill,
-    Permute,
-    Regroup,
-    Repeat,
-    Select,
-    Slice,
-    decode,
-)
+from mla_compile.passes.ir.moves import Copy, Fill, Rearrange, Select, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes, size
 
 aten = torch.ops.aten
@@ -71,18 +64,8 @@ def moved(node: fx.Node, place: Index) -> tuple[fx.Node, Index] | None:
     how = decode(node)
     if isinstance(how, Copy):
         return how.x, place
-    if isinstance(how, Permute):
-        inner: list[Affine] = [Affine()] * len(place)
-        for at, k in zip(place, how.order, strict=True):
-            inner[k] = at
-        return how.x, inner
-    if isinstance(how, Broadcast):
-        own = shape(how.x)
-        return how.x, broadcast(own, place)
-    if isinstance(how, Regroup):
-        return how.x, _regrouped(how.x, node, place)
-    if isinstance(how, Repeat):
-        return how.x, _repeated(how, place)
+    if isinstance(how, Rearrange):
+        return how.x, _before(how.map, place)
     if isinstance(how, Slice):
         start, step = _start(how)
         return how.x, [at * step + Affine(start) if k == how.dim else at for k, at in enumerate(place)]
@@ -97,41 +80,37 @@ def broadcast(own: Sequence[Size], place: Index) -> Index:
     return [Affine() if same(s, 1) else at for s, at in zip(own, place[len(place) - len(own) :], strict=True)]
 
 
-def _regrouped(x: fx.Node, node: fx.Node, place: Index) -> Index:
-    """Follow a view that adds or drops size-1 axes or merges pairs of axes. Raises :class:`OpaqueError` for others."""
-    kept = [(s, at) for s, at in zip(shape(node), place, strict=True) if not same(s, 1)]
-    long = [s for s in shape(x) if not same(s, 1)]
-    inner: list[Affine] = []
-    for length, at in kept:
-        own, long = long[:2], long[2:]
-        if own and same(own[0], length):
-            inner.append(at)
-            long = [*own[1:], *long]
-        elif len(own) == 2 and isinstance(own[1], int) and same(own[0] * own[1], length):
-            outer = in_blocks(at, own[1])
-            inner += [outer, at - outer * own[1]]
-        else:
-            raise OpaqueError
-    if long:
+def _before(index: IndexMap | None, place: Index) -> Index:
+    """Return the place from which an operator that rearranges axes takes the value at ``place``."""
+    if index is None:
         raise OpaqueError
-    left = iter(inner)
-    return [Affine() if same(s, 1) else next(left) for s in shape(x)]
+    read, found = {*flatten(index.before)}, dict[Atom, Affine]()
+    for own, along in zip(index.after, place, strict=True):
+        rest = along
+        for k, atom in enumerate(own):
+            unread = atom.size == 1 or read.isdisjoint(own[k:])
+            found[atom] = Affine() if unread else in_blocks(rest, axis_size(own[k + 1 :]))
+            rest -= _times(found[atom], axis_size(own[k + 1 :]))
+    return [_row_major(own, found) for own in index.before]
 
 
-def _repeated(how: Repeat, place: Index) -> Index:
-    own = [1] * (len(place) - len(shape(how.x))) + list(shape(how.x))
-    inner = []
-    for at, length, times in zip(place, own, how.counts, strict=True):
-        if times != 1 and not how.interleaved and not same(length, 1):
-            raise OpaqueError
-        inner.append(Affine() if same(length, 1) else in_blocks(at, times) if times != 1 else at)
-    return inner[len(place) - len(shape(how.x)) :]
+def _row_major(own: Axis, found: Mapping[Atom, Affine]) -> Affine:
+    return reduce(add, (_times(found[atom], axis_size(own[k + 1 :])) for k, atom in enumerate(own)), Affine())
 
 
-def in_blocks(at: Affine, size: int) -> Affine:
-    """Return ``at // size``. Raises :class:`OpaqueError` if ``at`` is not a position."""
+def _times(at: Affine, size: Size) -> Affine:
+    """Return ``at * size``. Raises :class:`OpaqueError` if the size is not a number."""
+    if not isinstance(size, int):
+        raise OpaqueError
+    return at * size
+
+
+def in_blocks(at: Affine, size: Size) -> Affine:
+    """Return ``at // size``. Raises :class:`OpaqueError` if ``at`` is not a position, or the size not a number."""
+    if same(size, 1):
+        return at
     along = at.position
-    if along is None or size < 1:
+    if along is None or not isinstance(size, int) or size < 1:
         raise OpaqueError
     if not along:
         return Affine()
@@ -218,7 +197,7 @@ def constant(given: object) -> float | None:
     if packet(given) in (aten.ones, aten.new_ones, aten.ones_like):
         return 1.0
     how = decode(given)
-    if isinstance(how, (Copy, Broadcast, Regroup, Permute)):
+    if isinstance(how, (Copy, Rearrange)):
         return as_in(given, constant(how.x))
     return as_in(given, constant(how.value)) if isinstance(how, Fill) else None
 

@@ -41,7 +41,8 @@ from mla_compile.passes.attention.affine import (
 from mla_compile.passes.attention.site import Affine, Block, Chosen, Operand
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Broadcast, Copy, Fill, Permute, Regroup, decode
+from mla_compile.passes.ir.moves import Copy, Fill, Rearrange
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes, size
 
 aten = torch.ops.aten
@@ -240,7 +241,7 @@ def _unless_none(node: fx.Node, place: Index, there_are: Size) -> tuple[fx.Node,
 def _names_none(given: object, there_are: Size) -> bool:
     """Whether ``given`` is everywhere one number that is below 0 or at least ``there_are``."""
     how = decode(given)
-    if isinstance(how, (Copy, Broadcast, Regroup, Permute)):
+    if isinstance(how, (Copy, Rearrange)):
         return _names_none(how.x, there_are)
     value = how.value if isinstance(how, Fill) else given
     if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), (int, torch.SymInt)):

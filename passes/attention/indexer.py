@@ -18,10 +18,11 @@ from torch import fx
 from mla_compile.passes.attention.chosen import ranked
 from mla_compile.passes.attention.score_tracer import ScoreTracer
 from mla_compile.passes.attention.site import Chosen, Operand, Product
-from mla_compile.passes.ir.axes import Axes, Axis, axis_size, flatten, fresh_axis, regroup
+from mla_compile.passes.ir.axes import Axes, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Broadcast, Copy, Permute, Regroup, decode
+from mla_compile.passes.ir.moves import Copy, Rearrange, Reorder
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.walk import REACH, depends_on, reachable
 
@@ -113,7 +114,7 @@ def _rectified(node: fx.Node, tracer: ScoreTracer) -> _Rectified | None:
             return None
         return _Rectified(scores.axes, scores.products[0], scores.scale)
     how = decode(node)
-    if isinstance(how, (Copy, Permute, Regroup)):
+    if isinstance(how, (Copy, Reorder)):
         inner = _rectified(how.x, tracer)
         return None if inner is None else _moved(inner, node, how)
     if packet(node) not in (aten.mul, aten.div) or node.kwargs.get("rounding_mode"):
@@ -136,16 +137,11 @@ def _is_relu(node: fx.Node) -> bool:
     return isinstance(least, (int, float)) and least == 0
 
 
-def _moved(inner: _Rectified, node: fx.Node, how: Copy | Permute | Regroup) -> _Rectified | None:
+def _moved(inner: _Rectified, node: fx.Node, how: Copy | Reorder) -> _Rectified | None:
     if isinstance(how, Copy):
         return inner if val(node).dtype.is_floating_point else None
-    if isinstance(how, Permute):
-        return replace(inner, axes=tuple(inner.axes[d] for d in how.order))
-    grouped = regroup(flatten(inner.axes), shape(node))
-    if grouped is None:
-        return None
-    axes, split = grouped
-    return replace(inner, axes=axes, product=inner.product.split(split))
+    carried = None if how.map is None else how.map.forward(inner.axes)
+    return None if carried is None else replace(inner, axes=carried[0], product=inner.product.split(carried[1]))
 
 
 def _close(node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Node, str], out: str) -> Indexer | None:
@@ -188,26 +184,14 @@ def _origin(operand: Operand) -> Operand:
         how = decode(node)
         if isinstance(how, Copy) and _is_exact(val(how.x).dtype, val(node).dtype):
             node = how.x
-        elif isinstance(how, Permute):
-            node, axes = how.x, tuple(axes[how.order.index(d)] for d in range(len(axes)))
-        elif isinstance(how, Broadcast):
-            own = shape(how.x)
-            axes = tuple(() if same(s, 1) else a for s, a in zip(own, axes[len(axes) - len(own) :], strict=True))
-            node = how.x
-        elif isinstance(how, Regroup) and (found := _before(how.x, axes)) is not None:
-            node, axes = how.x, found
+        elif isinstance(how, Rearrange) and how.map is not None and (before := how.map.backward(axes)) is not None:
+            node, axes = how.x, before
         else:
             return Operand(node, axes)
 
 
 def _is_exact(old: torch.dtype, new: torch.dtype) -> bool:
     return old == new or (old in (torch.float16, torch.bfloat16) and new == torch.float32)
-
-
-def _before(x: fx.Node, axes: Axes) -> Axes | None:
-    """Return the axes of ``x``, given the ``axes`` of its view; None if atoms would have to be split."""
-    grouped = regroup(flatten(axes), shape(x))
-    return None if grouped is None or grouped[1] else grouped[0]
 
 
 def _is_alone(found: Indexer, inner: _Rectified) -> bool:

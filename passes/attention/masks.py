@@ -30,7 +30,8 @@ from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, MaskTerm
 from mla_compile.passes.ir.graph import argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED
 from mla_compile.passes.ir.locate import locate
-from mla_compile.passes.ir.operators import Broadcast, Copy, Join, Permute, Regroup, Select, Slice, decode
+from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Select, Slice
+from mla_compile.passes.ir.operators import behind, decode
 from mla_compile.passes.ir.walk import reachable
 
 aten = torch.ops.aten
@@ -332,8 +333,7 @@ _BOOLEAN: dict[object, _Rule] = {
 
 def said(node: fx.Node, why: str = "") -> str:
     """Describe a mask that does not compare positions: the operator that made it, and ``why`` it is not explained."""
-    while isinstance(how := decode(node), (Copy, Broadcast, Regroup, Permute)):
-        node = how.x
+    node = behind(node, (Copy, Rearrange))[-1]
     if node.op != "call_function":
         return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
     numbers = scattered(node)
@@ -354,7 +354,7 @@ def equal(a: Condition, b: Condition) -> bool:
 
 _PLAIN = {aten.relu, aten.mul, aten.div, aten.add, aten.sub, aten.neg, aten.sigmoid, aten.tanh}
 """Operators that turn finite numbers into finite numbers."""
-_MOVES = (Copy, Regroup, Permute, Broadcast, Slice, Select, Join)
+_MOVES = (Copy, Rearrange, Slice, Select, Join)
 
 
 def hides_nothing(scores: fx.Node) -> bool:

@@ -17,21 +17,11 @@ from torch import fx
 
 from mla_compile.passes.attention.scores import Padded, Scores, added_up, align_right, converted, oriented, rounded
 from mla_compile.passes.attention.site import MaskTerm, Operand, Product
-from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis, regroup
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import (
-    Broadcast,
-    Copy,
-    Dropout,
-    Fill,
-    Join,
-    Permute,
-    Regroup,
-    Select,
-    Slice,
-    decode,
-)
+from mla_compile.passes.ir.moves import Copy, Dropout, Expand, Fill, Join, Reorder, Select, Slice
+from mla_compile.passes.ir.operators import decode, rule_for
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 
@@ -85,7 +75,7 @@ class ScoreTracer:
             return _product(node)
         how = decode(node)
         if how is not None:
-            move = _MOVES.get(type(how))
+            move = rule_for(_MOVES, how)
             return None if move is None or not is_tensor(node) else move(self, node, how)
         rule = _elementwise if packet(node) in self.further else _RULES.get(packet(node))
         return None if rule is None or not is_tensor(node) else rule(self, node)
@@ -128,17 +118,10 @@ def _dropped(tracer: ScoreTracer, node: fx.Node, how: Dropout) -> Scores | None:
     return replace(scores, problem=Stop(node, "dropout", "dropout of the attention probabilities is active"))
 
 
-def _regrouped(tracer: ScoreTracer, node: fx.Node, how: Regroup) -> Scores | None:
+def _rearranged(tracer: ScoreTracer, node: fx.Node, how: Reorder) -> Scores | None:
     scores = tracer.trace(how.x)
-    grouped = None if scores is None else regroup(flatten(scores.axes), shape(node))
-    if scores is None or grouped is None:
-        return None
-    return replace(scores.split(grouped[1]), axes=grouped[0])
-
-
-def _permuted(tracer: ScoreTracer, node: fx.Node, how: Permute) -> Scores | None:
-    scores = tracer.trace(how.x)
-    return None if scores is None else replace(scores, axes=tuple(scores.axes[d] for d in how.order))
+    carried = None if scores is None or how.map is None else how.map.forward(scores.axes)
+    return None if scores is None or carried is None else replace(scores.split(carried[1]), axes=carried[0])
 
 
 def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -310,7 +293,7 @@ def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
     if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
         return None
     node = parts[0]
-    while isinstance(how := decode(node), Broadcast):
+    while isinstance(how := decode(node), Expand):
         node = how.x
     axes = tuple(() if k == dim else a for k, a in enumerate(scores.axes))
     return Operand(node, align_right(node, axes))
@@ -348,8 +331,7 @@ def _selected(tracer: ScoreTracer, node: fx.Node, how: Select) -> Scores | None:
 _MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
     Copy: _copied,
     Dropout: _dropped,
-    Regroup: _regrouped,
-    Permute: _permuted,
+    Reorder: _rearranged,
     Join: _joined,
     Slice: _sliced,
     Select: _selected,

@@ -17,7 +17,8 @@ from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.score_tracer import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, decode, is_contraction
+from mla_compile.passes.ir.moves import Copy
+from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.schema import foreign_name
 from mla_compile.passes.ir.sizes import same, same_sizes, size
 from mla_compile.passes.ir.stand_in import REFUSED, waits

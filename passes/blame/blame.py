@@ -11,20 +11,8 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
-from mla_compile.passes.ir.operators import (
-    Copy,
-    Join,
-    Permute,
-    Regroup,
-    Select,
-    Slice,
-    Stack,
-    Write,
-    WriteOne,
-    WriteRows,
-    decode,
-    is_contraction,
-)
+from mla_compile.passes.ir.moves import Copy, Join, Reorder, Select, Slice, Stack, Write, WriteOne, WriteRows
+from mla_compile.passes.ir.operators import behind, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
@@ -128,8 +116,7 @@ def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
 
 def _moved(node: fx.Node) -> fx.Node:
     """Return the tensor of which ``node`` is a permutation, reshape, cast or slice."""
-    how = decode(node)
-    return _moved(how.x) if isinstance(how, (Copy, Regroup, Permute, Slice)) else node
+    return behind(node, (Copy, Reorder, Slice))[-1]
 
 
 def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:

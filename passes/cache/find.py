@@ -34,7 +34,8 @@ from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.cache.writes import CacheWrite, is_zeros, seen_through_views, write_of
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.operators import Join, Permute, Slice, decode
+from mla_compile.passes.ir.moves import Join, Permute, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 from mla_compile.passes.sources.records import Side, pieces_of
@@ -179,8 +180,8 @@ class _Search:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
         whole, axes = node, [*range(len(shape(node)))]
         while isinstance(shown := decode(whole), (Slice, Permute)):
-            if isinstance(shown, Permute):
-                axes = [shown.order[k] for k in axes]
+            if isinstance(shown, Permute) and shown.map is not None:
+                axes = [shown.map.read_along(k)[0] for k in axes]
             whole = shown.x
         write = write_of(whole)
         if write is None:

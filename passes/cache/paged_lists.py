@@ -33,7 +33,8 @@ from mla_compile.passes.attention.masks import Masks
 from mla_compile.passes.cache.exchange import Exchange
 from mla_compile.passes.ir.axes import fresh_axes
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, Regroup, decode
+from mla_compile.passes.ir.moves import Copy, Regroup
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, least_of, same
 
 aten = torch.ops.aten

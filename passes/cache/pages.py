@@ -43,7 +43,8 @@ from mla_compile.passes.cache.exchange import Exchange
 from mla_compile.passes.cache.packed import float8_values, pack, packed_width, place_of_scale
 from mla_compile.passes.cache.paged_lists import INDEX, INDICES, PagedList, choose_over_pages, list_of, made_anew
 from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, Join, Regroup, decode
+from mla_compile.passes.ir.moves import Copy, Join, Regroup
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 

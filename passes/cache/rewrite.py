@@ -16,7 +16,8 @@ from mla_compile.passes.cache.writes import WriteStep, is_zeros, write_over
 from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import OURS, Builder, argument, axis, latest_of, materialize, packet, val
-from mla_compile.passes.ir.operators import Slice, decode
+from mla_compile.passes.ir.moves import Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 
 aten = torch.ops.aten

@@ -29,7 +29,8 @@ from mla_compile.passes.cache.append import begun_buffers, joined_rows, token_ma
 from mla_compile.passes.cache.share_attention import OwnRows, attend, number, readers
 from mla_compile.passes.cache.writes import rows_written
 from mla_compile.passes.ir.graph import Builder, packet, shape, val, whole_rows
-from mla_compile.passes.ir.operators import Copy, Join, Permute, Regroup, decode
+from mla_compile.passes.ir.moves import Copy, Join, Reorder
+from mla_compile.passes.ir.operators import behind
 from mla_compile.passes.ir.sizes import Size, same, size
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.sources.records import Verdict
@@ -86,7 +87,7 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
     begun = {program.outputs[before + at]: how.parts[0] for at, how in joined_rows(program) if len(how.parts) == 1}
     buffers = (program.outputs[before + at] for at, _ in begun_buffers(program))
     begun |= {buffer: buffer for buffer in buffers}
-    made_of = {joined: _made_of(part, joined) for joined, part in begun.items()}
+    made_of = {joined: {joined, *behind(part, (Copy, Reorder))} for joined, part in begun.items()}
     known = set[fx.Node]().union(*made_of.values())
     good, bad = set[fx.Node](), set[fx.Node]()
     for verdict in verdicts:
@@ -99,15 +100,6 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
         fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known and not joined
         (good if fits else bad).update(rows)
     return {joined for joined, nodes in made_of.items() if nodes & good and not nodes & bad}
-
-
-def _made_of(part: fx.Node, joined: fx.Node) -> set[fx.Node]:
-    """Return rows, and the tensors of which they are another shape or dtype."""
-    made_of = {joined, part}
-    while isinstance(how := decode(part), (Copy, Permute, Regroup)):
-        part = how.x
-        made_of.add(part)
-    return made_of
 
 
 def grown_rows(program: Program) -> set[fx.Node]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from mla_compile.core.program import view_source
 from mla_compile.passes.cache.recipe import Call
-from mla_compile.passes.ir import operators
+from mla_compile.passes.ir import moves
 from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same_sizes
@@ -73,24 +73,24 @@ def write_of(node: fx.Node) -> CacheWrite | None:
     """Return ``node`` as a write in which each position gets its own value, without broadcasting; None otherwise."""
     how = decode(node)
     length: Size
-    if isinstance(how, operators.WriteRows):
+    if isinstance(how, moves.WriteRows):
         step, length = WriteStep(packet(node), how.dim, (how.index,)), next(iter(shape(how.index)), 1)
-    elif isinstance(how, operators.Write):
+    elif isinstance(how, moves.Write):
         step, length = WriteStep(packet(node), how.dim, how.bounds), shape(how.x)[how.dim]
     else:
         return _write_by_pairs(node)
     if not _fits(how.base, how.x, how.dim, length):
         return None
-    inner = write_of(how.x) if isinstance(how, operators.Write) else None
+    inner = write_of(how.x) if isinstance(how, moves.Write) else None
     if inner is not None and _is_part(inner.buffer, how.base, step):
         return CacheWrite(node, how.base, inner.new, (step, *inner.steps))
     return CacheWrite(node, how.base, how.x, (step,))
 
 
-def rows_written(node: fx.Node) -> operators.WriteRows | None:
+def rows_written(node: fx.Node) -> moves.WriteRows | None:
     """Return ``node`` as a write of one row for each position in a tensor."""
     how = decode(node)
-    if not isinstance(how, operators.WriteRows) or len(shape(how.index)) != 1 or write_of(node) is None:
+    if not isinstance(how, moves.WriteRows) or len(shape(how.index)) != 1 or write_of(node) is None:
         return None
     return how
 
@@ -98,7 +98,7 @@ def rows_written(node: fx.Node) -> operators.WriteRows | None:
 def is_zeros(node: fx.Node) -> bool:
     """Whether ``node`` starts a buffer of zeros."""
     how = decode(node)
-    return isinstance(how, operators.Fill) and how.value == 0 and not isinstance(how.value, bool)
+    return isinstance(how, moves.Fill) and how.value == 0 and not isinstance(how.value, bool)
 
 
 def seen_through_views(graph: fx.Graph) -> set[fx.Node]:
@@ -136,7 +136,7 @@ def _write_by_pairs(node: fx.Node) -> CacheWrite | None:
 def _is_part(node: fx.Node, base: fx.Node, step: WriteStep) -> bool:
     """Whether ``node`` is the part of ``base`` that ``step`` replaces."""
     how = decode(node)
-    return isinstance(how, operators.Slice) and how.x is base and how.dim == step.dim and how.bounds == step.at
+    return isinstance(how, moves.Slice) and how.x is base and how.dim == step.dim and how.bounds == step.at
 
 
 def _fits(buffer: fx.Node, new: fx.Node, dim: int, length: Size) -> bool:

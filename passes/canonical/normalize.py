@@ -46,19 +46,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import (
-    Assign,
-    Broadcast,
-    Dropout,
-    Fill,
-    Select,
-    Slice,
-    Stack,
-    Write,
-    WriteOne,
-    WriteRows,
-    decode,
-)
+from mla_compile.passes.ir.moves import Assign, Dropout, Expand, Fill, Select, Slice, Stack, Write, WriteOne, WriteRows
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.walk import REACH, ancestors
 
@@ -256,7 +245,7 @@ def _is_empty(node: fx.Node) -> bool:
     if isinstance(how, Dropout):
         # `native_dropout` is read through a `getitem`, whose first argument is the tuple and not `x`.
         return not how.active and packet(node) is aten.dropout
-    if packet(node) not in (aten.expand, aten.slice) or not isinstance(how, (Broadcast, Slice)):
+    if packet(node) not in (aten.expand, aten.slice) or not isinstance(how, (Expand, Slice)):
         return False
     # The strides have to agree too, because later views were traced on those of the result.
     return same_sizes(shape(how.x), shape(node)) and bool(val(how.x).stride() == val(node).stride())

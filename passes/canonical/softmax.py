@@ -22,7 +22,8 @@ from mla_compile.passes.attention.score_tracer import ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.ir.operators import Regroup, decode
+from mla_compile.passes.ir.moves import Regroup
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 

@@ -23,9 +23,10 @@ permute(x, dims)               Permute                     transpose, t, T, mT, 
 view(x, sizes)                 Regroup                     _unsafe_view, _reshape_alias, unflatten, view_as
 reshape(x, sizes)              Regroup                     flatten, reshape_as: operators that may copy
 unsqueeze, squeeze.dims        Regroup                     squeeze, squeeze.dim
-expand(x, sizes)               Broadcast                   expand_as, broadcast_to
+expand(x, sizes)               Expand                      expand_as, broadcast_to
 repeat(x, counts)              Repeat                      tile
-repeat_interleave(x, n, dim)   Repeat, interleaved         the same with ``output_size``
+repeat_interleave(x, n, dim)   Repeat                      the same with ``output_size``
+unfold(x, dim, n, n)           Reorder
 slice(x, dim, a, b, step)      Slice                       narrow
 split_with_sizes, getitem      Slice                       split, chunk, tensor_split and their unsafe variants
 select(x, dim, index)          Select                      unbind, getitem

@@ -20,15 +20,8 @@ from mla_compile.passes.attention.site import AttentionSite, Product
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import (
-    Broadcast,
-    Copy,
-    Permute,
-    Regroup,
-    Repeat,
-    decode,
-    is_contraction,
-)
+from mla_compile.passes.ir.moves import Copy, Rearrange
+from mla_compile.passes.ir.operators import behind, is_contraction
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.walk import first_equals, nearest
 from mla_compile.passes.linear.records import Maps
@@ -74,7 +67,7 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
 
 def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
     """Return the plan for rows that heads share as they are; the code may write heads like tokens."""
-    bases = {_base(o.node) for o in (*(p.k for p in site.products), site.v)}
+    bases = {behind(o.node, (Copy, Rearrange))[-1] for o in (*(p.k for p in site.products), site.v)}
     if len(bases) == 1:  # key and value at once, however it was joined
         maps = maps.with_sources(bases)
     written = [] if site.causal else heads_among_queries(site, maps)
@@ -82,13 +75,6 @@ def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
     if isinstance(plan, AbsorbPlan) and not plan.heads and not site.causal:
         plan = make_plan(_with_heads(site, _unmasked(site)), maps, by_hand=True)
     return plan if isinstance(plan, AbsorbPlan) else None
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the tensor of which ``node`` is a view, or which it repeats for several heads."""
-    while isinstance(how := decode(node), (Copy, Permute, Broadcast, Repeat, Regroup)):
-        node = how.x
-    return node
 
 
 def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:

@@ -18,7 +18,8 @@ from mla_compile.passes.attention.indexer import with_keys
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import args_of, bytes_hint, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Copy, decode
+from mla_compile.passes.ir.moves import Copy
+from mla_compile.passes.ir.operators import behind
 from mla_compile.passes.ir.sizes import Size, hint, same, size
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.sources.records import AbsorbPlan
@@ -50,7 +51,7 @@ def choosing(plan: AbsorbPlan) -> Choosing | None:
             query, keys = args_of(node)[:2]
             B, S, J, D = _sizes(query)
             flops += 2 * B * S * J * (D + 1) * _length(keys, T)
-            rows[_stored(keys)] = None
+            rows[behind(keys, Copy)[-1]] = None
         if (labelled := _product(node)) is None:
             continue
         if math.prod(_sizes(node)) > calls * tokens:
@@ -60,7 +61,7 @@ def choosing(plan: AbsorbPlan) -> Choosing | None:
         for operand, labels in (left, right):
             sizes |= {c: n for c, n in zip(labels, _sizes(operand), strict=True) if sizes.get(c, 1) == 1}
         flops += 2 * math.prod(sizes.values())
-        rows |= {_stored(o): None for o, _ in (left, right) if _length(o, T) and not _made(o, T)}
+        rows |= {behind(o, Copy)[-1]: None for o, _ in (left, right) if _length(o, T) and not _made(o, T)}
     sequences = max((_sizes(n)[0] for n in rows), default=1)
     read = sum(bytes_hint(n) for n in rows) // sequences // tokens
     return Choosing(scores, flops // calls // tokens, read + moved // calls // tokens, not moved)
@@ -73,12 +74,6 @@ def _product(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], s
 def _made(node: fx.Node, T: Size) -> bool:
     """Whether a product over the keys made ``node``; otherwise it holds rows that are kept."""
     return any(_product(n) is not None for n in reachable([node], lambda n: with_keys(n, T)))
-
-
-def _stored(node: fx.Node) -> fx.Node:
-    while isinstance(how := decode(node), Copy):
-        node = how.x
-    return node
 
 
 def _sizes(node: fx.Node) -> list[int]:

@@ -17,7 +17,8 @@ from mla_compile.passes.decide.by_hand import plan_by_hand
 from mla_compile.passes.decide.call_sizes import call_sizes, keys_read
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
-from mla_compile.passes.ir.operators import Permute, Regroup, Slice, decode
+from mla_compile.passes.ir.moves import Reorder, Slice
+from mla_compile.passes.ir.operators import behind
 from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.memories import memories
@@ -96,15 +97,8 @@ def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusio
     start, stop = values[0].start - keys[0].start, values[0].stop - keys[0].start
     assert plan.values is not None
     # Both must be views of the very same node: an equal node beside it may have other inputs.
-    whole = next((n for n in _viewed(plan.latent.node) if n in _viewed(plan.values.node)), None)
+    views = behind(plan.values.node, (Slice, Reorder))
+    whole = next((n for n in behind(plan.latent.node, (Slice, Reorder)) if n in views), None)
     if whole is None or keys[0].stop - keys[0].start != plan.latent.size or (start > 0 and stop < plan.latent.size):
         return fusion
     return replace(fusion, columns=(start, stop), whole=whole)
-
-
-def _viewed(node: fx.Node) -> list[fx.Node]:
-    """Return ``node`` and the tensors of which it is a view."""
-    found = [node]
-    while isinstance(how := decode(found[-1]), (Slice, Regroup, Permute)):
-        found.append(how.x)
-    return found

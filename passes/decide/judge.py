@@ -27,7 +27,8 @@ from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial
 from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, val
-from mla_compile.passes.ir.operators import Select, Slice, decode
+from mla_compile.passes.ir.moves import Select, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.linear.records import Maps, Term

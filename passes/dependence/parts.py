@@ -18,7 +18,8 @@ from torch.fx.node import Argument
 
 from mla_compile.passes.dependence.steps import BackwardStep, Blind, Joined, step
 from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
-from mla_compile.passes.ir.operators import Assign, Broadcast, Regroup, Stack, decode
+from mla_compile.passes.ir.moves import Assign, Expand, Rearrange, Stack
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import REACH, reachable
 
@@ -254,11 +255,11 @@ class PartMaker:
     def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
         """Repeat ``node``, whose arguments give its shape, with another length of one axis."""
         how = decode(node)
-        assert isinstance(how, (Regroup, Broadcast))
+        assert isinstance(how, Rearrange)
         x = how.x if part is None else part
         wanted = [self._size(node, k, x, how.told) for k in range(len(shape(node)))]
         wanted[dim] = length
-        op = aten.expand.default if isinstance(how, Broadcast) else aten.reshape.default
+        op = aten.expand.default if isinstance(how, Expand) else aten.reshape.default
         return self._again(node, op, (x, wanted), {})
 
     def _size(self, node: fx.Node, dim: int, x: fx.Node, told: Sequence[int | fx.Node] | None) -> int | fx.Node:

@@ -19,7 +19,8 @@ from torch import fx
 from mla_compile.passes.dependence.parts import AxisParts
 from mla_compile.passes.dependence.steps import BackwardStep, Blind, Joined, step
 from mla_compile.passes.ir.graph import is_tensor, is_tuple, shape
-from mla_compile.passes.ir.operators import Fill, decode
+from mla_compile.passes.ir.moves import Fill
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH
 

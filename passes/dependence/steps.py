@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from mla_compile.passes.ir import operators
-from mla_compile.passes.ir.axes import axis_size, flatten, fresh_axes, regroup, substitute
+from mla_compile.passes.ir import moves
+from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.ir.operators import decode
+from mla_compile.passes.ir.operators import decode, rule_for
 from mla_compile.passes.ir.sizes import same, same_sizes
 
 aten = torch.ops.aten
@@ -56,21 +56,10 @@ class Blind:
 
 
 @dataclass(frozen=True)
-class AxisPart:
-    """Positions ``start`` to ``stop`` of the result equal those of axis ``dim`` of ``node`` from ``offset`` on."""
-
-    start: int
-    stop: int
-    node: fx.Node
-    dim: int
-    offset: int = 0
-
-
-@dataclass(frozen=True)
 class Joined:
     """The axis of the result is joined from parts."""
 
-    parts: tuple[AxisPart, ...]
+    parts: tuple[moves.AxisPart, ...]
 
 
 BackwardStep = Blind | Joined
@@ -94,11 +83,11 @@ def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return {}
     how, rank = decode(node), len(shape(node))
-    if isinstance(how, (operators.Slice, operators.Repeat)):
-        return {how.x: dim}
-    if isinstance(how, operators.Join):
-        return dict.fromkeys(how.parts, dim)
-    if isinstance(how, (operators.Write, operators.WriteRows)):
+    if isinstance(how, moves.Repeat) and how.map is not None:
+        return {how.x: dims[0]} if (dims := how.map.read_along(dim)) else {}
+    if isinstance(how, moves.Along):
+        return dict.fromkeys(how.operands, dim)
+    if isinstance(how, moves.WriteRows):
         return {how.base: dim, how.x: dim}
     name = getattr(packet(node), "__name__", "")
     if name in ("sum", "mean", "amax", "amin", "logsumexp"):
@@ -141,7 +130,7 @@ def worked_along(node: fx.Node) -> tuple[int, ...]:
 
 def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     how = decode(node)
-    move = _MOVES.get(type(how))
+    move = rule_for(_MOVES, how)
     if move is not None:
         return move(node, how, dim, length)
     rule = _RULES.get(packet(node))
@@ -181,15 +170,15 @@ def _first(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     return _reads([(args_of(node)[0], dim)], length)
 
 
-def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> BackwardStep | None:
+def _copied(node: fx.Node, how: moves.Copy, dim: int, length: int) -> BackwardStep | None:
     return _reads([(how.x, dim)], length)
 
 
-def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> BackwardStep | None:
+def _assigned(node: fx.Node, how: moves.Assign, dim: int, length: int) -> BackwardStep | None:
     """Handle a copy into a target of which only the shape and the dtype matter."""
     x = how.x
     if val(x).dtype == val(node).dtype and same_sizes(shape(x), shape(node)):
-        return Joined((AxisPart(0, length, x, dim),))
+        return Joined((moves.AxisPart(0, length, x, dim),))
     return _reads([(how.target, dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
 
 
@@ -203,84 +192,40 @@ def _normalized(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     return None if dim in along else _first(node, dim, length)
 
 
-def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> BackwardStep | None:
-    """Handle a reshape if the axis is the outer factor of an operand's axis, or has one as its outer factor."""
-    fresh = fresh_axes(shape(how.x))
-    grouped = regroup(flatten(fresh), shape(node))
-    if grouped is None:
+def _rearranged(node: fx.Node, how: moves.Rearrange, dim: int, length: int) -> BackwardStep | None:
+    """Handle an axis that is the outer factor of an operand's axis, or has one as its outer factor."""
+    if how.map is None:
         return None
-    axes, split = grouped
-    outer, *rest = axes[dim]
-    for k, own in enumerate(fresh):
-        factors = substitute(own, split)
+    outer, *rest = how.map.after[dim]
+    for k, own in enumerate(how.map.before):
         # Only an outermost factor gives neighbouring positions; positions of an inner factor are scattered.
-        if factors and factors[0] is outer:
-            unit, inner = axis_size(tuple(rest)), axis_size(factors[1:])
+        if own and own[0] is outer:
+            unit, inner = axis_size(rest), axis_size(own[1:])
             if not isinstance(unit, int) or not isinstance(inner, int):
                 return None
             return Blind({how.x: OperandAxis(k, inner)}, unit, reshaped=how.told is not None)
-    return None
+    # All copies equal the operand, but only an expansion is given the size of its result.
+    expands = isinstance(how, moves.Expand) and not how.map.read_along(dim)
+    return Blind({}, reshaped=True) if expands else None
 
 
-def _permuted(node: fx.Node, how: operators.Permute, dim: int, length: int) -> BackwardStep | None:
-    return _reads([(how.x, how.order[dim])], length)
+def _along(node: fx.Node, how: moves.Along, dim: int, length: int) -> BackwardStep | None:
+    if how.dim == dim:
+        return None if how.axis_parts is None else Joined(how.axis_parts)
+    if not isinstance(how, moves.Slice):
+        return _reads([(x, dim) for x in how.operands], length)
+    # A member of a split refers to the split of the whole tensor, so a part of it is written as a slice.
+    instead = None if how.bounds is None else (aten.slice.Tensor, (how.dim, *how.bounds))
+    return None if instead is None else _reads([(how.x, dim)], length, instead)
 
 
-def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -> BackwardStep | None:
-    own = dim - len(shape(node)) + len(shape(how.x))
-    repeated = own < 0 or same(shape(how.x)[own], 1)
-    return Blind({} if repeated else {how.x: OperandAxis(own)}, reshaped=True)
-
-
-def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> BackwardStep | None:
-    """Handle interleaved repetition. Copies of the whole axis would lie far apart, so they have no step."""
-    if not how.interleaved:
-        return None
-    return Blind({how.x: OperandAxis(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
-
-
-def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> BackwardStep | None:
-    if how.dim != dim:
-        if how.bounds is None:
-            return None
-        # A member of a split refers to the split of the whole tensor, so a part of it is written as a slice.
-        return _reads([(how.x, dim)], length, instead=(aten.slice.Tensor, (how.dim, *how.bounds)))
-    if how.taken is None or how.taken.step != 1:
-        return None
-    return Joined((AxisPart(0, length, how.x, dim, how.taken.start),))
-
-
-def _selected(node: fx.Node, how: operators.Select, dim: int, length: int) -> BackwardStep | None:
+def _selected(node: fx.Node, how: moves.Select, dim: int, length: int) -> BackwardStep | None:
     return _reads([(how.x, dim + (dim >= how.dim))], length)
 
 
-def _joined(node: fx.Node, how: operators.Join, dim: int, length: int) -> BackwardStep | None:
-    if how.dim != dim:
-        return _reads([(x, dim) for x in how.parts], length)
-    parts: list[AxisPart] = []
-    for x in how.parts:
-        start, size = parts[-1].stop if parts else 0, shape(x)[dim]
-        if not isinstance(size, int):
-            return None
-        parts.append(AxisPart(start, start + size, x, dim))
-    return Joined(tuple(p for p in parts if p.start < p.stop))
-
-
-def _stacked(node: fx.Node, how: operators.Stack, dim: int, length: int) -> BackwardStep | None:
+def _stacked(node: fx.Node, how: moves.Stack, dim: int, length: int) -> BackwardStep | None:
     # Along the new axis no operand has positions to name; `parts.py` tells these apart.
     return None if how.dim == dim else _reads([(x, dim - (dim > how.dim)) for x in how.parts], length)
-
-
-def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> BackwardStep | None:
-    base, x = how.base, how.x
-    if how.dim != dim:
-        return _reads([(base, dim), (x, dim)], length)
-    # An empty write has no start that would cut the base in two.
-    if how.taken is None or how.taken.step != 1 or not how.taken:
-        return None
-    start, stop = how.taken.start, how.taken.stop
-    parts = (AxisPart(0, start, base, dim), AxisPart(start, stop, x, dim), AxisPart(stop, length, base, dim, stop))
-    return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
 def _product(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
@@ -331,17 +276,12 @@ def _fused(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 
 
 _MOVES: dict[type, Callable[[fx.Node, Any, int, int], BackwardStep | None]] = {
-    operators.Copy: _copied,
-    operators.Assign: _assigned,
-    operators.Regroup: _regrouped,
-    operators.Permute: _permuted,
-    operators.Broadcast: _broadcast,
-    operators.Repeat: _repeated,
-    operators.Slice: _sliced,
-    operators.Select: _selected,
-    operators.Join: _joined,
-    operators.Stack: _stacked,
-    operators.Write: _written,
+    moves.Copy: _copied,
+    moves.Assign: _assigned,
+    moves.Rearrange: _rearranged,
+    moves.Along: _along,
+    moves.Select: _selected,
+    moves.Stack: _stacked,
 }
 _RULES: dict[object, Callable[[fx.Node, int, int], BackwardStep | None]] = {
     aten.masked_fill: _pointwise,

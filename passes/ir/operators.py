@@ -10,14 +10,36 @@ Operators that compute (products, sums, softmaxes) are not decoded: each has one
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
+from mla_compile.passes.ir.axes import expanded, permuted, repeated, reshaped
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.moves import (
+    Assign,
+    Copy,
+    Dropout,
+    Expand,
+    Fill,
+    Join,
+    OfOne,
+    Permute,
+    Reading,
+    Regroup,
+    Reorder,
+    Repeat,
+    Select,
+    Slice,
+    Stack,
+    Told,
+    Write,
+    WriteOne,
+    WriteRows,
+)
+from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import stand_in
 
 aten = torch.ops.aten
@@ -25,7 +47,7 @@ aten = torch.ops.aten
 PRODUCTS = {aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum}
 """Operators that compute matrix products."""
 
-CONTRACTIONS = {*PRODUCTS, aten.tensordot, aten.batch_norm, aten.conv1d, aten.conv2d}
+CONTRACTIONS = {*PRODUCTS, aten.inner, aten.tensordot, aten.batch_norm, aten.conv1d, aten.conv2d}
 """Operators that may apply a weight to the features of a row."""
 
 
@@ -39,156 +61,26 @@ SPLITS = {
 }  # fmt: skip
 """Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
 
-Told: TypeAlias = "int | fx.Node | None"
-"""A position or a size, as it is passed to an operator."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The values of ``x``, perhaps in other memory, another layout or another dtype."""
-
-    x: fx.Node
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """``x``, with some values dropped if ``active``."""
-
-    x: fx.Node
-    active: bool
-
-
-@dataclass(frozen=True)
-class Regroup:
-    """``x`` in row-major order with other axes. ``told``: the sizes that the operator is given, if any."""
-
-    x: fx.Node
-    told: Sequence[int | fx.Node] | None
-
-
-@dataclass(frozen=True)
-class Permute:
-    """Axis ``k`` is axis ``order[k]`` of ``x``."""
-
-    x: fx.Node
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """``x`` with size-1 axes expanded and new axes in front. ``told``: the sizes that the operator is given."""
-
-    x: fx.Node
-    told: Sequence[int | fx.Node]
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """``x`` repeated along each axis of the result.
-
-    ``interleaved``: each position is repeated in a row, not the whole axis.
-    """
-
-    x: fx.Node
-    counts: tuple[int, ...]
-    interleaved: bool
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some positions of axis ``dim`` of ``x``.
-
-    ``bounds``: start, stop and step as the operator is given them; None if a split computes them at run time.
-    ``taken``: the positions, if all of them are known.
-    """
-
-    x: fx.Node
-    dim: int
-    bounds: tuple[Told, Told, Told] | None
-    taken: range | None
-
-
-@dataclass(frozen=True)
-class Select:
-    """One position of axis ``dim`` of ``x``, which the result lacks. ``index``: None if it is not a known number."""
-
-    x: fx.Node
-    dim: int
-    index: int | None
-
-
-@dataclass(frozen=True)
-class Join:
-    """``parts`` concatenated along axis ``dim``."""
-
-    parts: tuple[fx.Node, ...]
-    dim: int
-
-
-@dataclass(frozen=True)
-class Stack:
-    """``parts`` stacked along a new axis ``dim``."""
-
-    parts: tuple[fx.Node, ...]
-    dim: int
-
-
-@dataclass(frozen=True)
-class Assign:
-    """``x``, broadcast to the shape of ``target`` and in its dtype; no value of the target is read."""
-
-    target: fx.Node
-    x: fx.Node
-
-
-@dataclass(frozen=True)
-class Write:
-    """``base`` with ``x`` in some positions of axis ``dim``; ``bounds`` and ``taken`` as in :class:`Slice`."""
-
-    base: fx.Node
-    x: fx.Node
-    dim: int
-    bounds: tuple[Told, Told, Told]
-    taken: range | None
-
-
-@dataclass(frozen=True)
-class WriteOne:
-    """``base`` with ``x`` in one position of axis ``dim``. ``index``: None if it is not a known number."""
-
-    base: fx.Node
-    x: fx.Node
-    dim: int
-    index: int | None
-
-
-@dataclass(frozen=True)
-class WriteRows:
-    """``base`` with ``x`` in the positions ``index``, a tensor, of axis ``dim``."""
-
-    base: fx.Node
-    x: fx.Node
-    dim: int
-    index: fx.Node
-
-
-@dataclass(frozen=True)
-class Fill:
-    """A tensor with the same value everywhere, read from no tensor. ``value``: None for uninitialized memory."""
-
-    value: object
-
-
-Reading: TypeAlias = (
-    "Copy | Dropout | Regroup | Permute | Broadcast | Repeat | Slice | Select | Join | Stack | Assign | Write"
-    " | WriteOne | WriteRows | Fill"
-)
+Found = TypeVar("Found")
 
 
 def decode(node: object) -> Reading | None:
     """Return how ``node`` moves the values that it reads; None if it computes others or its arguments do not tell."""
     rule = _DECODERS.get(packet(node))
     return None if rule is None or not isinstance(node, fx.Node) else rule(node)
+
+
+def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[fx.Node]:
+    """Return ``node`` and the tensors behind it, nearest first, through operators of ``kinds``, which read one each."""
+    found = [node]
+    while isinstance(how := decode(found[-1]), kinds):
+        found.append(how.x)
+    return found
+
+
+def rule_for(rules: Mapping[type, Found], how: object) -> Found | None:
+    """Return the rule for the record ``how``, by its class or one that it extends; None if there is none."""
+    return next((rules[kind] for kind in type(how).__mro__ if kind in rules), None)
 
 
 def _copy(node: fx.Node) -> Copy | None:
@@ -208,16 +100,32 @@ def _regroup(node: fx.Node) -> Regroup | None:
     if val(x).dtype != val(node).dtype:  # the bytes are reinterpreted
         return None
     told = argument(node, 1, "size") if packet(node) in (aten.view, aten.reshape) else None
-    return Regroup(x, told if isinstance(told, (list, tuple)) else None)
+    told = told if isinstance(told, (list, tuple)) else None
+    return Regroup(x, lambda: reshaped(shape(x), shape(node)), told)
 
 
 def _permute(node: fx.Node) -> Permute:
-    rank = len(shape(node))
-    return Permute(argument(node, 0, "self"), tuple(axis(d, rank) for d in argument(node, 1, "dims")))
+    x, rank = argument(node, 0, "self"), len(shape(node))
+    order = tuple(axis(d, rank) for d in argument(node, 1, "dims"))
+    return Permute(x, lambda: permuted(shape(x), order))
 
 
-def _expand(node: fx.Node) -> Broadcast:
-    return Broadcast(argument(node, 0, "self"), argument(node, 1, "size"))
+def _unfold(node: fx.Node) -> Reorder | None:
+    """Read an unfold into blocks side by side; blocks that overlap or leave values out are not decoded."""
+    x, rank = argument(node, 0, "self"), len(shape(node)) - 1
+    dim, size = axis(argument(node, 1, "dimension"), rank), argument(node, 2, "size")
+    whole, blocks = shape(x)[dim], shape(node)[dim]
+    if argument(node, 3, "step") != size or not same(blocks * size, whole):
+        return None
+    # The axis is split into blocks and positions, and the positions become the last axis.
+    split = (*shape(x)[:dim], blocks, size, *shape(x)[dim + 1 :])
+    order = (*(k for k in range(rank + 1) if k != dim + 1), dim + 1)
+    return Reorder(x, lambda: (cut := reshaped(shape(x), split)) and cut.then(permuted(split, order)))
+
+
+def _expand(node: fx.Node) -> Expand:
+    x = argument(node, 0, "self")
+    return Expand(x, lambda: expanded(shape(x), shape(node)), argument(node, 1, "size"))
 
 
 def _repeat(node: fx.Node) -> Repeat | None:
@@ -234,8 +142,9 @@ def _repeat_interleave(node: fx.Node) -> Repeat | None:
 
 
 def _repeated(node: fx.Node, counts: Sequence[Any], *, interleaved: bool) -> Repeat | None:
+    x = argument(node, 0, "self")
     known = all(isinstance(c, int) for c in counts)
-    return Repeat(argument(node, 0, "self"), tuple(counts), interleaved) if known else None
+    return Repeat(x, lambda: repeated(shape(x), tuple(counts), interleaved=interleaved)) if known else None
 
 
 def _slice(node: fx.Node) -> Slice:
@@ -350,6 +259,7 @@ _DECODERS: dict[object, Callable[[fx.Node], Reading | None]] = {
     aten.dropout: _dropout,
     **dict.fromkeys((aten.view, aten.reshape, aten.unsqueeze, aten.squeeze), _regroup),
     aten.permute: _permute,
+    aten.unfold: _unfold,
     aten.expand: _expand,
     aten.repeat: _repeat,
     aten.repeat_interleave: _repeat_interleave,

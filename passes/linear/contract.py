@@ -335,7 +335,7 @@ def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
 
 
 CONTRACTION_RULES: dict[object, Callable[[Maps, fx.Node], LinearMap | Stop]] = {
-    aten.linear: linear,
+    **dict.fromkeys((aten.linear, aten.inner), linear),
     **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
     aten.einsum: einsum,
     aten.tensordot: tensordot,

@@ -17,7 +17,8 @@ from mla_compile.passes.ir.axes import Atom, Axes, Axis, fresh_axis
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import part_of
 from mla_compile.passes.ir.graph import args_of, argument, bytes_hint, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Select, Slice, decode
+from mla_compile.passes.ir.moves import Select, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Visit

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.ir import operators
+from mla_compile.passes.ir import moves
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, val
-from mla_compile.passes.ir.operators import decode
+from mla_compile.passes.ir.operators import decode, rule_for
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.contract import CONTRACTION_RULES, batch_norm, multiply_weight
 from mla_compile.passes.linear.records import LinearMap, Maps, finish
@@ -33,7 +33,7 @@ from mla_compile.passes.linear.segments import (
 )
 from mla_compile.passes.linear.stops import unexplained
 from mla_compile.passes.linear.sums import add, times
-from mla_compile.passes.linear.views import broadcast, copied, dropped, permuted, regrouped, repeated
+from mla_compile.passes.linear.views import copied, dropped, rearranged
 
 aten = torch.ops.aten
 Rule = Callable[[Maps, fx.Node], "LinearMap | Stop"]
@@ -80,20 +80,17 @@ def reinterpreted(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
-    operators.Copy: copied,
-    operators.Dropout: dropped,
-    operators.Regroup: regrouped,
-    operators.Permute: permuted,
-    operators.Broadcast: broadcast,
-    operators.Repeat: repeated,
-    operators.Slice: sliced,
-    operators.Select: selected,
-    operators.Join: joined,
-    operators.Stack: stacked_up,
-    operators.Assign: assigned,
-    operators.Write: written,
-    operators.WriteOne: written_one,
-    operators.Fill: filled,
+    moves.Copy: copied,
+    moves.Dropout: dropped,
+    moves.Rearrange: rearranged,
+    moves.Slice: sliced,
+    moves.Select: selected,
+    moves.Join: joined,
+    moves.Stack: stacked_up,
+    moves.Assign: assigned,
+    moves.Write: written,
+    moves.WriteOne: written_one,
+    moves.Fill: filled,
 }
 """Rules for operators that only move numbers, by the record that :func:`decode` returns."""
 
@@ -114,5 +111,5 @@ def rule_of(node: fx.Node) -> Rule | None:
     how = decode(node)
     if how is None:
         return RULES.get(packet(node))
-    move = MOVES.get(type(how))
+    move = rule_for(MOVES, how)
     return None if move is None else lambda maps, node: move(maps, node, how)

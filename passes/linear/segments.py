@@ -6,7 +6,7 @@ is assembled along its features becomes a list of segments, each with its own so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,8 @@ from mla_compile.passes.ir.axes import Atom, axis_size, fresh_axis
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import part_of
 from mla_compile.passes.ir.graph import args_of, shape, val
-from mla_compile.passes.ir.operators import Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne, decode
+from mla_compile.passes.ir.moves import Along, Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import joint_of, one_map, stacked
@@ -50,11 +51,10 @@ def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap 
     kept = within(source.segments, dim, taken, node)
     if isinstance(kept, Stop):
         return kept
-    row = [s.moved(-taken.start) for s in kept]
-    return _in_a_row(row, dim) if row else Stop(node, "unsupported_op", "an empty slice")
+    return _in_a_row([s.moved(-taken.start) for s in kept], dim, node)
 
 
-def within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -> list[Segment] | Stop:
+def within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -> Sequence[Segment] | Stop:
     """Return the columns ``taken`` of a list of segments, at their old positions."""
     kept: list[Segment] = []
     for s in segments:
@@ -229,19 +229,27 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
         single = all(same(shape(x)[dim], 1) for x in how.parts)
         joint = stacked([one_map(m, node) or m for m in sources], dim, node) if single else None
         return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
+    return _assembled(node, how, dict(zip(how.parts, sources, strict=True)))
+
+
+def _assembled(node: fx.Node, how: Along, sources: Mapping[fx.Node, LinearMap]) -> LinearMap | Stop:
+    """Put columns of the maps of several tensors side by side."""
+    if how.axis_parts is None:
+        return Stop(node, "token_mixing", "rows of several tensors are joined")
     row: list[Segment] = []
-    offset = 0
-    for source in sources:
-        segments = _segments_of(source, dim, node)
-        if isinstance(segments, Stop):
-            return segments
-        # Bounds count in the result, so each part begins where the one before it ends.
-        row += [s.moved(offset) for s in segments]
-        offset = row[-1].stop
-    return finish(_in_a_row([s for s in row if s.start < s.stop] or row[:1], dim), node)
+    for part in how.axis_parts:
+        segments = _segments_of(sources[part.node], part.dim, node)
+        taken = range(part.offset, part.offset + part.stop - part.start)
+        kept = segments if isinstance(segments, Stop) else within(segments, part.dim, taken, node)
+        if isinstance(kept, Stop):
+            return kept
+        row += [s.moved(part.start - part.offset) for s in kept]
+    return finish(_in_a_row(row, how.dim, node), node)
 
 
-def _in_a_row(segments: Sequence[Segment], dim: int) -> LinearMap:
+def _in_a_row(segments: Sequence[Segment], dim: int, node: fx.Node) -> LinearMap | Stop:
+    if not segments:
+        return Stop(node, "unsupported_op", "an empty slice")
     return LinearMap(tuple(segments), dim) if len(segments) > 1 else LinearMap.single(segments[0].piece)
 
 
@@ -286,21 +294,7 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
         return _overwritten(node)
     if how.taken.step != 1:
         return Stop(node, "unsupported_op", "columns are interleaved")
-    if not how.taken:
-        return finish(old, node)
-    base_segments, segments = _segments_of(old, dim, node), _segments_of(new, dim, node)
-    if isinstance(base_segments, Stop):
-        return base_segments
-    if isinstance(segments, Stop):
-        return segments
-    start, stop = how.taken.start, how.taken.stop
-    before = within(base_segments, dim, range(start), node)
-    after = within(base_segments, dim, range(stop, base_segments[-1].stop), node)
-    if isinstance(before, Stop):
-        return before
-    if isinstance(after, Stop):
-        return after
-    return finish(_in_a_row([*before, *(s.moved(start) for s in segments), *after], dim), node)
+    return _assembled(node, how, {base: old, x: new})
 
 
 def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:

@@ -19,7 +19,8 @@ from mla_compile.passes.attention.scores import align_right
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Visible
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
-from mla_compile.passes.ir.operators import Broadcast, Copy, Join, decode
+from mla_compile.passes.ir.moves import Copy, Expand, Join
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_plan
@@ -140,7 +141,7 @@ def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[Mask
 def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> list[fx.Node | None] | None:
     """Return the parts from which ``node`` is joined along ``dim``; None for a part that hides nothing."""
     how = decode(node)
-    if isinstance(how, (Copy, Broadcast)) and val(how.x).dtype == val(node).dtype:
+    if isinstance(how, (Copy, Expand)) and val(how.x).dtype == val(node).dtype:
         before = dim - (len(shape(node)) - len(shape(how.x)))
         kept = before >= 0 and same(shape(how.x)[before], shape(node)[dim])
         return _parts(how.x, before, term, sizes) if kept else None

@@ -21,7 +21,8 @@ from mla_compile.passes.dependence.steps import along, reduced, worked_along
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.labels import matmul_labels, product_labels
-from mla_compile.passes.ir.operators import Join, Slice, decode, is_contraction
+from mla_compile.passes.ir.moves import Join, Slice
+from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Fill, decode
+from mla_compile.passes.ir.moves import Fill
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
 
 _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}

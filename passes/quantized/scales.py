@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, argument, axis, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, Regroup, decode
+from mla_compile.passes.ir.moves import Copy
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, quotient, same
 
 aten = torch.ops.aten
@@ -48,8 +49,7 @@ def regrouped(node: fx.Node) -> fx.Node | None:
     if packet(node) not in REGROUPS:
         return None
     x: fx.Node = argument(node, 0, "self")
-    how = decode(node) if packet(node) in (aten.view, aten.reshape) else Regroup(x, None)
-    return x if isinstance(how, Regroup) else None  # otherwise the view reinterprets the bytes as another dtype
+    return x if val(x).dtype == val(node).dtype else None  # otherwise the view reads the same bytes as another dtype
 
 
 def copied(node: fx.Node) -> fx.Node | None:

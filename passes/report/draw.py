@@ -18,10 +18,10 @@ from torch import fx
 
 from mla_compile.codes import CODES
 from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
-from mla_compile.passes.ir import operators
+from mla_compile.passes.ir import moves
 from mla_compile.passes.ir.graph import is_tensor, is_tuple, operator_name, packet, shape, val, whole_rows
 from mla_compile.passes.ir.locate import locate
-from mla_compile.passes.ir.operators import PRODUCTS, decode
+from mla_compile.passes.ir.operators import PRODUCTS, behind, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.rewrite.records import Absorbed
@@ -34,8 +34,8 @@ MOST = 60
 More boxes are not readable on one page.
 """
 
-_VIEWS = (operators.Copy, operators.Regroup, operators.Permute, operators.Broadcast, operators.Slice, operators.Select)
-_JOINS = (operators.Join, operators.Assign, operators.Write, operators.WriteOne, operators.WriteRows)
+_VIEWS = (moves.Copy, moves.Rearrange, moves.Slice, moves.Select)
+_JOINS = (moves.Join, moves.Assign, moves.Write, moves.WriteOne, moves.WriteRows)
 _OTHER_JOINS = {aten.index_put, aten.scatter, aten.where}
 _ATTENTIONS = {aten.scaled_dot_product_attention, aten.softmax, aten._softmax, torch.ops.mla_compile.decode_attention}
 _LOCAL = re.compile(r"^l_(?:kwargs_|inputs_)?|_$")
@@ -233,9 +233,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> fx.Node:
     """Return the tensor that ``node`` is a view of, through nested views; ``node`` itself if it is no view."""
-    while isinstance(how := decode(node), _VIEWS):
-        node = how.x
-    return node
+    return behind(node, _VIEWS)[-1]
 
 
 def _is_join(node: fx.Node) -> bool:

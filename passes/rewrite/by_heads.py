@@ -25,7 +25,8 @@ from mla_compile.passes.dependence.parts import PartMaker
 from mla_compile.passes.dependence.region import Region
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import args_of, packet, shape, val
-from mla_compile.passes.ir.operators import Broadcast, Fill, decode
+from mla_compile.passes.ir.moves import Expand, Fill
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import size
 
 aten = torch.ops.aten
@@ -80,7 +81,7 @@ class _GroupMaker(PartMaker):
     def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
         # All heads share this rotary key. A compiler could write its copies for the heads of all groups at once.
         how = decode(node)
-        if part is None and isinstance(how, Broadcast):
+        if part is None and isinstance(how, Expand):
             part = self._in_turn(how.x)
         return super()._in_shape(node, dim, length, part)
 

@@ -14,7 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import OURS, Builder, restride, val
-from mla_compile.passes.ir.operators import Join, Slice, decode
+from mla_compile.passes.ir.moves import Join, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import remove_dead_code
 

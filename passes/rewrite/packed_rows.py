@@ -17,7 +17,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import Builder, args_of, argument, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Broadcast, Copy, Regroup, Repeat, decode
+from mla_compile.passes.ir.moves import Copy, Expand, Regroup, Repeat
+from mla_compile.passes.ir.operators import behind, decode
 from mla_compile.passes.ir.sizes import Size, quotient, same, same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 
@@ -77,9 +78,7 @@ def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _moved(node: fx.Node) -> fx.Node:
     """Strip conversions of the dtype and changes of the layout."""
-    while isinstance(how := decode(node), (Copy, Regroup)):
-        node = how.x
-    return node
+    return behind(node, (Copy, Regroup))[-1]
 
 
 def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | None:
@@ -92,11 +91,11 @@ def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | 
         spread = scales
         while isinstance(how := decode(spread), (Copy, Regroup)) and val(how.x).dtype == val(scales).dtype:
             spread = how.x
-        if isinstance(how, Repeat):
-            of = shape(how.x)
-            return how.x if how.interleaved and same_sizes(of[:2], (B, T)) and _fits(L, of[2]) else None
-        if isinstance(how, Broadcast):
+        if isinstance(how, Expand):
             scales, whole = how.x, shape(spread)
+        elif isinstance(how, Repeat) and how.map is not None:
+            of, neighbours = shape(how.x), how.map.after[-1][:1] == how.map.before[-1]
+            return how.x if neighbours and same_sizes(of[:2], (B, T)) and _fits(L, of[2]) else None
     of = shape(scales)
     if len(of) != len(whole) or len(of) not in (3, 4) or not same_sizes((*of[:2], of[-1]), (B, T, 1)):
         return None

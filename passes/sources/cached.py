@@ -7,23 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
-from mla_compile.passes.ir.operators import (
-    CONTRACTIONS,
-    Broadcast,
-    Copy,
-    Join,
-    Permute,
-    Regroup,
-    Select,
-    Slice,
-    Write,
-    WriteOne,
-    WriteRows,
-    decode,
-)
+from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Select, Slice, Write, WriteOne, WriteRows
+from mla_compile.passes.ir.operators import CONTRACTIONS, behind, decode
 from mla_compile.passes.ir.walk import REACH, reachable
-
-_VIEWS = (Broadcast, Copy, Permute, Regroup, Select, Slice)
 
 
 def are_cached(rows: fx.Node) -> bool:
@@ -59,6 +45,5 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
 
 def _input(node: fx.Node) -> fx.Node | None:
     """Return the input or state tensor that ``node`` shows; None if it shows neither."""
-    while isinstance(how := decode(node), _VIEWS):
-        node = how.x
-    return node if node.op in ("placeholder", "get_attr") else None
+    shown = behind(node, (Copy, Rearrange, Select, Slice))[-1]
+    return shown if shown.op in ("placeholder", "get_attr") else None

@@ -15,7 +15,8 @@ from torch import fx
 from mla_compile.core.program import view_source
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, is_virtual, packet, shape, val
-from mla_compile.passes.ir.operators import Select, Slice, decode
+from mla_compile.passes.ir.moves import Select, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.linear.records import Maps, Piece, VirtualSources

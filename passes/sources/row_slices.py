@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import args_of, bytes_hint, decides, is_virtual, shape, val, virtual
-from mla_compile.passes.ir.operators import Select, Slice, decode
+from mla_compile.passes.ir.moves import Select, Slice
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.ir.walk import REACH, depends_on
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowGate, RowSlice

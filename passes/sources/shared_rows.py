@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.dependence.steps import Joined, step
 from mla_compile.passes.ir.graph import is_tensor, packet, shape, virtual
-from mla_compile.passes.ir.operators import CONTRACTIONS, Broadcast, Copy, Fill, Permute, Regroup, Repeat, decode
+from mla_compile.passes.ir.moves import Copy, Fill, Reorder, Repeat
+from mla_compile.passes.ir.operators import CONTRACTIONS, behind, decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import SharedRows
@@ -90,9 +91,7 @@ def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
 
 
 def _just_copied(node: fx.Node) -> bool:
-    while isinstance(how := decode(node), (Regroup, Permute, Copy)):
-        node = how.x
-    return isinstance(how, (Broadcast, Repeat, Fill))
+    return isinstance(decode(behind(node, (Reorder, Copy))[-1]), (Repeat, Fill))
 
 
 class _EqualAxes:
@@ -131,13 +130,12 @@ class _EqualAxes:
         read = decode(node)
         if isinstance(read, Fill):
             return []
-        if isinstance(read, Broadcast) or (isinstance(read, Repeat) and not read.interleaved):
-            own = dim - len(shape(node)) + len(shape(read.x))
-            return [] if own < 0 or same(shape(read.x)[own], 1) else [(read.x, own)]
+        if isinstance(read, Repeat) and read.map is not None:
+            return [(read.x, k) for k in read.map.read_along(dim) if not same(shape(read.x)[k], 1)]
         how = step(node, dim)
         if isinstance(how, Joined):
             # Two joined parts may both be constant and still differ from each other.
             return [(p.node, p.dim) for p in how.parts] if len(how.parts) == 1 else None
-        if how is None or (how.unit > 1 and not isinstance(read, Repeat)):
+        if how is None or how.unit > 1:
             return None
         return [(n, p.dim) for n, p in how.reads.items() if not same(shape(n)[p.dim], 1)]

@@ -15,7 +15,8 @@ from torch import fx
 
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, shape, val, whole_rows
-from mla_compile.passes.ir.operators import Fill, decode
+from mla_compile.passes.ir.moves import Fill
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.sources.records import AbsorbPlan

@@ -21,7 +21,8 @@ from torch._dynamo.utils import counters
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.operators import Broadcast, Repeat, decode, is_contraction
+from mla_compile.passes.ir.moves import Repeat
+from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.walk import reachable, weight_nodes
 
 NEGLIGIBLE = 1e-9
@@ -214,7 +215,7 @@ class _Side:
             inputs = [n for n in node.all_input_nodes if n in of.moving]
             product = is_contraction(node) and len(inputs) == 1 and len(node.all_input_nodes) > 1
             before = of.size(inputs[0]) if len(inputs) == 1 else math.inf
-            copied = isinstance(decode(node), (Broadcast, Repeat)) and before <= one_head
+            copied = isinstance(decode(node), Repeat) and before <= one_head
             if (before < of.size(node) and (product or copied)) or (nearest and product):
                 self.products |= {node} if product else set()
                 found[inputs[0]] = Rows(inputs[0], product, product or weighed or inputs[0] in of.made)

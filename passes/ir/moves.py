@@ -1,0 +1,232 @@
+"""What operators that move values without computing any do, as records: which value of which tensor is where.
+
+A rearrangement has an index map. An operator that works along one axis has parts: which positions of the axis come from
+which tensor. Analyses read these two and no operators.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+from torch import fx
+
+from mla_compile.passes.ir.axes import IndexMap
+from mla_compile.passes.ir.graph import shape
+
+Told: TypeAlias = "int | fx.Node | None"
+"""A position or a size, as it is passed to an operator."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The values of ``x``, perhaps in other memory, another layout or another dtype."""
+
+    x: fx.Node
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """``x``, with some values dropped if ``active``."""
+
+    x: fx.Node
+    active: bool
+
+
+@dataclass(frozen=True)
+class Rearrange:
+    """``x`` with its axes permuted, merged, split or repeated.
+
+    ``index``: makes the map, when it is first read. ``told``: the sizes that the operator is given, if any.
+    """
+
+    x: fx.Node
+    index: Callable[[], IndexMap | None] = field(compare=False, repr=False)
+    told: Sequence[int | fx.Node] | None = None
+
+    @cached_property
+    def map(self) -> IndexMap | None:
+        """How positions in the result are found in ``x``; None if a reshape cuts through factors."""
+        return self.index()
+
+
+@dataclass(frozen=True)
+class Reorder(Rearrange):
+    """Every value of ``x`` once."""
+
+
+@dataclass(frozen=True)
+class Regroup(Reorder):
+    """Every value of ``x`` once, in row-major order."""
+
+
+@dataclass(frozen=True)
+class Permute(Reorder):
+    """``x`` with its axes in another order."""
+
+
+@dataclass(frozen=True)
+class Repeat(Rearrange):
+    """``x`` with copies of its values along some axes."""
+
+
+@dataclass(frozen=True)
+class Expand(Repeat):
+    """``x`` with axes of size 1 grown and new axes in front, as in broadcasting."""
+
+
+@dataclass(frozen=True)
+class AxisPart:
+    """Positions ``start`` to ``stop`` of the result equal those of axis ``dim`` of ``node`` from ``offset`` on."""
+
+    start: int
+    stop: int
+    node: fx.Node
+    dim: int
+    offset: int = 0
+
+
+class Along(ABC):
+    """An operator that takes positions along axis ``dim`` from ``operands``, all of whose other axes stay."""
+
+    dim: int
+
+    @property
+    @abstractmethod
+    def operands(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    @abstractmethod
+    def axis_parts(self) -> tuple[AxisPart, ...] | None:
+        """What axis ``dim`` consists of; None if that is only known at run time, or positions are not neighbours."""
+
+
+@dataclass(frozen=True)
+class Slice(Along):
+    """Some positions of axis ``dim`` of ``x``.
+
+    ``bounds``: start, stop and step as the operator is given them; None if a split computes them at run time.
+    ``taken``: the positions, if all of them are known.
+    """
+
+    x: fx.Node
+    dim: int
+    bounds: tuple[Told, Told, Told] | None
+    taken: range | None
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        return (self.x,)
+
+    @property
+    def axis_parts(self) -> tuple[AxisPart, ...] | None:
+        if self.taken is None or self.taken.step != 1:
+            return None
+        return (AxisPart(0, len(self.taken), self.x, self.dim, self.taken.start),)
+
+
+@dataclass(frozen=True)
+class Select:
+    """One position of axis ``dim`` of ``x``, which the result lacks. ``index``: None if it is not a known number."""
+
+    x: fx.Node
+    dim: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class Join(Along):
+    """``parts`` concatenated along axis ``dim``."""
+
+    parts: tuple[fx.Node, ...]
+    dim: int
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        return self.parts
+
+    @property
+    def axis_parts(self) -> tuple[AxisPart, ...] | None:
+        found: list[AxisPart] = []
+        stop = 0
+        for x in self.parts:
+            start, size = stop, shape(x)[self.dim]
+            if not isinstance(size, int):
+                return None
+            stop += size
+            found.append(AxisPart(start, stop, x, self.dim))
+        return tuple(p for p in found if p.start < p.stop)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """``parts`` stacked along a new axis ``dim``."""
+
+    parts: tuple[fx.Node, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Assign:
+    """``x``, broadcast to the shape of ``target`` and in its dtype; no value of the target is read."""
+
+    target: fx.Node
+    x: fx.Node
+
+
+@dataclass(frozen=True)
+class Write(Along):
+    """``base`` with ``x`` in some positions of axis ``dim``; ``bounds`` and ``taken`` as in :class:`Slice`."""
+
+    base: fx.Node
+    x: fx.Node
+    dim: int
+    bounds: tuple[Told, Told, Told]
+    taken: range | None
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        return (self.base, self.x)
+
+    @property
+    def axis_parts(self) -> tuple[AxisPart, ...] | None:
+        length = shape(self.base)[self.dim]
+        if self.taken is None or self.taken.step != 1 or not isinstance(length, int):
+            return None
+        start, stop = (self.taken.start, self.taken.stop) if self.taken else (length, length)
+        before, after = AxisPart(0, start, self.base, self.dim), AxisPart(stop, length, self.base, self.dim, stop)
+        return tuple(p for p in (before, AxisPart(start, stop, self.x, self.dim), after) if p.start < p.stop)
+
+
+@dataclass(frozen=True)
+class WriteOne:
+    """``base`` with ``x`` in one position of axis ``dim``. ``index``: None if it is not a known number."""
+
+    base: fx.Node
+    x: fx.Node
+    dim: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class WriteRows:
+    """``base`` with ``x`` in the positions ``index``, a tensor, of axis ``dim``."""
+
+    base: fx.Node
+    x: fx.Node
+    dim: int
+    index: fx.Node
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A tensor with the same value everywhere, read from no tensor. ``value``: None for uninitialized memory."""
+
+    value: object
+
+
+OfOne: TypeAlias = "Copy | Dropout | Rearrange | Slice | Select"
+Reading: TypeAlias = "OfOne | Join | Stack | Assign | Write | WriteOne | WriteRows | Fill"
