@@ -44,7 +44,7 @@ TOLERANCE = 3e-2
 
 
 class Layer(nn.Module):
-    """One attention with the rotary embedding before it; x [1,S,D] at ``start`` of the context."""
+    """One attention with what its model does before it: the rotary embedding and the mask; x [1,S,D]."""
 
     def __init__(self, kind: str, longest: int) -> None:
         super().__init__()
@@ -62,8 +62,12 @@ class Layer(nn.Module):
             weight.data.copy_(torch.randn(weight.shape, generator=random) * weight.shape[-1] ** -0.5)
         self.eval().requires_grad_(False).to(torch.bfloat16)
 
-    def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:  # noqa: D102
+        from transformers.masking_utils import create_sliding_window_causal_mask
+
         turned = {name: self.rotary(x, positions, layer_type=name) for name in ("main", "compress")}
+        # Without a mask the attention drops the indexer's list and reads every compressed row.
+        mask = create_sliding_window_causal_mask(self.config, x, None, cache, position_ids=positions)
         out: Tensor = self.attention(x, turned, positions, mask, cache=cache)[0]
         return out
 
@@ -157,11 +161,8 @@ def peak(kind: str, name: str, tokens: int) -> dict[str, Any]:
 
     def prompt(count: int) -> float:
         x = torch.randn(1, count, 4096, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-        ahead = torch.arange(count) - torch.arange(count)[:, None]
-        seen = (ahead <= 0) & (ahead > -layer.config.sliding_window)
-        mask = torch.zeros(1, 1, count, count, dtype=torch.bfloat16).masked_fill(~seen, -torch.inf)
         cache = DynamicCache(config=layer.config)
-        return common.timed(lambda: call(x, torch.arange(count)[None], cache, mask))
+        return common.timed(lambda: call(x, torch.arange(count)[None], cache))
 
     for count in (256, 384):  # compiled, the second time for any length
         prompt(count)
