@@ -305,7 +305,8 @@ def _reads_float8(device: torch.device) -> bool:
 
 
 def _few_rows(state: PassState) -> int:
-    if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
+    attended = state.rewritten or state.fused
+    if state.options.products != "native" or state.options.lowering == "aten" or not attended:
         return 0
     # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
     # bit.
