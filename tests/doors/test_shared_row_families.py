@@ -7,12 +7,14 @@ past the number of them that an indexer picks; every attention of a step is the 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 import mla_compile
+from mla_compile.errors import ExportError
 from mla_compile.kernels.cpu import native
 from tests.support.tiers import also
 from tests.zoo import rows_of_two_memories
@@ -201,3 +203,9 @@ def test_beams_and_a_short_prompt() -> None:
     prompt = torch.randint(3, 67, (1, 2), generator=torch.Generator().manual_seed(3))
     options = {"num_beams": 3, "max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
+
+
+def test_caches_that_drain_are_refused_by_the_onnx_export(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(ExportError, match=r"buffer_kv .* has 3 rows after 7 tokens.*export the ExportedProgram"):
+        mla_compile.export_onnx(tiny(SPARSE, dtype=torch.float32), tmp_path / "model")
