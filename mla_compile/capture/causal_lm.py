@@ -211,7 +211,7 @@ def _tensors(short: Any, long: Any) -> Iterator[CacheTensor]:
             axis = grown[0] if grown else None
             if axis is not None and (x.shape[axis], y.shape[axis]) != (PAST - 2, PAST):
                 raise ExportError(
-                    f"{where} has {y.shape[axis]} rows after {PAST} tokens, expected one row for each or a fixed number: "
+                    f"{where} has {y.shape[axis]} rows after {PAST} tokens, expected one for each or a fixed number: "
                     "a graph has no phases. Trace a step, with its cache as inputs and outputs, with torch.export and "
                     "export the ExportedProgram; optimize(model) runs all phases in torch"
                 )
