@@ -253,14 +253,16 @@ def sparse_steps() -> str:
     return table(head, rows) + f"\n\n{where(about)}."
 
 
+SHARED_LAYERS = {"sparse": "a row for 4 tokens, 512 chosen", "heavy": "a row for 128 tokens"}
+
+
 def shared_rows() -> str:
     """Decode steps of DeepSeek-V4's attention layers."""
     about = data("shared_rows")
     names = ("eager", "inductor", "mla")
-    kinds = {"sparse": "a row for 4 tokens, 512 chosen", "heavy": "a row for 128 tokens"}
     rows = [
         (
-            kinds[r["layer"]],
+            SHARED_LAYERS[r["layer"]],
             r["tokens"],
             *(_quartiles(r["ms"][v]) for v in names),
             *(f"{r['over_mla'][v]:.1f}x" for v in names[:2]),
@@ -269,6 +271,23 @@ def shared_rows() -> str:
     ]
     head = ("layer", "cached tokens", "eager", "Inductor", "mla", "eager / mla", "Inductor / mla")
     return table(head, rows) + f"\n\n{where(about)}."
+
+
+def shared_row_parts() -> str:
+    """What those steps consist of."""
+    found = data("shared_rows")["parts"]
+    names = list(dict.fromkeys(part for row in found for part in row["ms"]))
+    rows = (
+        (
+            SHARED_LAYERS[r["layer"]],
+            r["tokens"],
+            *(f"{r['ms'].get(part, 0):.2f}" for part in names),
+            f"{sum(r['ms'].values()):.1f}",
+            f"{r['weights_read_ms']:.1f}",
+        )
+        for r in found
+    )
+    return table(("layer", "cached tokens", *names, "all", "the weights read once"), rows)
 
 
 def sparse_attention() -> str:
@@ -675,6 +694,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "op": op_alone,
     "index_scores": index_scores,
     "shared_rows": shared_rows,
+    "shared_row_parts": shared_row_parts,
     "sparse_steps": sparse_steps,
     "sparse_prompts": sparse_prompts,
     "sparse_attention": sparse_attention,

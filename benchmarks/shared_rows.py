@@ -3,12 +3,18 @@
     python -m benchmarks.shared_rows                                        # 4k, 32k and 128k tokens, one thread
     python -m benchmarks.shared_rows --kinds sparse --tokens 4096 --rounds 3
     python -m benchmarks.shared_rows --prompts 2048,4096
+    python -m benchmarks.shared_rows --parts                                # what our steps consist of
 
 One attention of transformers (64 heads of 512, hidden states of 4,096, the compressor and the indexer with it) over its
 own cache, whose rows are random: as it is, with Inductor, and optimized. ``sparse`` has a row for 4 tokens, of which an
 indexer picks 512; ``heavy`` one for 128; both have a window of 128. A sample is four steps in a row, of which one emits
 a row where there is one for 4 tokens. Dynamo's limit of variants is raised for all: with the one it has Inductor falls
 back to what runs uncompiled. Results are compared before anything is timed. What eager code cannot hold is skipped.
+With one thread, which is the default, the thread's CPU seconds are counted: other programs on the machine do not add
+to them but for the memory that they share.
+
+Parts: each call of a part counts with its best time at its place in the four steps, under torch's profiler, beside
+the time in which the layer's weights can be read at the memory's bandwidth.
 
 Memory of prompts: as in :mod:`benchmarks.prompt_memory`, the first call of a process.
 """
@@ -17,10 +23,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,12 +49,22 @@ KINDS = {"sparse": "compressed_sparse_attention", "heavy": "heavily_compressed_a
 FORMS = ("eager", "inductor", "mla")
 HEAD = ("layer", "tokens", "eager ms", "Inductor ms", "mla ms", "eager/mla", "Inductor/mla")
 PEAKS = ("layer", "tokens", "form", "peak GiB", "s")
+PARTS = {
+    "mla_compile::few_rows_linear": "products with weights",
+    "aten::mm": "products with weights",
+    "mla_compile::decode_attention": "attention",
+    "mla_compile::index_scores": "scores of the indexer",
+    "aten::topk": "choice of rows",
+    "## Call CompiledFxGraph": "loops of Inductor",
+}
+REST = "guards and the rest"
+HEAD_PARTS = ("layer", "tokens", *dict.fromkeys(PARTS.values()), REST, "all", "weights read")
 STEPS, WARM_UP = 4, 12
-TOLERANCE = 3e-2
+TOLERANCE = 0.1  # rounding decides which rows are the last of a list; another list altogether gives 0.5 and more
 
 
 class Layer(nn.Module):
-    """One attention with the rotary embedding before it; x [1,S,D] at ``start`` of the context."""
+    """One attention with what its model does before it: the rotary embedding and the mask; x [1,S,D]."""
 
     def __init__(self, kind: str, longest: int) -> None:
         super().__init__()
@@ -62,8 +82,12 @@ class Layer(nn.Module):
             weight.data.copy_(torch.randn(weight.shape, generator=random) * weight.shape[-1] ** -0.5)
         self.eval().requires_grad_(False).to(torch.bfloat16)
 
-    def forward(self, x: Tensor, positions: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:  # noqa: D102
+        from transformers.masking_utils import create_sliding_window_causal_mask
+
         turned = {name: self.rotary(x, positions, layer_type=name) for name in ("main", "compress")}
+        # Without a mask the attention drops the indexer's list and reads every compressed row.
+        mask = create_sliding_window_causal_mask(self.config, x, None, cache, position_ids=positions)
         out: Tensor = self.attention(x, turned, positions, mask, cache=cache)[0]
         return out
 
@@ -110,7 +134,11 @@ class Session:
 
     def sample(self) -> float:
         """Seconds of one of some steps in a row."""
-        return common.timed(lambda: [self.step() for _ in range(STEPS)]) / STEPS
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        start = clock()
+        for _ in range(STEPS):
+            self.step()
+        return (clock() - start) / STEPS
 
 
 def form(name: str, layer: Layer) -> Callable[..., Tensor]:
@@ -148,6 +176,40 @@ def steps(kind: str, layer: Layer, calls: dict[str, Callable[..., Tensor]], toke
     }  # fmt: skip
 
 
+def parts(kind: str, layer: Layer, call: Callable[..., Tensor], tokens: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of each part of a step, and of reading the weights."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    session = Session(call, layer, tokens)
+    for _ in range(WARM_UP):
+        session.step()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(rounds):
+            with record_function("round"):
+                for _ in range(STEPS):
+                    session.step()
+    best: dict[tuple[str, int], float] = {}
+    for each in (e for e in seen.events() if e.name == "round"):
+        count: Counter[str] = Counter()
+        for event in _below(each):
+            key = event.name, count[event.name]
+            count[event.name] += 1
+            best[key] = min(best.get(key, math.inf), event.self_cpu_time_total / 1e3 / STEPS)
+    ms: Counter[str] = Counter()
+    for (name, _), took in best.items():
+        ms[next((part for start, part in PARTS.items() if name.startswith(start)), REST)] += took
+    weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+    floor = 1e3 * weights / common.read_bandwidth(gib=0.125, rounds=40)
+    return {"layer": kind, "tokens": tokens, "ms": dict(ms), "weight_bytes": weights, "weights_read_ms": floor}
+
+
+def _below(event: Any) -> Iterator[Any]:
+    """What the profiler saw within ``event``, in order."""
+    for child in event.cpu_children:
+        yield child
+        yield from _below(child)
+
+
 def peak(kind: str, name: str, tokens: int) -> dict[str, Any]:
     """Peak memory and seconds of a prompt in this process, weights and inputs left out."""
     from transformers import DynamicCache
@@ -157,11 +219,8 @@ def peak(kind: str, name: str, tokens: int) -> dict[str, Any]:
 
     def prompt(count: int) -> float:
         x = torch.randn(1, count, 4096, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-        ahead = torch.arange(count) - torch.arange(count)[:, None]
-        seen = (ahead <= 0) & (ahead > -layer.config.sliding_window)
-        mask = torch.zeros(1, 1, count, count, dtype=torch.bfloat16).masked_fill(~seen, -torch.inf)
         cache = DynamicCache(config=layer.config)
-        return common.timed(lambda: call(x, torch.arange(count)[None], cache, mask))
+        return common.timed(lambda: call(x, torch.arange(count)[None], cache))
 
     for count in (256, 384):  # compiled, the second time for any length
         prompt(count)
@@ -194,24 +253,45 @@ def describe_peak(row: dict[str, Any]) -> list[str]:
     return [row["layer"], str(row["tokens"]), row["form"], gib, f"{row['seconds']:.1f}"]
 
 
-def timed_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The steps of every kind of layer."""
-    rows: list[dict[str, Any]] = []
+def describe_parts(row: dict[str, Any]) -> list[str]:
+    """The parts of a step as text."""
+    ms = [f"{row['ms'].get(part, 0):.2f}" for part in HEAD_PARTS[2:-2]]
+    return [row["layer"], str(row["tokens"]), *ms, f"{sum(row['ms'].values()):.2f}", f"{row['weights_read_ms']:.2f}"]
+
+
+def decoding(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The steps of every kind of layer, or their parts."""
     for kind in args.kinds:
         torch._dynamo.reset()
         layer = Layer(kind, max(args.tokens) + 1024)
-        calls = {name: form(name, layer) for name in args.forms}
+        calls = {name: form(name, layer) for name in (("mla",) if args.parts else args.forms)}
         for tokens in args.tokens:
-            rows.append(steps(kind, layer, calls, tokens, args))
-            print("  " + "  ".join(describe(rows[-1])), flush=True)
-            written(args.out, [], rows)
+            if args.parts:
+                yield parts(kind, layer, calls["mla"], tokens, args.rounds)
+            else:
+                yield steps(kind, layer, calls, tokens, args)
             gc.collect()
-    return rows
 
 
-def written(path: Path, prompts: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    """What there is so far."""
-    common.write(path, {"benchmark": "shared_rows", "machine": common.machine(), "prompts": prompts}, rows)
+def prompts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The peak of every prompt."""
+    for kind, tokens, name in itertools.product(args.kinds, args.prompts, args.forms):
+        found = measured_alone(kind, name, tokens, args.threads)
+        yield {"layer": kind, "tokens": tokens, "form": name, **found}
+
+
+def written(path: Path, what: str, rows: list[dict[str, Any]]) -> None:
+    """What there is so far; the rows of other kinds that the file has stay."""
+    held = json.loads(path.read_text()) if path.exists() else {}
+    kept = {key: held.get(key, []) for key in SHOWN} | {what: rows}
+    common.write(path, {"benchmark": "shared_rows", "machine": common.machine(), **kept}, kept["rows"])
+
+
+SHOWN: dict[str, tuple[Callable[[dict[str, Any]], list[str]], Sequence[str]]] = {
+    "rows": (describe, HEAD),
+    "parts": (describe_parts, HEAD_PARTS),
+    "prompts": (describe_peak, PEAKS),
+}
 
 
 def main() -> None:
@@ -221,6 +301,7 @@ def main() -> None:
     parser.add_argument("--forms", type=common.names(FORMS), default=list(FORMS))
     parser.add_argument("--tokens", type=common.words(int), default=[4096, 32768, 131072])
     parser.add_argument("--prompts", type=common.words(int), default=[], help="lengths; no step is timed then")
+    parser.add_argument("--parts", action="store_true", help="what our steps consist of")
     parser.add_argument("--rounds", type=int, default=9, help="at most")
     parser.add_argument("--budget", type=float, default=30.0, help="seconds for each row, after three rounds")
     parser.add_argument("--threads", type=int, default=1)
@@ -229,22 +310,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 64
+    what = "prompts" if args.prompts else "parts" if args.parts else "rows"
+    show, head = SHOWN[what]
+    rows: list[dict[str, Any]] = []
     with torch.no_grad():
         if args.alone:
             print(json.dumps(peak(args.kinds[0], args.forms[0], args.prompts[0])))
             return
-        cases = [(kind, tokens, name) for kind in args.kinds for tokens in args.prompts for name in args.forms]
-        prompts: list[dict[str, Any]] = []
-        for kind, tokens, name in cases:
-            found = measured_alone(kind, name, tokens, args.threads)
-            prompts.append({"layer": kind, "tokens": tokens, "form": name, **found})
-            print("  " + "  ".join(describe_peak(prompts[-1])), flush=True)
-            written(args.out, prompts, [])
-        rows = [] if prompts else timed_steps(args)
-    if prompts:
-        print("\n" + common.table([describe_peak(row) for row in prompts], PEAKS))
-    else:
-        print("\n" + common.table([describe(row) for row in rows], HEAD))
+        for row in prompts(args) if args.prompts else decoding(args):
+            rows.append(row)
+            print("  " + "  ".join(show(row)), flush=True)
+            written(args.out, what, rows)
+    print("\n" + common.table([show(row) for row in rows], head))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Case:
     window: int = 0
     scales: str = "one"  # of a float8 cache: one, one for each token, or (rows of 656 bytes) one for each group
     groups: int = 4  # of such a row's columns
+    rope: int = 64  # 0: rows without a rotary part, keys and values at once, as DeepSeek-V4 has them
     form: tuple[int, bool] = (3, False)  # of the Hopper kernel: a plan's ``barriers`` and ``held``
     cluster: int = 1  # and its ``cluster``
 
@@ -109,11 +110,11 @@ class Case:
             latent, rope = cache[..., :512].view(dtype), cache[..., start:].view(torch.bfloat16)
             kv_scale = cache[..., 512:start].view(torch.float32)
         else:
-            cache = empty(outer, self.layers, inner, 576, of=dtype)[:, -1]
-            latent, rope = cache[..., :512], cache[..., 512:]
+            cache = empty(outer, self.layers, inner, 512 + self.rope, of=dtype)[:, -1]
+            latent, rope = cache[..., :512], cache[..., 512:] if self.rope else None
             kv_scale = empty(*(() if self.scales == "one" else (outer, inner)), of=torch.float32)
         return DecodeCall(
-            empty(B, self.tokens, self.rows, 576, of=query),
+            empty(B, self.tokens, self.rows, 512 + self.rope, of=query),
             latent,
             rope,
             mask=empty(B, 1, 1, T, of=self.mask) if self.mask else None,
@@ -178,6 +179,9 @@ def cases() -> Iterator[Case]:
         for rows in (16, 128):
             yield replace(packed, label=f"fp8, 656-byte rows, {rows} rows, page 64", rows=rows)
             yield replace(packed, label=f"fp8, 656-byte rows, {rows} rows, page 64, list", rows=rows, listed=CHOSEN)
+        shared = Case(arch, "", "attend", 64, rope=0, sinks=True)
+        yield replace(shared, label="bf16, 64 rows, no rope, sinks", window=128)
+        yield replace(shared, label="bf16, 64 rows, no rope, sinks, list", listed=512)
         yield Case(arch, "combine", "combine")
         yield Case(arch, "indexer, bf16, 64 heads", "index_scores", 64)
         yield Case(arch, "indexer, fp32, 64 heads", "index_scores", 64, "float32")

@@ -210,7 +210,11 @@ def _tensors(short: Any, long: Any) -> Iterator[CacheTensor]:
                 )
             axis = grown[0] if grown else None
             if axis is not None and (x.shape[axis], y.shape[axis]) != (PAST - 2, PAST):
-                raise ExportError(f"{where} has {y.shape[axis]} rows after {PAST} tokens, expected one row per token")
+                raise ExportError(
+                    f"{where} has {y.shape[axis]} rows after {PAST} tokens, expected one for each or a fixed number: "
+                    "a graph has no phases. Trace a step, with its cache as inputs and outputs, with torch.export and "
+                    "export the ExportedProgram; optimize(model) runs all phases in torch"
+                )
             squeezed = axis is not None and y.dim() == 4 and axis == 2 and y.shape[1] == 1
             shape = [None if i == axis else n for i, n in enumerate(y.shape)]
             if squeezed:

@@ -181,7 +181,8 @@ def settle(state: PassState) -> int:
 
 def few_rows(state: PassState) -> int:
     """Use the operator for products of a few rows."""
-    if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
+    attended = state.rewritten or state.fused
+    if state.options.products != "native" or state.options.lowering == "aten" or not attended:
         return 0
     # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
     # bit.

@@ -41,8 +41,8 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     symbolic = not isinstance(s, int)
     element = val(plan.latent.node).element_size()
     # Attention reads a slice of a static cache, but the expanded form makes K and V of the whole cache.
-    shares = [bytes_hint(whole_rows(r.node)) / bytes_hint(r.node) for r in plan.rows]
-    made = None if context is None or max(shares) == 1 else math.ceil(context * max(shares))
+    shares = [bytes_hint(whole_rows(r.node)) / max(bytes_hint(r.node), 1) for r in plan.rows]  # of no columns: 0
+    made = None if context is None or max(shares) <= 1 else math.ceil(context * max(shares))
     return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made, _chosen(plan))
 
 

@@ -123,7 +123,7 @@ def compare(base: Base, program: Program, rewritten: Program) -> None:
 
 
 @contextlib.contextmanager
-def _reproducible() -> Iterator[None]:
+def reproducible() -> Iterator[None]:
     """Dropout draws the same numbers every time, and memory that nobody wrote holds NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.manual_seed(5)
@@ -135,7 +135,7 @@ def _reproducible() -> Iterator[None]:
 
 
 def _run(program: Program, values: list[Any]) -> list[Tensor]:
-    with torch.no_grad(), _reproducible():
+    with torch.no_grad(), reproducible():
         copies = [v.clone() if isinstance(v, Tensor) else v for v in values]
         return [r.clone() for r in program.gm(*copies) if isinstance(r, Tensor)]
 

@@ -7,13 +7,18 @@ past the number of them that an indexer picks; every attention of a step is the 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import mla_compile
+from mla_compile.errors import ExportError
 from mla_compile.kernels.cpu import native
 from tests.support.tiers import also
+from tests.zoo import rows_of_two_memories
+from tests.zoo.base import Dims
 
 pytest.importorskip("transformers.models.deepseek_v4")
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
@@ -23,19 +28,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),
 ]
 
+DIMS = Dims()
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-def tiny(*layers: str, dtype: torch.dtype = torch.float64) -> DeepseekV4ForCausalLM:
+def tiny(*layers: str, dtype: torch.dtype = torch.float64, **sizes: object) -> DeepseekV4ForCausalLM:
     torch.manual_seed(0)
-    config = DeepseekV4Config(
-        vocab_size=67, hidden_size=40, moe_intermediate_size=24, num_hidden_layers=len(layers), num_attention_heads=4,
-        head_dim=16, q_lora_rank=20, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, hc_mult=2,
-        max_position_embeddings=512, sliding_window=8, index_n_heads=2, index_head_dim=12, index_topk=3, o_groups=2,
-        o_lora_rank=8, layer_types=list(layers), mlp_layer_types=["moe"] * len(layers),
-        compress_rates={SPARSE: 4, HEAVY: 8}, partial_rotary_factor=0.5, experts_implementation="batched_mm",
-        attn_implementation="eager",
-    )  # fmt: skip
+    given = {
+        "vocab_size": 67, "hidden_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": len(layers),
+        "num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 20, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "hc_mult": 2, "max_position_embeddings": 512, "sliding_window": 8, "index_n_heads": 2,
+        "index_head_dim": 12, "index_topk": 3, "o_groups": 2, "o_lora_rank": 8, "layer_types": list(layers),
+        "mlp_layer_types": ["moe"] * len(layers), "compress_rates": {SPARSE: 4, HEAVY: 8},
+        "partial_rotary_factor": 0.5, "experts_implementation": "batched_mm", "attn_implementation": "eager",
+    }  # fmt: skip
+    config = DeepseekV4Config(**given | sizes)
     model = DeepseekV4ForCausalLM(config).eval().to(dtype)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -98,6 +105,55 @@ def test_steps_of_every_kind_of_layer(layers: tuple[str, ...], batch: int, count
         assert any("a list of keys" in note for s in fast.mla_report.sites for note in s.notes)
 
 
+def test_a_second_cache_compiles_nothing() -> None:
+    """Windows and compressed rows as DeepSeek-V4 has them, without the rest of the model."""
+    torch.compiler.reset()
+    module = rows_of_two_memories.build(DIMS).eval()
+    fast = mla_compile.optimize(module, codegen="eager", verify=False)
+    found = []
+    for seed in range(2):
+        own, other = (rows_of_two_memories.session(m) for m in (module, fast))
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for S in (7, *[1] * 4):
+                x = torch.randn(DIMS.B, S, DIMS.D, generator=random, dtype=DIMS.dtype)
+                torch.testing.assert_close(other(x), own(x))
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[1]
+
+
+@pytest.mark.full("family")
+def test_a_second_generation_compiles_nothing() -> None:
+    torch.compiler.reset()
+    model = tiny(SLIDING, SPARSE, HEAVY)
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for seed in range(2):
+        prompt = torch.randint(3, 67, (2, 21), generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("batch", also("draws", 1, 4))
+def test_a_thousand_tokens_compile_nothing_after_130(batch: int) -> None:
+    torch.compiler.reset()
+    rates = {SPARSE: 4, HEAVY: 128}
+    model = tiny(
+        SLIDING, SPARSE, HEAVY, sliding_window=128, compress_rates=rates, index_topk=16, max_position_embeddings=2048
+    )
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    cache, tokens = DynamicCache(config=model.config), torch.randint(1, 67, (batch, 5))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")  # Dynamo's limit among them
+        for step in range(1130):
+            tokens = fast(tokens, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            if step == 130:
+                settled = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == settled
+
+
 @pytest.mark.full("family")
 def test_steps_settle_with_torch_compile_too() -> None:
     torch.compiler.reset()
@@ -147,3 +203,9 @@ def test_beams_and_a_short_prompt() -> None:
     prompt = torch.randint(3, 67, (1, 2), generator=torch.Generator().manual_seed(3))
     options = {"num_beams": 3, "max_new_tokens": 14, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
+
+
+def test_caches_that_drain_are_refused_by_the_onnx_export(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(ExportError, match=r"buffer_kv .* has 3 rows after 7 tokens.*export the ExportedProgram"):
+        mla_compile.export_onnx(tiny(SPARSE, dtype=torch.float32), tmp_path / "model")

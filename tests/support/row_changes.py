@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.moves import Repeat
+from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Repeat
 from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.walk import reachable, weight_nodes
 
@@ -301,7 +301,7 @@ class _Side:
             found.add("unprojected")
         elif all(r.node in of.of_queries for r in projected):
             found.add("hidden")
-        if any(not r.weighed and r.node.op == "placeholder" for r in self.rows):
+        if any(not r.weighed and _given(r.node) for r in self.rows):
             found.add("given")
         return found
 
@@ -380,6 +380,14 @@ class _Side:
                 if bool(((lines[:, t] - lines[:, u]).nan_to_num(1.0).abs().amax(1) > limit)[same].any()):
                     return True
         return False
+
+
+def _given(node: fx.Node) -> bool:
+    """Whether a node is an input, copied, joined and put in another order."""
+    if node.op == "placeholder":
+        return True
+    moves = isinstance(decode(node), (Copy, Join, Rearrange))
+    return moves and all(map(_given, node.all_input_nodes))
 
 
 def _differ(a: Tensor, b: Tensor, limit: float = NEGLIGIBLE) -> bool:

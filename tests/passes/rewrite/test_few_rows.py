@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from tests.support.models import build, greedy, prompt
 from tests.support.programs import canonical, export, run, seeded, trace
 from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
+from tests.zoo import rows_of_all_heads
+from tests.zoo.base import Dims
 
 O, K = 12, 8  # noqa: E741  the letter of the columns of a result
 X, W, BIAS = (seeded(*shape, dtype=torch.float32) for shape in [(2, K), (O, K), (O,)])
@@ -135,3 +138,16 @@ def test_several_ranks_keep_their_products(ranks: int, monkeypatch: pytest.Monke
     with torch.no_grad():
         torch.testing.assert_close(run(outcome.program, *given)[0], module(*given)[0])
     assert ({p.name: p.changes for p in outcome.report.passes}["few_rows"] > 0) is not several
+
+
+def test_attention_over_rows_that_heads_share_counts_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(linear, "pays", linear.takes)
+    dims = replace(Dims(), dtype=torch.float32)
+    module = rows_of_all_heads.build(dims).eval()
+    given = [seeded(dims.B, S, W, dtype=torch.float32) for S, W in ((1, dims.D), (7, dims.N + dims.R))]
+    outcome = pipeline.run(export(module, given), Options(products="native"))
+    assert outcome.fused == 1
+    assert {p.name: p.changes for p in outcome.report.passes}["few_rows"] >= 3
+    with torch.no_grad():
+        torch.testing.assert_close(run(outcome.program, *given)[0], module(*given)[0])

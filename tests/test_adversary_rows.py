@@ -1,0 +1,47 @@
+"""Mutants of attentions whose heads share rows: never a wrong number, and every reason that is given is true.
+
+``MLA_ADVERSARY_ROWS`` sets how many mutants are made (24 by default), ``MLA_ADVERSARY_SEED`` draws others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from mla_compile.codes import Code
+from mla_compile.kernels.cpu import native
+from tests.adversary.mutations import MUTATIONS
+from tests.adversary.places import Refused
+from tests.adversary.shared import STEPS, mutant, pool
+
+COUNT = int(os.environ.get("MLA_ADVERSARY_ROWS", "24"))
+SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
+BASES = max(6, COUNT // 10)
+TRIES = 20
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator")
+
+
+def test_mutants() -> None:
+    rng = random.Random(SEED)
+    reports = []
+    for _ in range(TRIES * COUNT):
+        try:
+            reports.append(mutant(rng.choice(pool(BASES, 1000 * SEED)), MUTATIONS[rng.choice(STEPS)], rng))
+        except Refused:
+            continue
+        if len(reports) == COUNT:
+            break
+    assert len(reports) == COUNT
+    codes = {site.code for report in reports for site in report.sites}
+    assert Code.SHARED_ROWS in codes
+    assert len(codes) > 1
+
+
+def test_bases_have_all_forms() -> None:
+    cases = [base.case for base in pool(BASES, 1000 * SEED)]
+    assert {case.C > 0 for case in cases} == {True, False}
+    assert {case.sinks != "none" for case in cases} == {True, False}
+    assert {case.listed != "none" for case in cases} == {True, False}
