@@ -235,7 +235,7 @@ class Compiler:
         if self.buffers is not None:
             named = zip(program.placeholders, example_inputs, strict=True)
             known |= {node.name for node, value in named if value in self.buffers}
-        return frozenset(known)
+        return frozenset(known & {*program.mutations, *capture.replaced(program)})
 
     def _outcome(
         self, program: Program, example_inputs: Inputs, name: str, left: Mapping[str, str]
