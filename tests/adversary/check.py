@@ -83,7 +83,8 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
             assert have <= own, f"absorbed as rows of {own - 1} values, but their rank is {have} or more"
     if found > limit and not mutation.legal:
         given = dict(zip((node.name for node in program.placeholders), base.inputs(0), strict=True))
-        untrue = [str(t) for t in told(program, given, base.case.B) if not t.true and t.code not in mutation.codes]
+        true = {*mutation.codes, *_true_of(base)}
+        untrue = [str(t) for t in told(program, given, base.case.B) if not t.true and t.code not in true]
         assert not untrue, "; ".join(untrue)
     elif mutation.outside and not of_rows and not kept:
         wrong = [f"{code} ({words})" for _, code, words in said(site) if code not in mutation.outside]
@@ -92,6 +93,15 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
         assert found <= limit, f"the oracle finds a legal mutation illegal: rank {found}, limit {limit}"
         assert site.verdict == "absorbed" or kept, f"{site.verdict} ({site.code}): {site.reason} at {site.blame}"
     return Found(mutation.name, place, edge, repr(base.case), site, found, limit)
+
+
+def _true_of(base: Base) -> set[Code]:
+    """Codes that are true of a base whose hidden state, no wider than what is made of it, may be the source."""
+    case = base.case
+    found = {Code.NOT_MLA} if case.D <= case.L else set()
+    if case.R and case.D <= case.R:
+        found |= {Code.POSITION_DEPENDENT, Code.PER_HEAD_ROPE, Code.COST_LATENT_WIDE, Code.NONLINEAR}
+    return found
 
 
 def said(site: SiteReport) -> list[tuple[str, Code, str]]:

@@ -18,7 +18,7 @@ from mla_compile.dynamo.compiler import Compiler
 from mla_compile.options import Options
 from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.records import Verdict
-from tests.support.row_changes import Obligations
+from tests.support.obligations import Obligations
 
 TRUE: dict[str, set[Code]] = {
     "random": {Code.DROPOUT},
