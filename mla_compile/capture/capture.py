@@ -58,9 +58,9 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program
     """The program of a graph that Dynamo gives to a backend; the backend has to call this first.
 
     Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Those that the graph writes to or
-    :func:`replaces <replaced>` and those of symbolic size are no weights: caches are often buffers. Tensors that a module holds in other ways are
-    weights if the graph uses them like one (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` with
-    the reason.
+    :func:`replaces <replaced>` and those of symbolic size are no weights: caches are often buffers. Tensors that a
+    module holds in other ways are weights if the graph uses them like one (:mod:`mla_compile.capture.held_weights`).
+    Raises :class:`CaptureError` with the reason.
     """
     program = _functionalize(gm, list(example_inputs))
     inputs = gm.graph.find_nodes(op="placeholder")

@@ -47,8 +47,8 @@ class MaskedFlex:
     """One call of flex_attention that changes no score and hides keys by a block mask; ``result`` is its output.
 
     ``blocks``: for each block of queries the number of its partial blocks of keys [B|1,H|1,n] and their indices
-    [B|1,H|1,n,m]; then the same for blocks that are seen wholly, if any are listed. ``sizes``: of the blocks. In partial
-    blocks ``mask_mod``, with operands ``buffers``, tells which keys are seen.
+    [B|1,H|1,n,m]; then the same for blocks that are seen wholly, if any are listed. ``sizes``: tokens in a block of
+    queries and of keys. In partial blocks ``mask_mod``, with operands ``buffers``, tells which keys are seen.
     """
 
     result: fx.Node
