@@ -213,7 +213,7 @@ ROOMS = {
     "passes.linear": "passes.ir",
     "passes.attention": "passes.ir",
     "passes.quantized": "core errors passes.ir",
-    "passes.fused": "passes.ir passes.rewrite",
+    "passes.fused": "passes.attention passes.ir passes.rewrite",
     "passes.dependence": "passes.ir",
     "passes.canonical": "passes.attention passes.ir",
     "passes.decide": """codes core errors passes.attention passes.dependence passes.ir passes.linear

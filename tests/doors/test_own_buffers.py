@@ -55,7 +55,7 @@ class Replaced(Attention):
     """Copies with the new tokens take the place of the buffers."""
 
     def forward(self, x: Tensor, start: int) -> Tensor:
-        (B, S, _), end = x.shape, start + x.shape[1]
+        B, end = len(x), start + x.shape[1]
         positions = torch.arange(start, end)
         q, k, v = self.step(x, positions)
         part = torch.select_scatter(self.k_cache[:B], k[:, :, 0], 2, start)
