@@ -138,7 +138,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.TOKEN_MIXING: CodeInfo(
         "refused",
-        "tokens are mixed or reordered between the latent and the attention, so a key is not made of its own row alone",
+        "tokens are mixed or reordered between the latent and the attention, so a key is made of rows of other tokens",
         "mix or reorder the latent rows, before the up-projection",
     ),
     Code.HEAD_DEPENDENT_LATENT: CodeInfo(

@@ -18,9 +18,8 @@ import pytest
 from mla_compile.codes import Code
 from tests.adversary.aliasing import WRITES, check_write
 from tests.adversary.bases import Base, bases
-from tests.adversary.check import mutant
+from tests.adversary.check import mutant, said
 from tests.adversary.mutations import MUTATIONS
-from tests.adversary.obligations import said
 from tests.adversary.oracle import BOTH
 from tests.adversary.places import Refused
 from tests.adversary.scales import KINDS, MUTANTS, PARTICULAR, check_scales

@@ -35,6 +35,10 @@ from mla_compile.errors import CaptureError, InputError, brief
 
 _Given = ParamSpec("_Given")
 
+aten = torch.ops.aten
+_WRITES = {op.default for op in (aten.slice_scatter, aten.select_scatter, aten.index_copy, aten.index_put)}
+"""Operators that return a copy of their first argument with other values in some positions."""
+
 
 def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
     """``capture``, which also records its time in the program."""
@@ -53,17 +57,18 @@ def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
     """The program of a graph that Dynamo gives to a backend; the backend has to call this first.
 
-    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Those that the graph writes to and
-    those of symbolic size are no weights: caches are often buffers. Tensors that a module holds in other ways are
-    weights if the graph uses them like one (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` with
-    the reason.
+    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Those that the graph writes to or
+    :func:`replaces <replaced>` and those of symbolic size are no weights: caches are often buffers. Tensors that a
+    module holds in other ways are weights if the graph uses them like one (:mod:`mla_compile.capture.held_weights`).
+    Raises :class:`CaptureError` with the reason.
     """
     program = _functionalize(gm, list(example_inputs))
     inputs = gm.graph.find_nodes(op="placeholder")
     beside = state_beside_parameters(inputs, example_inputs)
+    changed = {*program.mutations, *replaced(program)}
     held: dict[str, torch.Tensor] = {}
     for node, origin, value in zip(program.placeholders, inputs, example_inputs, strict=True):
-        if not isinstance(value, torch.Tensor) or node.name in program.mutations:
+        if not isinstance(value, torch.Tensor) or node.name in changed:
             continue
         state = origin.name in beside or _is_module_state(getattr(origin, "_dynamo_source", None))
         constant = state and not _is_resized(node)
@@ -286,6 +291,18 @@ def _is_module_state(source: Any) -> bool:
             return True
         source = getattr(source, "base", None)
     return False
+
+
+def replaced(program: Program) -> set[str]:
+    """The inputs that the program returns with other values in some positions, as ``k = k.index_copy(...)`` does."""
+    found: set[str] = set()
+    for value in program.outputs[len(program.mutations) :]:
+        written = False
+        while isinstance(value, fx.Node) and (value.target in _WRITES or view_source(value) is not None):
+            written, value = written or value.target in _WRITES, value.args[0]
+        if written and isinstance(value, fx.Node) and value.op == "placeholder":
+            found.add(value.name)
+    return found
 
 
 def _is_resized(node: fx.Node) -> bool:

@@ -82,7 +82,8 @@ class Program:
         original: the captured object, from which the result is emitted.
         parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
-        own: placeholder names of the buffers that may be kept as rows: those that an optimized module owns.
+        own: placeholder names of the buffers that may be kept as rows: those that an optimized module owns, and that
+            the program writes to or returns with new values.
         cache: the inputs and outputs that hold the rows of K and V instead of K and V (a ``LatentCache`` of the
             passes).
         appends: the caches to which new rows are appended in place.

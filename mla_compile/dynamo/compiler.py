@@ -230,12 +230,12 @@ class Compiler:
         self.reports[-1] = replace(report, passes=(*before, *report.passes, *after))
 
     def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
-        """The inputs that are buffers of the module and that are, or may be, kept as rows."""
+        """The buffers of the module that the graph writes to or replaces, and that are, or may be, kept as rows."""
         known = {name for name, tensor in latents.items() if tensor.is_own and tensor.recipe is not None}
         if self.buffers is not None:
             named = zip(program.placeholders, example_inputs, strict=True)
             known |= {node.name for node, value in named if value in self.buffers}
-        return frozenset(known)
+        return frozenset(known & {*program.mutations, *capture.replaced(program)})
 
     def _outcome(
         self, program: Program, example_inputs: Inputs, name: str, left: Mapping[str, str]

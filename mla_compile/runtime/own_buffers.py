@@ -179,8 +179,9 @@ class OwnBuffers:
     def _is_settled(self, links: Iterable[Link]) -> bool:
         """Whether nothing has changed since the last call. This runs in every call and is cheap."""
         return all(
-            item(holder, key) is held and (not isinstance(held, torch.Tensor) or _are_rows(held))
+            _are_rows(now) if isinstance(held, torch.Tensor) else now is held
             for holder, key, held in links
+            for now in (item(holder, key),)
         )
 
     def _look(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:

@@ -1,7 +1,8 @@
 """Calls of flex_attention: which of them can be read as an attention, and their score_mod applied to all scores.
 
-``score_mod`` is a function of one score and its indices; vectorised, the same operators apply to all scores. A call
-with a block mask, or with more than one used result, is left as it is.
+``score_mod`` is a function of one score and its indices; vectorised, the same operators apply to all scores. With a
+block mask, the keys that are seen are those of the listed blocks. A call of which another result is used is left as it
+is, and so is one with both.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import fx
@@ -37,7 +39,53 @@ class Flex:
         """Apply ``score_mod`` to all scores [B,H,S,T] at once."""
         assert self.score_mod is not None
         indices = (torch.arange(n, device=scores.device) for n in scores.shape)
-        return _for_all(self.score_mod, buffers)(scores, *indices, *buffers)
+        return _for_all(self.score_mod, 1, buffers)(scores, *indices, *buffers)
+
+
+@dataclass(frozen=True)
+class MaskedFlex:
+    """One call of flex_attention that changes no score and hides keys by a block mask; ``result`` is its output.
+
+    ``blocks``: for each block of queries the number of its partial blocks of keys [B|1,H|1,n] and their indices
+    [B|1,H|1,n,m]; then the same for blocks that are seen wholly, if any are listed. ``sizes``: tokens in a block of
+    queries and of keys. In partial blocks ``mask_mod``, with operands ``buffers``, tells which keys are seen.
+    """
+
+    result: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    scale: float
+    blocks: tuple[fx.Node, ...]
+    sizes: tuple[int, int]
+    mask_mod: fx.GraphModule
+    buffers: tuple[fx.node.Argument, ...]
+
+    @property
+    def indexed(self) -> tuple[bool, ...]:
+        """Whether ``mask_mod`` reads the index of the sequence, and that of the head."""
+        return tuple(bool(node.users) for node in islice(self.mask_mod.graph.nodes, 2))
+
+    def seen(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Whether each query sees each key, [B|1,H|1,S,T].
+
+        ``tensors``: the indices of sequences, heads, queries and keys, then those of ``blocks`` and the buffers.
+        """
+        indices, blocks, buffers = tensors[:4], tensors[4 : 4 + len(self.blocks)], tensors[4 + len(self.blocks) :]
+        seen = _for_all(self.mask_mod, 0, buffers)(*indices, *buffers) & self._listed(*blocks[:2], *indices[2:])
+        return seen | self._listed(*blocks[2:], *indices[2:]) if blocks[2:] else seen
+
+    def _listed(
+        self, count: torch.Tensor, index: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Whether the block of each key is among the first ``count`` entries of ``index`` for the block of a query."""
+        of_queries, of_keys = self.sizes
+        number = -(-keys.shape[0] // of_keys)
+        listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+        at = torch.where(listed & (index < number), index, number).long()
+        blocks = torch.zeros((*index.shape[:-1], number + 1), dtype=torch.bool, device=index.device)
+        blocks = blocks.scatter(-1, at, torch.ones_like(at, dtype=torch.bool))
+        return blocks.index_select(-2, queries // of_queries).index_select(-1, keys // of_keys)
 
 
 def is_flex(node: fx.Node) -> bool:
@@ -49,24 +97,48 @@ def is_flex(node: fx.Node) -> bool:
 
 
 def flex_of(node: fx.Node) -> Flex | None:
-    """Return the call whose only used result is ``node``, if the call can be read as an attention."""
-    call = args_of(node)[0] if packet(node) is operator.getitem else None
+    """Return the call whose only used result is ``node``, if the call can be read as an attention without a mask."""
+    if (call := _call_of(node)) is None:
+        return None
+    q, k, v, score_mod, block_mask, scale, _, buffers, _ = args_of(call)
+    if not _one_block(block_mask) or not _is_true(_graph(block_mask[-1])):
+        return None
+    score_graph = _graph(score_mod)
+    return Flex(call, q, k, v, float(scale), None if _returns_the_score(score_graph) else score_graph, tuple(buffers))
+
+
+def masked_flex_of(node: fx.Node) -> MaskedFlex | None:
+    """Return the call whose only used result is ``node``, if only its block mask comes between the products."""
+    if (call := _call_of(node)) is None:
+        return None
+    q, k, v, score_mod, block_mask, scale, *_, buffers = args_of(call)
+    blocks, sizes, mask_mod = block_mask[2:6], block_mask[-3:-1], _graph(block_mask[-1])
+    given = tuple(b for b in blocks if b is not None)
+    if (
+        (_one_block(block_mask) and _is_true(mask_mod))
+        or not _returns_the_score(_graph(score_mod))
+        or len(given) not in (2, 4)
+        or not all(isinstance(n, int) for n in sizes)
+    ):
+        return None
+    return MaskedFlex(node, q, k, v, float(scale), given, tuple(sizes), mask_mod, tuple(buffers))
+
+
+def _call_of(node: fx.Node) -> fx.Node | None:
+    """The call of flex_attention of which ``node`` is the only used result, if its sizes are what a rewrite needs."""
+    call: fx.Node | None = args_of(node)[0] if packet(node) is operator.getitem else None
     # The second result is the log-sum-exp, which a rewrite does not produce.
     if call is None or not is_flex(call) or call.kwargs or len(call.users) != 1 or node.args[1] != 0:
         return None
-    q, k, v, score_mod, block_mask, scale, _, buffers, _ = args_of(call)
-    owner = call.graph.owning_module
-    # A higher-order operator names its graphs as submodules; the last entry of the block mask is mask_mod.
-    score_graph, mask_graph = (getattr(owner, str(n.target)) for n in (score_mod, block_mask[-1]))
-    if (
-        not _one_block(block_mask)
-        or not _is_true(mask_graph)
-        or not isinstance(scale, (int, float))
-        or not all(isinstance(shape(x)[1], int) for x in (q, k))
-        or not same(shape(q)[0], shape(k)[0])
-    ):
-        return None
-    return Flex(call, q, k, v, float(scale), None if _returns_the_score(score_graph) else score_graph, tuple(buffers))
+    q, k, *_, scale, _, _, _ = args_of(call)
+    known = isinstance(scale, (int, float)) and all(isinstance(shape(x)[1], int) for x in (q, k))
+    return call if known and same(shape(q)[0], shape(k)[0]) else None
+
+
+def _graph(name: fx.Node) -> fx.GraphModule:
+    """The graph that a higher-order operator names, a submodule."""
+    found: fx.GraphModule = getattr(name.graph.owning_module, str(name.target))
+    return found
 
 
 def _one_block(block_mask: tuple[object, ...]) -> bool:
@@ -76,11 +148,13 @@ def _one_block(block_mask: tuple[object, ...]) -> bool:
     return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)
 
 
-def _for_all(function: Callable[..., torch.Tensor], buffers: Sequence[object]) -> Callable[..., torch.Tensor]:
-    """Vectorise ``function`` of one score and its indices over all scores [B,H,S,T]."""
+def _for_all(
+    function: Callable[..., torch.Tensor], scores: int, buffers: Sequence[object]
+) -> Callable[..., torch.Tensor]:
+    """Vectorise ``function`` of ``scores`` numbers [B,H,S,T], their indices and ``buffers`` over all indices."""
     # The innermost axis is wrapped first, so that the batch becomes the outermost one.
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-        function = torch.vmap(function, in_dims=(0, *dims, *(None for _ in buffers)))
+        function = torch.vmap(function, in_dims=(*[0] * scores, *dims, *(None for _ in buffers)))
     return function
 
 

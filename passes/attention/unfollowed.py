@@ -80,7 +80,9 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
     name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
     name = name or getattr(packet(node), "__name__", "")
     if any(word in name for word in _FUSED):
-        return f"{name} in a form that is not analysed (a block mask, or more than one result is used)"
+        return (
+            f"{name} in a form that is not analysed (a score_mod beside a block mask, or more than one result is used)"
+        )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         owner = graph.owning_module
         graphs = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]

@@ -73,7 +73,8 @@ def keep_rows(
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
     named = program.named()
-    assumed = [node for node in map(named.__getitem__, written) if node not in pasts]
+    replaced = sorted(program.own.difference(program.mutations))
+    assumed = [node for node in map(named.__getitem__, (*written, *replaced)) if node not in pasts]
     if assume:
         assumed += _own_inputs(program)
     sites = [site for site in sites if site.node.name not in refused]

@@ -33,7 +33,7 @@ class LatentCache:
         recipes: the recipe of every such input (by name) and output (by index), with the names of the weights it reads.
         rows: the names of the placeholders of rows, in order.
         grows: index in the flat output -> the placeholder that is its past.
-        begun: the indices in the flat output of buffers that are made here, which later calls may write to.
+        begun: the indices in the flat output of buffers of full length, which later calls may write to.
         written: inputs that were written to in place -> the placeholders of rows that are written to instead.
         handed_back: place among the returned values -> the input that is returned there; the value at the index is
             None.
@@ -90,7 +90,7 @@ class _Rewriter:
                 self.done.recipes[index] = cache.recipe, names
                 if cache.pasts:
                     self.done.grows[index] = cache.pasts[0].name
-                elif cache.write is not None:
+                if cache.write is not None:
                     self.done.begun.add(index)
             cache.node.replace_all_uses_with(expanded, lambda user: user.op != "output")
             for past in cache.pasts:

@@ -211,8 +211,10 @@ class _Judge:
             if self.forms != "expanded":
                 # The other side comes first, because the expansion of this one could not be saved.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                # A symptom of the whole says nothing about this side, which was to be absorbed.
-                why = read if final.code in SYMPTOMS else final
+                # This side was to be absorbed: a symptom of the whole, or an obstacle elsewhere, says nothing about it.
+                rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]
+                about = _made_with(site, which, final.blame) and not _behind(rows, final.blame)
+                why = final if about and final.code not in SYMPTOMS else read
                 stops = [Stop(v.blame or node, v.code.value, v.reason) for v in (why, final)]
                 tried = (self.part(final, stop, self.maps, (side,)) for side, stop in zip(sides, stops, strict=True))
                 options[site.node] = [*(v for v in tried if v.absorb), final]
@@ -344,6 +346,16 @@ def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, aliv
     return next((stop for r in rows if (stop := explain_source(r, site, maps, [source])) is not None), None)
 
 
+def _made_with(site: AttentionSite, side: Side, node: fx.Node | None) -> bool:
+    """Whether ``node`` has a part in one side; True for no node."""
+    operands = [site.v.node] if side == "values" else [p.k.node for p in site.products]
+    return node is None or _behind(operands, node)
+
+
+def _behind(nodes: Iterable[fx.Node], node: fx.Node | None) -> bool:
+    return node is not None and any(n is node or depends_on(n, [node]) for n in nodes)
+
+
 def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, maps: Maps) -> Verdict:
     for mask in (m.operand.node for m in verdict.site.masks):
         if depends_on(mask, [node]):
@@ -351,7 +363,9 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     source = next(source for _, made, source in _expansions(verdict) if made is node)
     if (stop := _read_by_its_own_rows(verdict, node, source, alive, maps)) is not None:
-        return replace(verdict, code=Code(stop.code), reason=stop.detail, blame=stop.node)
+        # Where these are rows of the other side, nothing is wrong with this one.
+        code = Code(stop.code) if _made_with(verdict.site, which, stop.node) else Code.UNSUPPORTED_OP
+        return replace(verdict, code=code, reason=stop.detail, blame=stop.node)
     if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
         reason = f"some tokens of the {which} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)

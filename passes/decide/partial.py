@@ -23,6 +23,7 @@ from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.ir.axes import axis_size, fixed_size
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import depends_on
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_part_plan
 from mla_compile.passes.sources.records import AbsorbPlan, Rows, Side, pieces_of
@@ -160,7 +161,14 @@ def _why(
     """Explain why the side made by ``nodes`` stays: a reason found behind this side, else the failure of the whole."""
     # These codes describe the end of a walk; any other code names the operator that is the obstacle.
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
-        return failed
+        other: Side = "values" if side == "keys" else "keys"
+        alone = any(not any(rows.heads for rows in plan.rows) for plan in _plans(site, maps, (other,)))
+        if not alone and any(n is failed.node or depends_on(n, [failed.node]) for n in nodes):
+            return failed
+        # Nothing was shown to be wrong with this side.
+        failed = Stop(failed.node, "unsupported_op", f"{failed.detail}, so that only the {other} are absorbed")
+        if alone:
+            return failed
     pieces = pieces_of([maps.map(n) for n in nodes])
     found = (explain_source(p.source, site, maps, read) for p in pieces if p.source is not None)
     said = next((f for f in found if f is not None), None)

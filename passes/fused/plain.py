@@ -39,7 +39,7 @@ class Plain:
         first: the diagonal begins at the first key, instead of ending at the last one.
         starts: the start of each packed sequence among the queries and among the keys [n+1], integers.
         used: the number of keys of each batch entry or packed sequence [n], integers.
-        bias: added to the scores.
+        bias: added to the scores; or booleans, True where a key is seen.
     """
 
     q: fx.Node

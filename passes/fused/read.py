@@ -10,18 +10,21 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.attention.flex import MaskedFlex, masked_flex_of
 from mla_compile.passes.fused.library import INERT, OF_TORCH_BY_NAME, Fused, operator_of
 from mla_compile.passes.fused.plain import Plain, write
 from mla_compile.passes.fused.written import functionalized
-from mla_compile.passes.ir.graph import SPELLED, TOLD, args_of, argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import SPELLED, TOLD, Builder, args_of, argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.schema import called_name, named_arguments
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stand_in import CORE, REFUSED, STANDS_FOR, WAITS, stand_in
 
+aten = torch.ops.aten
+
 
 def has_fused(graph: fx.Graph) -> bool:
-    """Whether ``graph`` has a known attention operator of a library."""
-    return any(_known(node) is not None for node in graph.nodes)
+    """Whether ``graph`` has a known attention operator of a library, or flex_attention with a block mask."""
+    return any(_known(node) is not None or masked_flex_of(node) is not None for node in graph.nodes)
 
 
 def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
@@ -31,6 +34,9 @@ def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> in
     """
     found = 0
     for call in list(graph.nodes):
+        if (flex := masked_flex_of(call)) is not None:
+            _stand_for(call, "flex_attention", _masked(flex, fake_mode), fake_mode)
+            found += 1
         known = _known(call)
         if known is None:
             continue
@@ -40,17 +46,31 @@ def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> in
         except _UntoldError as why:
             call.meta[REFUSED] = why.code, f"{called_name(call)}: {why}"
             continue
-        written = write(result, plain, fake_mode)
-        for node in written.core:
-            node.meta[SPELLED] = called_name(call)
-            if plain.first:
-                node.meta[TOLD] = _seen_from_the_first(plain)
-        new = written.builder.call(stand_in, written.out)
-        result.replace_all_uses_with(new)
-        result.meta[WAITS] = new.meta[STANDS_FOR] = result.name
-        new.meta[CORE] = tuple(n.name for n in written.core)
+        _stand_for(result, called_name(call), plain, fake_mode)
         found += 1
     return found
+
+
+def _stand_for(result: fx.Node, name: str, plain: Plain, fake_mode: FakeTensorMode | None) -> None:
+    written = write(result, plain, fake_mode)
+    for node in written.core:
+        node.meta[SPELLED] = name
+        if plain.first:
+            node.meta[TOLD] = _seen_from_the_first(plain)
+    new = written.builder.call(stand_in, written.out)
+    result.replace_all_uses_with(new)
+    result.meta[WAITS] = new.meta[STANDS_FOR] = result.name
+    new.meta[CORE] = tuple(n.name for n in written.core)
+
+
+def _masked(flex: MaskedFlex, fake_mode: FakeTensorMode | None) -> Plain:
+    builder, q, k = Builder(flex.result, fake_mode), flex.q, flex.k
+    # What does not depend on the sequence or the head is computed once.
+    lead = [builder.size(q, d) if read else 1 for d, read in enumerate(flex.indexed)]
+    sizes = (*lead, builder.size(q, 2), builder.size(k, 2))
+    indices = [builder.call(aten.arange.default, n, device=val(q).device) for n in sizes]
+    seen = builder.trace(flex.seen, [*indices, *flex.blocks, *flex.buffers])
+    return Plain(q, k, flex.v, heads_first=True, scale=flex.scale, bias=seen)
 
 
 def _known(node: fx.Node) -> Fused | None:
@@ -61,7 +81,7 @@ def _known(node: fx.Node) -> Fused | None:
 
 def _is_triangular(node: fx.Node) -> bool:
     """Whether torch's own attention is causal with unequal numbers of queries and keys."""
-    if packet(node) is not torch.ops.aten.scaled_dot_product_attention:
+    if packet(node) is not aten.scaled_dot_product_attention:
         return False
     plain = argument(node, 3, "attn_mask") is None and argument(node, 4, "dropout_p", 0.0) == 0.0
     q, k, _ = args_of(node)[:3]

@@ -63,7 +63,8 @@ def narrower_readers(
         elif of_few_rows(node, source, maps) is not None:
             found.append(node)
         elif bytes_hint(node) >= whole:
-            if projection_of(node, source, at_source) is None:
+            lengths = (length_of(u, source) is not None for u in users(node))
+            if projection_of(node, source, at_source) is None and not all(lengths):
                 return None
         elif node in absorbed:
             continue  # its readers were absorbed too, or they are visited

@@ -18,11 +18,12 @@ from torch import Tensor, fx
 
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import Operand
-from mla_compile.passes.ir.axes import Atom, Axes, flatten
+from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.graph import packet
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.sources.records import AbsorbPlan
 from tests.adversary.bases import Base, behind
+from tests.support.row_changes import by_atoms
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul, aten.mm, aten.bmm, aten.baddbmm, aten.einsum)
@@ -104,14 +105,6 @@ def _claimed_rows(program: Program, plan: AbsorbPlan, inputs: Sequence[Any]) -> 
         tokens = math.prod(value.shape[: len(plan.batch) + len(site.keys)])
         parts.append(value.reshape(tokens, -1))
     return torch.cat(parts, 1)
-
-
-def by_atoms(value: Tensor, axes: Axes) -> Tensor:
-    """``value`` with one axis for each atom."""
-    for d in reversed(range(value.dim())):
-        own = [a.size if isinstance(a.size, int) else -1 for a in axes[d]]
-        value = value.unflatten(d, own) if own else value.squeeze(d)
-    return value
 
 
 def recorded(program: Program, inputs: Sequence[Any], given: Mapping[str, Tensor] | None = None) -> dict[fx.Node, Any]:

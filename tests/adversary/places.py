@@ -15,6 +15,7 @@ from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.errors import CaptureError
 from mla_compile.passes.ir.graph import evaluate_fake, is_tensor, packet, val
+from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.walk import weight_nodes
 from tests.adversary.bases import Base, behind
 
@@ -179,7 +180,7 @@ def choose(rng: random.Random, items: list[Any]) -> Any:
 
 
 def same_shape(base: Base, edge: Edge) -> list[fx.Node]:
-    """Other tensors of the edge's shape and dtype that are there when it is read."""
+    """Other tensors of the edge's shape and dtype that are there when it is read, but no memory that nobody wrote."""
     first = min(edge.users)
     value = val(edge.node)
     return [
@@ -187,6 +188,7 @@ def same_shape(base: Base, edge: Edge) -> list[fx.Node]:
         for n in base.program.gm.graph.nodes
         if n is not edge.node
         and is_tensor(n)
+        and not (isinstance(how := decode(n), Fill) and how.value is None)
         and n < first
         and val(n).dtype == value.dtype
         and list(val(n).shape) == list(value.shape)

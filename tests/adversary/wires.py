@@ -38,7 +38,8 @@ def half_of_another(rng, base, edge):
     return Edit(half, (choose(rng, same_shape(base, edge)),))
 
 
-@wiring("scores", outside=(Code.MASK_DEPENDS_ON_KEYS,))
+# Beside a maximum that is subtracted from the scores the sum is another reader of K or V.
+@wiring("scores", outside=(Code.MASK_DEPENDS_ON_KEYS, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE))
 def mask_from_keys(rng, base, edge):
     """The expanded keys or values are added to the scores, one number per key."""
     site = base.plan.site

@@ -51,6 +51,19 @@ class Attention(Buffered):
         return self.over(q, self.k_cache[:B, :, : start + S], self.v_cache[:B, :, : start + S], positions)
 
 
+class Replaced(Attention):
+    """Copies with the new tokens take the place of the buffers."""
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        B, end = len(x), start + x.shape[1]
+        positions = torch.arange(start, end)
+        q, k, v = self.step(x, positions)
+        part = torch.select_scatter(self.k_cache[:B], k[:, :, 0], 2, start)
+        self.k_cache = torch.slice_scatter(self.k_cache, part, 0, 0, B)
+        self.v_cache = torch.slice_scatter(self.v_cache, self.v_cache[:B].index_copy(2, positions, v), 0, 0, B)
+        return self.over(q, self.k_cache[:B, :, :end], self.v_cache[:B, :, :end], positions)
+
+
 class Model(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module] = Attention, count: int = 1) -> None:
         super().__init__()
@@ -144,6 +157,20 @@ OUTSIDE = {
     "copy_": lambda cache: cache.copy_(torch.zeros(cache.shape, dtype=cache.dtype)),
     "mul_": lambda cache: cache.mul_(0),
 }
+
+
+def test_copies_that_replace_the_buffers_are_rows():
+    model, own = Model(Replaced), Model(Replaced)
+    fast = optimized(own)
+    for seed in range(2):
+        same(session(fast, inputs(seed)), session(model, inputs(seed)))
+        assert are_rows(fast)
+        same([cache + 0 for cache in caches(fast)], caches(model))
+        for one in (model, fast):
+            for cache in caches(one):
+                cache.zero_()
+    assert are_plain(own)
+    assert not any(cache.any() for cache in caches(own))
 
 
 def test_whoever_reads_a_buffer_finds_k_and_whoever_empties_it_rows_again():

@@ -13,7 +13,7 @@ from tests.support.generated_module import GeneratedMLA
 from tests.support.generator import FAULTS, LEGAL, Case, cases
 
 HELD = ("buffer", "attribute", "dict", "made")
-WRITTEN = ("slice", "copy", "index_copy", "index_put", "pairs")
+WRITTEN = ("slice", "copy", "index_copy", "index_put", "pairs", "slice_replaces", "index_copy_replaces")
 EMPTIED = ("zero", "fill", "assign", "set", "first_call_zero", "first_call_set", "not")
 
 
@@ -23,7 +23,7 @@ class OwnCase:
 
     Attributes:
         held: a registered buffer, a plain attribute, an item of a dict, or made by the first call.
-        written: the operator.
+        written: the operator; or one that returns a copy, which replaces the tensor.
         heads_last: K is held as [B,T,H,N+R].
         more: sequences that there is room for, and are not used.
         joined: one tensor holds K and V side by side.
@@ -143,11 +143,16 @@ class OwnMLA(GeneratedMLA):
 
     def _written(self, index: int, new: Tensor, start: int) -> Tensor:
         """What is read of a cache [B,H,T,W], with ``new`` [B,H,S,W] from position ``start`` on."""
-        cache = self.held()[index]
-        self._write(cache, new, start)
+        cache = self._write(self.held()[index], new, start)
+        if self.own.written.endswith("replaces"):
+            if self.own.held == "dict":
+                self.caches[f"kv{index}"] = cache
+            else:
+                setattr(self, f"kv{index}", cache)
         return self._read(cache, len(new), start + new.shape[2])
 
-    def _write(self, cache: Tensor, new: Tensor, start: int) -> None:
+    def _write(self, cache: Tensor, new: Tensor, start: int) -> Tensor:
+        """``cache`` with the new tokens, or a copy that has them."""
         own, (B, _, S, _) = self.own, new.shape
         positions = torch.arange(start, start + S, device=new.device)
         new = new.transpose(1, 2) if own.heads_last else new
@@ -160,8 +165,13 @@ class OwnMLA(GeneratedMLA):
             cache[:B].index_copy_(self.tokens, positions, new)
         elif own.written == "index_put":
             cache[(slice(B), *at, positions)] = new
-        else:
+        elif own.written == "pairs":
             cache[torch.arange(B)[:, None], positions[None].expand(B, -1)] = new
+        elif own.written == "slice_replaces":
+            cache = cache.slice_scatter(cache[:B].slice_scatter(new, self.tokens, start, start + S), 0, 0, B)
+        else:
+            cache = cache.slice_scatter(cache[:B].index_copy(self.tokens, positions, new), 0, 0, B)
+        return cache
 
     def _read(self, cache: Tensor, sequences: int, length: int) -> Tensor:
         whole = self.own.whole

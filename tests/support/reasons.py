@@ -17,8 +17,8 @@ from mla_compile.dynamo.compiler import Compiler
 from mla_compile.options import Options
 from mla_compile.passes.sources.records import Verdict
 from mla_compile.pipeline.manager import Analyses
+from tests.support.obligations import Obligations
 from tests.support.programs import LEGAL, canonical
-from tests.support.row_changes import Obligations
 
 TRUE: dict[str, set[Code]] = {
     "random": {Code.DROPOUT},

@@ -1,29 +1,25 @@
-"""Which obligations the keys and values of any attention break, told from numbers.
+"""One side of an attention, its keys or its values, as a function of the rows that it is made of.
 
-K and V are made of rows: what the nearest up-projections read, and the floating inputs that no up-projection reads.
-These are given numbers of our own, and what K and V do is watched: whether a token of theirs moves with the rows of one
-token, whether it is an affine map of them, the same map for every token, and whether all heads read the same. Nothing
-here uses the linear maps of ``passes``; where the attentions are, and which axes hold keys and heads, is theirs.
+:mod:`tests.support.obligations` says what is asked of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.utils import counters
 
-from mla_compile.core.program import Program
-from mla_compile.passes.attention.site import AttentionSite, Operand
-from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.ir.axes import Axes
 from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Repeat
 from mla_compile.passes.ir.operators import decode, is_contraction
-from mla_compile.passes.ir.walk import reachable, weight_nodes
+
+if TYPE_CHECKING:
+    from tests.support.obligations import Obligations
 
 NEGLIGIBLE = 1e-9
 
@@ -38,159 +34,20 @@ class Rows:
     tokens: list[int] = field(default_factory=list)
 
 
-class Obligations:
-    """K and V of one attention as functions of their rows."""
-
-    def __init__(self, program: Program, site: AttentionSite, inputs: Sequence[Any], batch: int) -> None:
-        self.program, self.site, self.batch = program, site, batch
-        self.graph = program.gm.graph
-        self.weights = weight_nodes(self.graph, program.weights)
-        self.runner = fx.Interpreter(program.gm)
-        self.values = self._run(dict(zip(program.placeholders, inputs, strict=True)))
-        self.sides: dict[str, list[Operand]] = {"keys": [p.k for p in site.products], "values": [site.v]}
-
-    def broken(self) -> dict[str, frozenset[str]]:
-        """What each side breaks, by the names in :data:`TRUE`."""
-        sides = {side: _Side(self, side) for side in self.sides}
-        near = {side: _Side(self, side, nearest=True) for side in self.sides}
-        found = self._of_site()
-        found |= {f"{side} read" for side in sides if self._read_elsewhere(sides[side].products | near[side].products)}
-        behind = set(reachable([o.node for o in self.site.between], lambda n: n.all_input_nodes))
-        if any(behind & {*near[side].products, *self.operands(side)} for side in sides):
-            found.add("mask")
-        rows = {r.node: of.width(r) for of in sides.values() for r in of.rows}
-        if sum(rows.values()) >= sum(of.heads * of.at.shape[2] for of in sides.values()):
-            found.add("wide")
-        heads = {side: any(of.tells_heads_apart() for of in (sides[side], near[side])) for side in sides}
-        return {
-            side: frozenset(of.broken() | found | ({"heads"} if heads[side] else set())) for side, of in sides.items()
-        }
-
-    def operands(self, side: str) -> list[fx.Node]:
-        return [o.node for o in self.sides[side]]
-
-    def lines(self, values: Mapping[fx.Node, Any], side: str) -> Tensor:
-        """One side as [lead, tokens, columns]."""
-        outer = (*self.site.lead, *self.site.keys)
-        parts, sizes = [], {a: int(a.size) for a in outer}
-        for operand in self.sides[side]:
-            value, atoms = values[operand.node], flatten(operand.axes)
-            value = value.reshape([int(a.size) for a in atoms])
-            for atom in outer:
-                if atom not in atoms:
-                    value, atoms = value.unsqueeze(0).expand(sizes[atom], *value.shape), (atom, *atoms)
-            order = [atoms.index(a) for a in (*outer, *(a for a in atoms if a not in outer))]
-            value = value.permute(order)
-            lead, tokens = (math.prod(sizes[a] for a in axis) for axis in (self.site.lead, self.site.keys))
-            parts.append(value.reshape(lead, tokens, -1))
-        return torch.cat(parts, -1).double()
-
-    def run(self, given: Mapping[fx.Node, Any], through: Sequence[fx.Node], seed: int = 0) -> dict[fx.Node, Any]:
-        """All values where those of ``given`` are others; ``through``: the nodes that may change, in order."""
-        torch.manual_seed(seed)
-        return self._run(given, through)
-
-    def _run(self, given: Mapping[fx.Node, Any], through: Sequence[fx.Node] | None = None) -> dict[fx.Node, Any]:
-        self.runner.env = {**({} if through is None else self.values), **given}
-        with torch.no_grad():
-            for node in self.graph.nodes if through is None else through:
-                if node not in given and node.op != "output":
-                    self.runner.env[node] = self.runner.run_node(node)
-        return dict(self.runner.env)
-
-    def between(self, rows: Sequence[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
-        """What is computed from ``rows`` and leads to ``ends``, in order; and what is drawn at random."""
-        behind, moved = set(reachable(ends, lambda n: n.all_input_nodes)), set(rows)
-        found = []
-        for node in self.graph.nodes:
-            drawn = node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if node in behind and node not in moved and (drawn or any(n in moved for n in node.all_input_nodes)):
-                moved.add(node)
-                found.append(node)
-        return found
-
-    @cached_property
-    def moving(self) -> set[fx.Node]:
-        """What depends on floating inputs that are no weights."""
-        return self._after(lambda n: n.op in ("placeholder", "get_attr") and n not in self.weights and self._floats(n))
-
-    @cached_property
-    def made(self) -> set[fx.Node]:
-        """What a product with a weight made of inputs."""
-        return self._after(lambda n: is_contraction(n) and n in self.moving) & self.moving
-
-    def _after(self, starts: Callable[[fx.Node], bool]) -> set[fx.Node]:
-        found = set()
-        for node in self.graph.nodes:
-            if starts(node) or any(n in found for n in node.all_input_nodes):
-                found.add(node)
-        return found
-
-    def size(self, node: fx.Node) -> float:
-        """How many numbers it holds; what holds no rows is as large as can be."""
-        return float(self.values[node].numel()) if self._floats(node) else math.inf
-
-    def _floats(self, node: fx.Node) -> bool:
-        value = self.values[node]
-        return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-
-    @cached_property
-    def returned(self) -> set[fx.Node]:
-        return set(self.graph.output_node().all_input_nodes)
-
-    @cached_property
-    def of_queries(self) -> set[fx.Node]:
-        return set(reachable([p.q.node for p in self.site.products], lambda n: n.all_input_nodes))
-
-    def _of_site(self) -> set[str]:
-        """What is broken beside K and V."""
-        found, site = set(), self.site
-        through = self.between([], [site.node])
-        drawn = [self.run({}, through, seed)[site.node] for seed in (1, 2)]
-        if _differ(*drawn):
-            found.add("random")
-        if counters["graph_break"]:
-            found.add("broken")
-        if site.probs is not None and site.problem is not None and site.problem.code == "softmax_axis":
-            probs = self.values[site.probs.node].double()
-            along = [d for d, own in enumerate(site.probs.axes) if set(own) & set(site.keys)]
-            sums = probs.sum(along) if along else probs
-            if _differ(sums, torch.ones_like(sums)):
-                found.add("no softmax of keys")
-        keys, values = (self.lines(self.values, side) for side in self.sides)
-        if any(not _differ(keys[:, :, c], values[:, :, 0]) for c in range(keys.shape[2])):
-            found.add("same rows")
-        return found
-
-    def _read_elsewhere(self, made: Iterable[fx.Node]) -> bool:
-        """Whether what is returned moves with a product that makes K or V while the attention's result does not."""
-        held = {self.site.node: self.values[self.site.node]}
-        if self.site.probs is not None:
-            held[self.site.probs.node] = self.values[self.site.probs.node]
-        for node in made:
-            value = self.values[node]
-            moved = {**held, node: value + torch.rand_like(value)}
-            outputs = self.graph.output_node().all_input_nodes
-            through = self.between([node], outputs)
-            after = self.run(moved, through)
-            for n in outputs:
-                if isinstance(self.values[n], Tensor) and n not in held and _differ(after[n], self.values[n]):
-                    return True
-        return False
-
-
-class _Side:
+class Side:
     """One side of an attention, as a function of its rows."""
 
-    def __init__(self, of: Obligations, side: str, *, nearest: bool = False) -> None:
+    def __init__(
+        self, of: Obligations, side: str, *, nearest: bool = False, cuts: frozenset[fx.Node] = frozenset()
+    ) -> None:
         self.of, self.side = of, side
         self.at = of.lines(of.values, side)
         self.lead, self.tokens = self.at.shape[:2]
         # Heads of one batch entry stand side by side.
-        self.batch = of.batch if of.site.lead and of.site.lead[0].size == of.batch else 1
+        self.batch = of.batch if of.site.lead and of.sizes[of.site.lead[0]] == of.batch else 1
         self.heads = self.lead // self.batch
         self.products: set[fx.Node] = set()
-        self.rows = self._found(nearest)
+        self.rows = self._found(cuts, nearest=nearest)
         nodes = [r.node for r in self.rows]
         self.through = of.between(nodes, of.operands(side))
         self.moves: dict[tuple[fx.Node, int], Tensor] = {}
@@ -199,10 +56,11 @@ class _Side:
         # What lies behind other rows only moves nothing.
         self.rows = [r for r in self.rows if any(bool(m.any()) for (n, _), m in self.moves.items() if n is r.node)]
 
-    def _found(self, nearest: bool) -> list[Rows]:
+    def _found(self, cuts: frozenset[fx.Node], *, nearest: bool) -> list[Rows]:
         """The rows: what is behind an operator that makes more of it than there is, and inputs that none reads.
 
-        ``nearest``: or behind any product with a weight, or what the model returns, which may be a cache.
+        ``nearest``: or behind any product with a weight, or what the model returns, which may be a cache. ``cuts``:
+        these are the rows, and inputs that none of them is made of.
         """
         of, found = self.of, dict[fx.Node, Rows]()
         one_head = max(v.numel() for v in (of.values[n] for n in of.operands(self.side))) / self.heads
@@ -216,7 +74,11 @@ class _Side:
             product = is_contraction(node) and len(inputs) == 1 and len(node.all_input_nodes) > 1
             before = of.size(inputs[0]) if len(inputs) == 1 else math.inf
             copied = isinstance(decode(node), Repeat) and before <= one_head
-            if (before < of.size(node) and (product or copied)) or (nearest and product):
+            if cuts:
+                stops = node in cuts or node.op in ("placeholder", "get_attr")
+                found |= {node: Rows(node, node in cuts, node in of.made)} if stops else {}
+                pending += [] if stops else [(n, weighed) for n in inputs]
+            elif (before < of.size(node) and (product or copied)) or (nearest and product):
                 self.products |= {node} if product else set()
                 found[inputs[0]] = Rows(inputs[0], product, product or weighed or inputs[0] in of.made)
             elif node.op in ("placeholder", "get_attr") or (nearest and node in of.returned):
@@ -290,8 +152,11 @@ class _Side:
             found.add("mixed")
         if self._differs_by_own_token() if "mixed" in found else self._differs_by_position():
             found.add("position")
-        if any(not r.tokens for r in self.rows) and self.tokens > 1:
+        alike = [r.node for r in self.rows if not r.tokens and self.tokens > 1]
+        if alike or any(is_contraction(n) and sum(i in of.moving for i in n.all_input_nodes) > 1 for n in self.through):
             found.add("weight")
+        if any(node.op not in ("placeholder", "get_attr") for node in alike):  # made of some tokens, read by all
+            found.add("mixed")
         if len(self.rows) > 1:
             found.add("several")
         if self.width_of(self.rows) >= self.heads * self.at.shape[2]:
@@ -306,7 +171,7 @@ class _Side:
         return found
 
     def _differs(self, a: Tensor, b: Tensor) -> bool:
-        return _differ(a, b, self.limit)
+        return differ(a, b, self.limit)
 
     def width_of(self, rows: Sequence[Rows]) -> float:
         return sum(map(self.width, rows))
@@ -390,10 +255,18 @@ def _given(node: fx.Node) -> bool:
     return moves and all(map(_given, node.all_input_nodes))
 
 
-def _differ(a: Tensor, b: Tensor, limit: float = NEGLIGIBLE) -> bool:
+def differ(a: Tensor, b: Tensor, limit: float = NEGLIGIBLE) -> bool:
     if not b.numel():
         return False
     if not b.is_floating_point():
         return not torch.equal(a, b)
     scale = b.nan_to_num(1.0).abs().amax().clamp(min=1e-6)
     return bool((a - b).nan_to_num(1.0).abs().amax() > limit * scale)
+
+
+def by_atoms(value: Tensor, axes: Axes) -> Tensor:
+    """``value`` with one axis for each atom."""
+    for d in reversed(range(value.dim())):
+        own = [a.size if isinstance(a.size, int) else -1 for a in axes[d]]
+        value = value.unflatten(d, own) if own else value.squeeze(d)
+    return value

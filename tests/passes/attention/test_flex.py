@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from mla_compile import backend
 from mla_compile.codes import Code
@@ -84,7 +84,7 @@ def blocks(mask_mod, B=1):
 
 TOLD = {
     "a result that is used besides": {"finish_heads": with_sums, "return_lse": True},
-    "a mask of its own": {"block_mask": blocks(lambda b, h, i, j: i + T - S >= j)},
+    "a mask beside a score_mod": {"alibi": True, "block_mask": blocks(lambda b, h, i, j: i + T - S >= j)},
     "one sequence for all": {"shapes": lambda q, k, v: (q, k[:1], v[:1]), "block_mask": blocks(None, B=2)},
 }
 
@@ -98,6 +98,33 @@ def test_what_is_not_taken_apart_is_told(name):
     assert codes(outcome) == [Code.UNSUPPORTED_OP]
     assert "flex_attention" in outcome.report.sites[0].reason
     assert_equal(module, outcome.program, inputs(S=S))
+
+
+MASKS = {
+    "of one block": blocks(lambda b, h, i, j: i + T - S >= j),
+    "for all heads": create_block_mask(lambda b, h, i, j: i + T - S >= j, None, None, S, T, "cpu", BLOCK_SIZE=2),
+    "for each": create_block_mask(lambda b, h, i, j: (i + j + h + b) % 5 > 1, 2, H, S, T, "cpu", BLOCK_SIZE=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", usual(MASKS, rare=("of one block",)))
+def test_block_masks(name):
+    """In small blocks some are listed as partial, some as seen wholly, and some not at all."""
+    program = absorbed(Flex(block_mask=MASKS[name]), inputs(S=S))
+    assert not any("flex" in op for op in calls(program))
+
+
+def test_blocks_that_are_not_listed_are_not_seen():
+    """Uncompiled, flex_attention looks at mask_mod alone; compiled code reads the lists, and so do we."""
+    count, index = torch.tensor([[[2, 1]]]), torch.tensor([[[[0, 3, 1, 2], [2, 0, 1, 3]]]])
+    lists = BlockMask.from_kv_blocks(count.int(), index.int(), BLOCK_SIZE=2, seq_lengths=(S, T))
+
+    def listed(b, h, i, j):
+        return torch.where(i < 2, (j < 2) | (j >= 6), (j >= 4) & (j < 6))
+
+    outcome = optimized(export(Flex(block_mask=lists), inputs(S=S)), forms="absorbed", verify=False)
+    assert codes(outcome) == [Code.ABSORBED]
+    assert_equal(Flex(block_mask=blocks(listed)), outcome.program, inputs(S=S))
 
 
 @full("combination")

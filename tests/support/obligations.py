@@ -1,0 +1,181 @@
+"""Which obligations the keys and values of any attention break, told from numbers.
+
+K and V are made of rows: what the nearest up-projections read, and the floating inputs that no up-projection reads.
+These are given numbers of our own, and what K and V do is watched: whether a token of theirs moves with the rows of one
+token, whether it is an affine map of them, the same map for every token, and whether all heads read the same. Nothing
+here uses the linear maps of ``passes``; where the attentions are, and which axes hold keys and heads, is theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+
+from mla_compile.core.program import Program
+from mla_compile.passes.attention.site import AttentionSite, Operand
+from mla_compile.passes.ir.axes import Atom, flatten
+from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.walk import reachable, weight_nodes
+from tests.support.row_changes import Side, by_atoms, differ
+
+
+class Obligations:
+    """K and V of one attention as functions of their rows."""
+
+    def __init__(self, program: Program, site: AttentionSite, inputs: Sequence[Any], batch: int) -> None:
+        self.program, self.site, self.batch = program, site, batch
+        self.graph = program.gm.graph
+        self.weights = weight_nodes(self.graph, program.weights)
+        self.runner = fx.Interpreter(program.gm)
+        self.values = self._run(dict(zip(program.placeholders, inputs, strict=True)))
+        self.sides: dict[str, list[Operand]] = {"keys": [p.k for p in site.products], "values": [site.v]}
+
+    def broken(self) -> dict[str, frozenset[str]]:
+        """What each side breaks, by the names in :data:`TRUE`."""
+        sides = {side: Side(self, side) for side in self.sides}
+        near = {side: Side(self, side, nearest=True) for side in self.sides}
+        found = self._of_site()
+        found |= {f"{side} read" for side in sides if self._read_elsewhere(sides[side].products | near[side].products)}
+        behind = set(reachable([o.node for o in self.site.between], lambda n: n.all_input_nodes))
+        if any(behind & {*near[side].products, *self.operands(side)} for side in sides):
+            found.add("mask")
+        rows = {r.node: of.width(r) for of in sides.values() for r in of.rows}
+        if sum(rows.values()) >= sum(of.heads * of.at.shape[2] for of in sides.values()):
+            found.add("wide")
+        made = {side: {r.node for of in (sides, near) for r in of[side].rows} for side in sides}
+        joint = {"keys": self._joint("keys", made["values"]), "values": self._joint("values", made["keys"])}
+        heads = {side: any(of.tells_heads_apart() for of in (sides[side], near[side])) for side in sides}
+        return {
+            side: frozenset(of.broken() | found | joint[side] | ({"heads"} if heads[side] else set()))
+            for side, of in sides.items()
+        }
+
+    def _joint(self, side: str, rows: Iterable[fx.Node]) -> set[str]:
+        """What one side breaks as a function of the rows of the other, as far as it is made of them."""
+        behind = set(reachable(self.operands(side), lambda n: n.all_input_nodes))
+        cuts = frozenset(node for node in rows if node in behind and node.op not in ("placeholder", "get_attr"))
+        return Side(self, side, cuts=cuts).broken() & {"mixed", "nonlinear", "position"} if cuts else set()
+
+    def operands(self, side: str) -> list[fx.Node]:
+        return [o.node for o in self.sides[side]]
+
+    def lines(self, values: Mapping[fx.Node, Any], side: str) -> Tensor:
+        """One side as [lead, tokens, columns]."""
+        outer = (*self.site.lead, *self.site.keys)
+        parts, sizes = [], self.sizes
+        for operand in self.sides[side]:
+            value, atoms = by_atoms(values[operand.node], operand.axes), flatten(operand.axes)
+            for atom in outer:
+                if atom not in atoms:
+                    value, atoms = value.unsqueeze(0).expand(sizes[atom], *value.shape), (atom, *atoms)
+            order = [atoms.index(a) for a in (*outer, *(a for a in atoms if a not in outer))]
+            value = value.permute(order)
+            lead, tokens = (math.prod(sizes[a] for a in axis) for axis in (self.site.lead, self.site.keys))
+            parts.append(value.reshape(lead, tokens, -1))
+        return torch.cat(parts, -1).double()
+
+    @cached_property
+    def sizes(self) -> dict[Atom, int]:
+        """How long the axes of the operands are in this call, where the graph may have symbols."""
+        operands = [o for p in self.site.products for o in (p.q, p.k)] + [self.site.v]
+        shapes = [(flatten(o.axes), by_atoms(self.values[o.node], o.axes).shape) for o in operands]
+        return {atom: n for atoms, shape in shapes for atom, n in zip(atoms, shape, strict=True)}
+
+    def run(self, given: Mapping[fx.Node, Any], through: Sequence[fx.Node], seed: int = 0) -> dict[fx.Node, Any]:
+        """All values where those of ``given`` are others; ``through``: the nodes that may change, in order."""
+        torch.manual_seed(seed)
+        return self._run(given, through)
+
+    def _run(self, given: Mapping[fx.Node, Any], through: Sequence[fx.Node] | None = None) -> dict[fx.Node, Any]:
+        self.runner.env = {**({} if through is None else self.values), **given}
+        with torch.no_grad():
+            for node in self.graph.nodes if through is None else through:
+                if node not in given and node.op != "output":
+                    self.runner.env[node] = self.runner.run_node(node)
+        return dict(self.runner.env)
+
+    def between(self, rows: Sequence[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
+        """What is computed from ``rows`` and leads to ``ends``, in order; and what is drawn at random."""
+        behind, moved = set(reachable(ends, lambda n: n.all_input_nodes)), set(rows)
+        found = []
+        for node in self.graph.nodes:
+            drawn = node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if node in behind and node not in moved and (drawn or any(n in moved for n in node.all_input_nodes)):
+                moved.add(node)
+                found.append(node)
+        return found
+
+    @cached_property
+    def moving(self) -> set[fx.Node]:
+        """What depends on floating inputs that are no weights."""
+        return self._after(lambda n: n.op in ("placeholder", "get_attr") and n not in self.weights and self._floats(n))
+
+    @cached_property
+    def made(self) -> set[fx.Node]:
+        """What a product with a weight made of inputs."""
+        return self._after(lambda n: is_contraction(n) and n in self.moving) & self.moving
+
+    def _after(self, starts: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        found = set()
+        for node in self.graph.nodes:
+            if starts(node) or any(n in found for n in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def size(self, node: fx.Node) -> float:
+        """How many numbers it holds; what holds no rows is as large as can be."""
+        return float(self.values[node].numel()) if self._floats(node) else math.inf
+
+    def _floats(self, node: fx.Node) -> bool:
+        value = self.values[node]
+        return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+    @cached_property
+    def returned(self) -> set[fx.Node]:
+        return set(self.graph.output_node().all_input_nodes)
+
+    @cached_property
+    def of_queries(self) -> set[fx.Node]:
+        return set(reachable([p.q.node for p in self.site.products], lambda n: n.all_input_nodes))
+
+    def _of_site(self) -> set[str]:
+        """What is broken beside K and V."""
+        found, site = set(), self.site
+        through = self.between([], [site.node])
+        drawn = [self.run({}, through, seed)[site.node] for seed in (1, 2)]
+        if differ(*drawn):
+            found.add("random")
+        if counters["graph_break"]:
+            found.add("broken")
+        if site.probs is not None and site.problem is not None and site.problem.code == "softmax_axis":
+            probs = self.values[site.probs.node].double()
+            along = [d for d, own in enumerate(site.probs.axes) if set(own) & set(site.keys)]
+            sums = probs.sum(along) if along else probs
+            if differ(sums, torch.ones_like(sums)):
+                found.add("no softmax of keys")
+        keys, values = (self.lines(self.values, side) for side in self.sides)
+        if any(not differ(keys[:, :, c], values[:, :, 0]) for c in range(keys.shape[2])):
+            found.add("same rows")
+        return found
+
+    def _read_elsewhere(self, made: Iterable[fx.Node]) -> bool:
+        """Whether what is returned moves with a product that makes K or V while the attention's result does not."""
+        held = {self.site.node: self.values[self.site.node]}
+        if self.site.probs is not None:
+            held[self.site.probs.node] = self.values[self.site.probs.node]
+        for node in made:
+            value = self.values[node]
+            moved = {**held, node: value + torch.rand_like(value)}
+            outputs = self.graph.output_node().all_input_nodes
+            through = self.between([node], outputs)
+            after = self.run(moved, through)
+            for n in outputs:
+                if isinstance(self.values[n], Tensor) and n not in held and differ(after[n], self.values[n]):
+                    return True
+        return False
