@@ -95,7 +95,7 @@ def _maker(result: Any, given: list[FakeTensor]) -> _Made | None:
     if not leaves or not all(isinstance(one, torch.Tensor) and _is_plain(one) for one in leaves):
         return None
     memories = [_memory(tensor) for tensor in given]
-    parts: list[tuple[FakeTensor, int | None]] = []
+    parts: list[_Made] = []
     fresh: set[int] = set()
     for one in leaves:
         memory, shared = _memory(one), memories.count(_memory(one))
@@ -105,21 +105,27 @@ def _maker(result: Any, given: list[FakeTensor]) -> _Made | None:
         if one.requires_grad or one.is_conj() or one.is_neg() or free_unbacked_symbols(one):
             return None
         fresh.add(memory)
-        parts.append((one, memories.index(memory) if shared else None))
-    return lambda tensors: pytree.tree_unflatten(
-        [_like(one, None if place is None else tensors[place]) for one, place in parts], tree
-    )
+        parts.append(_like(one, memories.index(memory) if shared else None))
+    return lambda tensors: pytree.tree_unflatten([part(tensors) for part in parts], tree)
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _like(one: FakeTensor, base: FakeTensor | None) -> FakeTensor:
-    """A tensor with the metadata of ``one``, in memory of its own or in that of ``base``; as torch's own cache does."""
-    mode = one.fake_mode
-    with in_kernel_invocation_manager(mode), mode.shape_env.suppress_guards():
-        made = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-        if base is not None:
-            made.set_(base.untyped_storage(), one.storage_offset(), one.shape, one.stride())
-    return FakeTensor(mode, made, one.device)
+def _like(one: FakeTensor, place: int | None) -> _Made:
+    """What makes a tensor like ``one``, in new memory or in that of a given tensor, as torch's cache of results does.
+
+    ``one`` itself may get another shape later, by a method that writes.
+    """
+    mode, dtype, device = one.fake_mode, one.dtype, one.device
+    shape, stride, offset = tuple(one.shape), one.stride(), one.storage_offset()
+
+    def make(tensors: list[FakeTensor]) -> FakeTensor:
+        with in_kernel_invocation_manager(mode), mode.shape_env.suppress_guards():
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if place is not None:
+                made.set_(tensors[place].untyped_storage(), offset, shape, stride)
+        return FakeTensor(mode, made, device)
+
+    return make
