@@ -14,6 +14,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.comptime import ComptimeContext, comptime
 
 from mla_compile.dynamo.fakes import remember_results
+from mla_compile.dynamo.lines import remember_lines
 from mla_compile.dynamo.sizes import begin_with_one
 
 _numbers = itertools.count()
@@ -51,4 +52,6 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
 
 def _begin(ctx: ComptimeContext) -> None:
     begin_with_one(ctx)
-    remember_results(ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output)
+    output = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    remember_results(output)
+    remember_lines(output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -118,11 +119,11 @@ def _like(one: FakeTensor, place: int | None) -> _Made:
 
     ``one`` itself may get another shape later, by a method that writes.
     """
-    mode, dtype, device = one.fake_mode, one.dtype, one.device
+    mode, env, dtype, device = one.fake_mode, one.fake_mode.shape_env, one.dtype, one.device
     shape, stride, offset = tuple(one.shape), one.stride(), one.storage_offset()
 
     def make(tensors: list[FakeTensor]) -> FakeTensor:
-        with in_kernel_invocation_manager(mode), mode.shape_env.suppress_guards():
+        with in_kernel_invocation_manager(mode), env.suppress_guards() if env is not None else nullcontext():
             made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if place is not None:
                 made.set_(tensors[place].untyped_storage(), offset, shape, stride)
