@@ -1,4 +1,4 @@
-"""Formats the source lines of a trace once: each node of Dynamo's graph names its own, and layers have them in common."""
+"""Formats each source line of a trace once: the layers of a model have them in common."""
 
 from __future__ import annotations
 
