@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from mla_compile.core.alike import constant_of, each, known_of, number_of
+from mla_compile.core.alike import PLAIN, each, known_of, number_of
 
 _Made = Callable[[list[FakeTensor]], Any]
 """Makes the result of an operator from its tensors."""
@@ -51,12 +52,12 @@ def _key(node: torch.fx.Node, args: Any, kwargs: Any) -> Hashable | None:
     """All that the metadata of a result follow from; None if more than that might matter."""
     if not _is_of_torch(node) or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
         return None
-    leaves = pytree.tree_leaves((args, kwargs))
-    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
-    if not tensors or not all(map(_is_plain, tensors)):
+    values: list[Any] = []
+    read = (each(args, partial(_read, values)), each(kwargs, partial(_read, values)))
+    if not any(isinstance(value, torch.Tensor) for value in values) or not all(map(_is_plain, values)):
         return None
     state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), _kernels()
-    return node.op, node.target, state, each(args, _read), each(kwargs, _read)
+    return node.op, node.target, state, read
 
 
 def _is_of_torch(node: torch.fx.Node) -> bool:
@@ -70,8 +71,12 @@ def _is_of_torch(node: torch.fx.Node) -> bool:
     return of_torch and not target.__name__.startswith("_") and not target.__name__.endswith("_")
 
 
-def _is_plain(value: torch.Tensor) -> bool:
-    return type(value) is FakeTensor and value.constant is None and value.layout is torch.strided
+def _is_plain(value: Any) -> bool:
+    """Whether a value is described by its key: a tensor of known sizes and unknown numbers, or a constant."""
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided and not value.is_quantized
+        return type(value) is FakeTensor and value.constant is None and strided
+    return isinstance(value, (float, complex, torch.SymInt, torch.SymFloat, torch.SymBool, *PLAIN))
 
 
 def _kernels() -> Hashable:
@@ -80,10 +85,9 @@ def _kernels() -> Hashable:
     return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
 
 
-def _read(value: Any) -> Hashable:
-    if isinstance(value, (torch.Tensor, torch.SymInt)):
-        return known_of(value)
-    return constant_of(value) if not isinstance(value, (torch.SymFloat, torch.SymBool)) else number_of(value)
+def _read(values: list[Any], value: Any) -> Hashable:
+    values.append(value)
+    return (value.is_inference(), known_of(value)) if isinstance(value, torch.Tensor) else number_of(value)
 
 
 def _tensors(value: Any) -> list[FakeTensor]:
@@ -104,6 +108,8 @@ def _maker(result: Any, given: list[FakeTensor]) -> _Made | None:
         if any(one is tensor for tensor in given) or shared > 1 or (not shared and not whole):
             return None
         if one.requires_grad or one.is_conj() or one.is_neg() or free_unbacked_symbols(one):
+            return None
+        if one.is_inference() != torch.is_inference_mode_enabled():
             return None
         fresh.add(memory)
         parts.append(_like(one, memories.index(memory) if shared else None))

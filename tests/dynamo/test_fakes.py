@@ -150,6 +150,8 @@ def test_what_is_told_apart(x: Tensor):
         keys.append(key(torch.add, x, 1))
     with torch.inference_mode():
         keys.append(key(torch.add, x, 1))
+        made = torch.empty_like(x)
+    keys += [key(torch.add, made, 1), key(operator.getitem, x, slice(2)), key(operator.getitem, x, slice(3))]
     assert None not in keys
     assert len(set(keys)) == len(keys)
     assert key(torch.add, torch.empty_like(x), 1) == keys[0]
@@ -162,11 +164,14 @@ def test_what_is_never_remembered(x: Tensor):
     calls = [
         (own, x), (torch.ops.aten.add.Tensor, x, x), (torch.arange, 3), ("add_", x, 1), (torch.relu_, x),
         (torch._C._set_grad_enabled, False), (torch.add, x, torch.tensor(1)), (torch.add, x, REAL),
-        (torch.add, x, REAL.as_subclass(Other)),
+        (torch.add, x, REAL.as_subclass(Other)), (operator.getitem, x, slice(torch.tensor(2))),
+        ("to", x, Other),
     ]  # fmt: skip
     assert [key(*call) for call in calls] == [None] * len(calls)
     with torch.autocast("cpu"):
         assert key(torch.add, x, 1) is None
+    with torch.inference_mode():
+        made = torch.empty_like(x)
     makers = [
         fakes._maker(x, [x]),  # the argument itself, perhaps written to
         fakes._maker(None, [x]),
@@ -174,6 +179,7 @@ def test_what_is_never_remembered(x: Tensor):
         fakes._maker(x[1:], []),  # in memory that nobody else shows
         fakes._maker((y := x + 1, y.T), [x]),
         fakes._maker(x.T, [x, x[1:]]),  # a view of either
+        fakes._maker(made.T, [made]),  # a view of a tensor of inference mode outside of it
         fakes._maker(x * x.new_ones((), requires_grad=True), [x]),
     ]
     assert makers == [None] * len(makers)
