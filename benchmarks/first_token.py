@@ -25,7 +25,7 @@ import torch  # isort: skip  # after common, which sets the environment
 
 OUT = Path(__file__).parent / "results" / "first_token.json"
 FORMS = ("inductor", "optimize", "saved")
-STAGES = ("trace", "capture", "passes", "code")
+STAGES = ("trace", "capture", "passes", "code", "guards")
 HEAD = ("layers", "form", "caches", "first token s", "second token s", "together", *STAGES)
 
 
@@ -74,9 +74,10 @@ def stages(call: Any) -> dict[str, float]:
     """Seconds by stage, those of the passes together and one by one."""
     found = dict.fromkeys(STAGES, 0.0)
     for record in call.mla_report.passes:
-        found[record.name if record.name in STAGES else "passes"] += record.seconds
-        if record.name not in STAGES:
-            found[f"passes.{record.name}"] = record.seconds
+        stage, of, what = record.name.partition(" of ")
+        found[stage if stage in STAGES else "passes"] += record.seconds
+        if stage not in STAGES or of:
+            found[f"{stage}.{what}" if of else f"passes.{stage}"] = record.seconds
     return found
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-_PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of constants that are equal if their values are."""
 
 
 def known_of(value: Any, *, begins: bool = True) -> Hashable:
@@ -38,7 +39,7 @@ def constant_of(value: Any) -> Hashable:
     """A key that tells 1, 1.0 and True apart and equates NaN with itself; any other object equals only itself."""
     if isinstance(value, (float, complex)):
         return type(value), str(value)
-    return (type(value), value) if isinstance(value, _PLAIN) else ("object", id(value))
+    return (type(value), value) if isinstance(value, PLAIN) else ("object", id(value))
 
 
 def number_of(value: Any) -> Hashable:

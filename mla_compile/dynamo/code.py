@@ -24,11 +24,11 @@ class CodeGenerator:
         self.patches = _inductor_patches(mode, options)
         self.compilations = compilations
 
-    def whole(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        """Compile the graph as a whole."""
+    def whole(self, gm: fx.GraphModule, example_inputs: Inputs, layers: int = 1) -> Call:
+        """Compile the graph as a whole; ``layers``: how many layers of the model it stands for."""
         if self.options.codegen == "eager":
             return gm
-        self.compilations.stage("code")
+        self.compilations.stage("code" if layers == 1 else f"code of {layers} equal layers")
         count("compilations", graph="forward")
         from torch._inductor import compile_fx, exc  # on use: all of Inductor
 
@@ -58,7 +58,8 @@ class CodeGenerator:
                 return None
             calls, examples = found
             for name, values in examples.items():
-                code = self.whole(cast("fx.GraphModule", calls.get_submodule(name)), values)
+                layers = len(calls.graph.find_nodes(op="call_module", target=name))
+                code = self.whole(cast("fx.GraphModule", calls.get_submodule(name)), values, layers)
                 # A plain attribute and not a submodule: a user's global module hooks must not see our calls.
                 delattr(calls, name)
                 setattr(calls, name, code.forward if isinstance(code, fx.GraphModule) else code)

@@ -45,7 +45,7 @@ from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.passes.ir.collectives import is_collective
 from mla_compile.pipeline.outcome import Outcome
-from mla_compile.report.report import Report, count_sites
+from mla_compile.report.report import Report, count_sites, is_ours
 from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
 from mla_compile.runtime.growing import with_room
@@ -115,6 +115,8 @@ class Compiler:
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
         self.code = CodeGenerator(options, mode, self.compilations)
+        self.compilations.on_end = self._add_seconds
+        self._timed = 0  # reports that have the seconds of all stages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """Compile a graph. Our own failures raise only with ``strict``; else the original graph is compiled."""
@@ -123,16 +125,12 @@ class Compiler:
         self.graphs += 1
         if self.recompiles is not None:
             self.recompiles.add(gm, example_inputs)
-        reports = len(self.reports)
         try:
             return self._compile(gm, example_inputs)
         finally:
-            self.compilations.stage("trace")  # back in Dynamo
-            if not self.explain_only:
-                if len(self.reports) > reports:
-                    self._add_seconds()
-                if self.on_report is not None:
-                    self.on_report()
+            self.compilations.stage("guards")
+            if not self.explain_only and self.on_report is not None:
+                self.on_report()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         latents, shared = _carrying(gm, example_inputs, LatentTensor), _carrying(gm, example_inputs, RankRows)
@@ -222,12 +220,14 @@ class Compiler:
         return done
 
     def _add_seconds(self) -> None:
-        """Add the time that a graph took outside of our capture and passes to its report."""
-        trace, code = (self.compilations.seconds.get(stage) for stage in ("trace", "code"))
-        report = self.reports[-1]
-        before = () if trace is None else (PassRecord("trace", 0, trace),)
-        after = () if code is None else (PassRecord("code", 0, code),)
-        self.reports[-1] = replace(report, passes=(*before, *report.passes, *after))
+        """Add the time that a compilation took outside of our capture and passes to its report."""
+        if len(self.reports) == self._timed:
+            return
+        self._timed = len(self.reports)
+        before, *after = (PassRecord(name, 0, s) for name, s in self.compilations.seconds.items() if not is_ours(name))
+        self.reports[-1] = replace(self.reports[-1], passes=(before, *self.reports[-1].passes, *after))
+        if self.on_report is not None:
+            self.on_report()
 
     def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
         """The buffers of the module that the graph writes to or replaces, and that are, or may be, kept as rows."""

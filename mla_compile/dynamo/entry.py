@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo.comptime import comptime
+from torch._dynamo.comptime import ComptimeContext, comptime
 
+from mla_compile.dynamo.fakes import remember_results
+from mla_compile.dynamo.lines import remember_lines
 from mla_compile.dynamo.sizes import begin_with_one
 
 _numbers = itertools.count()
@@ -29,7 +31,7 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
     """
 
     def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
-        comptime(begin_with_one)
+        comptime(_begin)
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
     # Python's dicts do not tell equal code objects apart, so the name has to differ as well.
@@ -46,3 +48,10 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
         return recorded
     compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
     return compiled
+
+
+def _begin(ctx: ComptimeContext) -> None:
+    begin_with_one(ctx)
+    output = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    remember_results(output)
+    remember_lines(output)

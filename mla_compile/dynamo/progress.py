@@ -1,7 +1,7 @@
 """Progress of compilations: what is being compiled, the time so far, and the time of each stage.
 
-The stages follow one another: ``trace`` (Dynamo, with its guards at the end), ``capture`` and ``passes`` (ours),
-``code`` (Inductor).
+The stages follow one another: ``trace`` (Dynamo), ``capture`` and ``passes`` (ours), ``code`` (Inductor), ``guards``
+(Dynamo again). Code for a kind of layers is a stage of its own (``code of 60 equal layers``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,13 @@ _STAGES = {
     "capture": "making the graph functional",
     "passes": "looking for attentions",
     "code": "generating code",
+    "guards": "noting what the code assumes of the model",
 }
 _ALL_KEPT = (
     "trace",
     "capture",
     "passes",
+    "guards",
 )  # objects of these stages are mostly kept; code generation makes and drops tensors
 _TOLD_SECONDS = 1.0  # no line is printed for compilations that were faster
 
@@ -41,12 +43,17 @@ class Compilations:
         name: the name of the compiled function.
         show: whether stderr shows a spinner with the stage and a line at the end; without a terminal, only the line.
             ``None``: only on a terminal.
+
+    Attributes:
+        seconds: those of each stage of the last compilation.
+        on_end: called when a compilation has ended.
     """
 
     def __init__(self, name: str, *, show: bool | None = False) -> None:
         self.name = name
         self.show = show
         self.seconds: dict[str, float] = {}
+        self.on_end: Callable[[], None] | None = None
         self.count = 0
         self._stage = ""
         self._since = 0.0
@@ -125,6 +132,8 @@ class Compilations:
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
+        if self.on_end is not None:
+            self.on_end()
         total = sum(self.seconds.values())
         if total >= _TOLD_SECONDS and self._visible():
             parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
@@ -153,5 +162,6 @@ class Compilations:
 
     def _describe(self) -> None:
         if self._shown is not None and self._stage:
-            about = f"mla_compile: {self._what()}: {_STAGES[self._stage]}"
+            stage, of, what = self._stage.partition(" of ")
+            about = f"mla_compile: {self._what()}: {_STAGES[stage]}{of}{what}"
             self._shown.update(self._shown.task_ids[0], description=about)

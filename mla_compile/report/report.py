@@ -27,7 +27,7 @@ SCHEMA = "mla_compile.report/2"
 _SHOWN_SECONDS = 0.01
 """The text omits passes that took less time; the record has all of them."""
 
-_NOT_OURS = ("trace", "code")  # a compilation's stages in Dynamo and in the code generator
+_NOT_OURS = ("trace", "code", "guards")  # a compilation's stages in Dynamo and in the code generator
 
 _STYLES: dict[VerdictName, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
 
@@ -46,7 +46,7 @@ class Report:
         sites: one entry for each attention.
         graph: the names of the graphs.
         passes: the changes and seconds of the capture and of each pass. For an optimized module, Dynamo's trace comes
-            before them and the code generation after them.
+            before them, and the code generation (by kind of layer) and Dynamo's guards after them.
         messages: notes that concern no single site.
     """
 
@@ -91,7 +91,7 @@ class Report:
     @property
     def seconds(self) -> float:
         """The time spent in the capture and in all passes: the compile time without Dynamo and the code generation."""
-        return sum(p.seconds for p in self.passes if p.name not in _NOT_OURS)
+        return sum(p.seconds for p in self.passes if is_ours(p.name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able record; the key ``schema`` names the layout."""
@@ -233,6 +233,11 @@ class Report:
 
     def _count(self, verdict: VerdictName) -> int:
         return sum(site.verdict == verdict for site in self.sites)
+
+
+def is_ours(stage: str) -> bool:
+    """Whether a stage of a compilation is the capture or a pass."""
+    return stage.partition(" of ")[0] not in _NOT_OURS
 
 
 def count_sites(report: Report) -> None:

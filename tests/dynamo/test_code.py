@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """The graphs that code was asked for; they run as they are."""
     graphs: list[fx.GraphModule] = []
 
-    def whole(_: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+    def whole(_: CodeGenerator, gm: fx.GraphModule, inputs: Any, layers: int = 1) -> Any:
         values = [
             node.meta.get("val", node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")
         ]

@@ -1,0 +1,38 @@
+"""Formats each source line of a trace once: the layers of a model have them in common."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import uninteresting_files
+
+
+def remember_lines(output: Any) -> None:
+    """From now on, nodes of Dynamo's ``output`` get the ``stack_trace`` that torch would write, from lines known."""
+    known: dict[
+        Any, tuple[str, Any]
+    ] = {}  # with the code, whose identity is not given to another one as long as it lives
+    tracer = output.current_tracer
+    create = tracer.create_node
+
+    def create_node(kind: str, *given: Any, **named: Any) -> Any:
+        node, lines, frame = create(kind, *given, **named), list[str](), output.current_tx
+        while frame is not None and kind != "output":
+            key = id(frame.f_code), frame.lineno, frame.current_instruction.positions
+            if key not in known:
+                known[key] = _line(frame), frame.f_code
+            lines.append(known[key][0])
+            frame = getattr(frame, "parent", None)
+        node.meta |= {"stack_trace": "".join(reversed(lines))} if lines else {}
+        return node
+
+    tracer.create_node = create_node
+
+
+def _line(frame: Any) -> str:
+    """One frame of the traced program; torch leaves out frames of its own modules."""
+    summary = frame.frame_summary()
+    if frame.is_co_filename_from_nn_modules() or summary.filename in uninteresting_files():
+        return ""
+    return "".join(traceback.StackSummary.from_list([summary]).format())
