@@ -39,7 +39,7 @@ from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
 from mla_compile.passes.rewrite.packed_rows import read_packed
-from mla_compile.passes.rewrite.project import lower_projections
+from mla_compile.passes.rewrite.project import Heads, lower_projections
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.rewrite.schedule import share_schedules
 from mla_compile.passes.rewrite.split_heads import split_heads
@@ -287,7 +287,7 @@ def _lower(state: PassState) -> int:
 
 
 def _lower_projections(state: PassState) -> int:
-    done = lower_projections(state.graph, state.program.fake_mode, weights_of(state.program))
+    done = lower_projections(state.graph, state.program.fake_mode, weights_of(state.program), _heads(state))
     remove_dead_code(state.graph)
     return done
 
@@ -305,14 +305,22 @@ def _reads_float8(device: torch.device) -> bool:
 
 
 def _few_rows(state: PassState) -> int:
-    if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
-        return 0
-    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
-    # bit.
-    if _several_ranks():
+    if not _native_products(state) or not state.rewritten:
         return 0
     weights = weights_of(state.program)
     return few_rows(state.graph, state.program.fake_mode, weights, linear.pays, linear.LEAST_BYTES, linear.MOST)
+
+
+def _native_products(state: PassState) -> bool:
+    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
+    # bit.
+    return state.options.products == "native" and state.options.lowering != "aten" and not _several_ranks()
+
+
+def _heads(state: PassState) -> Heads | None:
+    if not _native_products(state):
+        return None
+    return Heads(linear.reads_heads, linear.LEAST_BYTES, linear.MOST_OF_HEADS)
 
 
 def _several_ranks() -> bool:

@@ -131,8 +131,8 @@ def test_wrong_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, message
 
 def test_no_more_rows_than_asked_for(monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
-    multiply = native.few_rows_linear
-    monkeypatch.setattr(native, "few_rows_linear", lambda *args: (taken.append(len(args[1])), multiply(*args))[1])
+    multiply = native.few_rows_product
+    monkeypatch.setattr(native, "few_rows_product", lambda *args: (taken.append(args[1].shape[1]), multiply(*args))[1])
     weight = seeded(40, 24)
     for rows in (1, 2, 3):
         x = seeded(rows, 24)
@@ -165,16 +165,16 @@ def test_it_pays_where_it_was_measured_to(kernel: str, monkeypatch: pytest.Monke
         return seconds[taken[-1]]
 
     calls: list[int] = []
-    multiply = native.few_rows_linear
-    monkeypatch.setattr(native, "few_rows_linear", lambda *args: (calls.append(1), multiply(*args))[1])
+    multiply = native.few_rows_product
+    monkeypatch.setattr(native, "few_rows_product", lambda *args: (calls.append(1), multiply(*args))[1])
     monkeypatch.setattr(linear, "timed", timed)
     cpu = torch.device("cpu")
-    assert linear.pays(cpu, torch.bfloat16, 1) is (kernel == "native")
+    assert linear.pays(cpu, torch.bfloat16, torch.bfloat16, 1) is (kernel == "native")
     seconds["native"] = 2.9
-    assert not linear.pays(cpu, torch.float32, 1)
+    assert not linear.pays(cpu, torch.float32, torch.float32, 1)
     count = len(taken)
-    assert not linear.pays(cpu, torch.float32, 1)  # measured once
-    assert not linear.pays(cpu, torch.float32, linear.MOST + 1)
-    assert not linear.pays(cpu, torch.float16, 1)
-    assert not linear.pays(torch.device("cuda"), torch.bfloat16, 1)
+    assert not linear.pays(cpu, torch.float32, torch.float32, 1)  # measured once
+    assert not linear.pays(cpu, torch.float32, torch.float32, linear.MOST + 1)
+    assert not linear.pays(cpu, torch.float16, torch.float16, 1)
+    assert not linear.pays(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 1)
     assert len(taken) == count
