@@ -29,7 +29,7 @@ _STORED = {
     torch.bfloat16: (torch.bfloat16, torch.int8),
 }  # by the dtype of the rows: the dtypes of weights that the native kernel reads
 _GAIN = 1.1  # the kernel is used if it is faster than torch by this factor
-_SIDE, _WEIGHTS, _ROUNDS = 2048, 4, 7  # the measurement: the side and number of square weights, and the rounds
+_SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # the measurement: the side of square weights, all their bytes, the rounds
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
@@ -92,7 +92,9 @@ def check_of_heads(x: Tensor, weight: Tensor) -> None:
     """Raise :class:`InputError` if the arguments do not fit together."""
     fits = x.dim() >= 2 and weight.dim() == 3 and x.shape[0] == weight.shape[0] and x.shape[-1] == weight.shape[2]
     if not fits:
-        raise InputError(f"{HEADS}: x is {list(x.shape)} and weight {list(weight.shape)}, expected [G,...,K] and [G,O,K]")
+        raise InputError(
+            f"{HEADS}: x is {list(x.shape)} and weight {list(weight.shape)}, expected [G,...,K] and [G,O,K]"
+        )
     _check_stored(HEADS, x, weight)
 
 
@@ -115,7 +117,10 @@ def takes(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: i
 
 
 def reads_heads(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether products with a weight for each head are faster by the native kernel, up to :data:`MOST_OF_HEADS` rows."""
+    """Whether the native kernel takes products with a weight for each head, up to :data:`MOST_OF_HEADS` rows.
+
+    It was faster than torch for each such product that was measured (``benchmarks/few_rows.py``).
+    """
     return reads(device, dtype, stored) and native.load() is not None
 
 
@@ -136,7 +141,7 @@ def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) 
     if library is None:
         return 0.0
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        weights = [torch.ones(_SIDE, _SIDE, dtype=stored) for _ in range(_WEIGHTS)]
+        weights = [torch.ones(_SIDE, _SIDE, dtype=stored) for _ in range(_BYTES // _SIDE**2 // stored.itemsize)]
         x, scales = torch.ones(rows, _SIDE, dtype=dtype), torch.ones(_SIDE, dtype=dtype)
         best = {"torch": float("inf"), "native": float("inf")}
         for _ in range(_ROUNDS):

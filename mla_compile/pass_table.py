@@ -23,7 +23,7 @@ from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.stand_in import settle
-from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, unsplit
@@ -231,7 +231,8 @@ def _fold(state: PassState) -> int:
 
 
 def _dequantize(state: PassState) -> int:
-    return dequantize_once(state.program, weights_of(state.program), state.rewritten, state.options.dequantize)
+    weights, mode = weights_of(state.program), state.options.dequantize
+    return dequantize_once(state.program, weights, state.rewritten, mode, _heads(state))
 
 
 def _narrow(state: PassState) -> int:
@@ -287,9 +288,15 @@ def _lower(state: PassState) -> int:
 
 
 def _lower_projections(state: PassState) -> int:
-    done = lower_projections(state.graph, state.program.fake_mode, weights_of(state.program), _heads(state))
+    done = lower_projections(state.graph, state.program.fake_mode, _read_weights(state), _heads(state))
     remove_dead_code(state.graph)
     return done
+
+
+def _read_weights(state: PassState) -> set[fx.Node]:
+    """The nodes that are computed from weights and from inputs that hold products of weights, or dequantized ones."""
+    kept = {fold.placeholder for fold in state.program.folds}
+    return weight_nodes(state.graph, {*state.program.weights, *kept})
 
 
 def _read_parts(state: PassState) -> int:
@@ -307,7 +314,7 @@ def _reads_float8(device: torch.device) -> bool:
 def _few_rows(state: PassState) -> int:
     if not _native_products(state) or not state.rewritten:
         return 0
-    weights = weights_of(state.program)
+    weights = _read_weights(state)
     return few_rows(state.graph, state.program.fake_mode, weights, linear.pays, linear.LEAST_BYTES, linear.MOST)
 
 

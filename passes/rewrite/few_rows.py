@@ -2,7 +2,7 @@
 
 Before: ``linear(x, weight, bias)``, or ``mm`` or ``addmm`` with a transposed weight, in a step with one row per request
 
-After: ``mla_compile::few_rows_linear(x, weight, bias, most)``, with the weight as it is stored if each call converts it exactly
+After: ``mla_compile::few_rows_linear(x, weight, bias, most)``, which reads int8 weights as they are stored
 """
 
 from __future__ import annotations

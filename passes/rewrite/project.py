@@ -79,14 +79,18 @@ def lower_projections(
 
 
 def reads_stored(node: fx.Node, heads: Heads) -> bool:
-    """Whether ``heads`` takes a product as it is, with the weight as it is stored."""
+    """Whether ``heads`` takes a product with its weight as it is stored."""
+    stored = as_stored(args_of(node)[1][1])
+    return stored is not None and takes(node, heads, val(stored[0]).dtype)
+
+
+def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
+    """Whether ``heads`` takes a product if its weight is stored in a dtype."""
     equation, (x, weight) = args_of(node)
-    stored = as_stored(weight)
-    if stored is None or _head_letters(equation) is None or rows_sharing_weight(node) > heads.most:
+    if _head_letters(equation) is None or rows_sharing_weight(node) > heads.most:
         return False
-    dtype = val(stored[0]).dtype
-    enough = bytes_hint(weight) // val(weight).element_size() * dtype.itemsize >= heads.least_bytes
-    return enough and heads.reads(val(x).device, val(x).dtype, dtype)
+    enough = bytes_hint(weight) // val(weight).element_size() * stored.itemsize >= heads.least_bytes
+    return enough and heads.reads(val(x).device, val(x).dtype, stored)
 
 
 def _of_heads(node: fx.Node, heads: Heads, fake_mode: FakeTensorMode | None) -> fx.Node | None:
@@ -118,10 +122,12 @@ def _head_letters(equation: str) -> tuple[str | None, str, str] | None:
     None if it has other axes, or if axes of the rows are summed over.
     """
     (lx, lw), lo = _operand_letters(equation)
-    heads, out, summed = ([c for c in lw if (c in lx, c in lo) == of] for of in ((True, True), (False, True), (True, False)))
-    if len(heads) > 1 or len(out) != 1 or len(summed) != 1 or len(lw) != len(heads) + 2 or not set(lx) - {*lw} <= set(lo):
+    roles = [(c in lx, c in lo) for c in lw]
+    heads, out, summed = (roles.count(role) for role in ((True, True), (False, True), (True, False)))
+    if heads > 1 or (out, summed) != (1, 1) or heads + 2 != len(lw) or not set(lx) - {*lw} <= {*lo}:
         return None
-    return (heads or [None])[0], out[0], summed[0]
+    head = lw[roles.index((True, True))] if heads else None
+    return head, lw[roles.index((False, True))], lw[roles.index((True, False))]
 
 
 def _is_converted(weight: fx.Node) -> bool:
