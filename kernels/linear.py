@@ -1,8 +1,9 @@
 """Products of a few rows with a weight: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``, as torch's own ``linear``.
 
 A decode step multiplies one row per request by weights that have to come from memory, and torch's bfloat16 products
-then take two to three times as long as reading the weights. On a CPU the native kernel takes up to :data:`MOST` rows.
-More rows, other devices and other dtypes are left to torch.
+then take two to three times as long as reading the weights. On a CPU the native kernel takes up to :data:`MOST` rows,
+or :data:`MOST_OF_HEADS` where every head has a small weight of its own. A weight may be stored in fewer bits than the
+rows. More rows, other devices and other dtypes are left to torch.
 """
 
 from __future__ import annotations
@@ -18,29 +19,56 @@ from mla_compile.errors import InputError
 from mla_compile.kernels.cpu import native
 
 ROWS = "mla_compile::few_rows_linear"
-MOST = native.MAX_FEW
+HEADS = "mla_compile::few_rows_of_heads"
+MOST = 4
+MOST_OF_HEADS = 16
 LEAST_BYTES = 1 << 18
 """A smaller weight stays in a cache, and the fixed costs of a call dominate."""
-_DTYPES = (torch.float32, torch.bfloat16)
+_STORED = {
+    torch.float32: (torch.float32, torch.bfloat16, torch.int8),
+    torch.bfloat16: (torch.bfloat16, torch.int8),
+}  # by the dtype of the rows: the dtypes of weights that the native kernel reads
 _GAIN = 1.1  # the kernel is used if it is faster than torch by this factor
-_SIDE, _WEIGHTS, _ROUNDS = 2048, 4, 7  # the measurement: the side and number of square weights, and the rounds
+_SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # the measurement: the side of square weights, all their bytes, the rounds
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
-    """[...,O] from ``x`` [...,K], ``weight`` [O,K] and ``bias`` [O], all of one dtype.
+    """[...,O] from ``x`` [...,K], ``weight`` [O,K] and ``bias`` [O], all of one dtype; the weight may be int8 instead.
 
     ``most``: the number of rows up to which the kernel is used, at most :data:`MOST`. Raises :class:`InputError` if the
     arguments do not fit together.
     """
     check(x, weight, bias)
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
-    if rows <= most and takes(x.device, x.dtype, rows) and weight.numel():
+    if rows <= most and takes(x.device, x.dtype, weight.dtype, rows) and weight.numel():
         library = native.load()
         if library is not None:
-            out = native.few_rows_linear(library, x.reshape(rows, -1), weight, bias)
+            out = native.few_rows_product(library, x.reshape(1, rows, -1), weight[None], bias)
             return out.view(*x.shape[:-1], weight.shape[0])
     with torch.autocast(x.device.type, enabled=False):  # the result has the dtype of x
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
+
+
+def run_of_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """[G,...,O] from ``x`` [G,...,K] and ``weight`` [G,O,K], of the dtype of ``x`` or stored in fewer bits.
+
+    Raises :class:`InputError` if the arguments do not fit together.
+    """
+    check_of_heads(x, weight)
+    G, O, K = weight.shape  # noqa: E741  the letter of the output's columns
+    rows = x.reshape(G, -1, K) if K else x.new_empty(G, 0, 0)
+    if reads(x.device, x.dtype, weight.dtype) and 1 <= rows.shape[1] <= MOST_OF_HEADS and weight.numel():
+        library = native.load()
+        if library is not None:
+            return native.few_rows_product(library, rows, weight).view(*x.shape[:-1], O)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.einsum("g...k,gok->g...o", x, weight.to(x.dtype))
+
+
+def fake_of_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """An empty tensor like the result."""
+    check_of_heads(x, weight)
+    return x.new_empty(*x.shape[:-1], weight.shape[1])
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
@@ -57,24 +85,54 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise InputError(f"{ROWS}: bias is {list(bias.shape)}, expected [O] = [{weight.shape[0]}]")
-    given = [x, weight] if bias is None else [x, weight, bias]
-    if len({(t.dtype, t.device) for t in given}) > 1:
+    _check_stored(ROWS, x, weight, *(() if bias is None else (bias,)))
+
+
+def check_of_heads(x: Tensor, weight: Tensor) -> None:
+    """Raise :class:`InputError` if the arguments do not fit together."""
+    fits = x.dim() >= 2 and weight.dim() == 3 and x.shape[0] == weight.shape[0] and x.shape[-1] == weight.shape[2]
+    if not fits:
+        raise InputError(
+            f"{HEADS}: x is {list(x.shape)} and weight {list(weight.shape)}, expected [G,...,K] and [G,O,K]"
+        )
+    _check_stored(HEADS, x, weight)
+
+
+def _check_stored(name: str, x: Tensor, weight: Tensor, *others: Tensor) -> None:
+    given = [x, weight, *others]
+    stored = weight.dtype == x.dtype or weight.dtype in _STORED.get(x.dtype, ())
+    if not stored or any(t.dtype != x.dtype for t in others) or len({t.device for t in given}) > 1:
         said = ", ".join(f"{t.dtype} on {t.device}" for t in given)
-        raise InputError(f"{ROWS}: got {said}; expected one dtype and one device, cast or move them")
+        raise InputError(f"{name}: got {said}; expected one dtype and one device, cast or move them")
 
 
-def takes(device: torch.device, dtype: torch.dtype, rows: int) -> bool:
-    """Whether the native kernel supports such a product."""
-    return device.type == "cpu" and dtype in _DTYPES and 1 <= rows <= MOST
+def reads(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether the native kernel multiplies rows of ``dtype`` by a weight in ``stored``."""
+    return device.type == "cpu" and stored in _STORED.get(dtype, ())
 
 
-def pays(device: torch.device, dtype: torch.dtype, rows: int) -> bool:
+def takes(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: int) -> bool:
+    """Whether the native kernel is an alternative to torch's for a product with one weight."""
+    return reads(device, dtype, stored) and stored in (dtype, torch.int8) and 1 <= rows <= MOST
+
+
+def reads_heads(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether the native kernel takes products with a weight for each head, up to :data:`MOST_OF_HEADS` rows.
+
+    It was faster than torch for each such product that was measured (``benchmarks/few_rows.py``).
+    """
+    return reads(device, dtype, stored) and native.load() is not None
+
+
+def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: int) -> bool:
     """Whether the native kernel was measured to be faster than torch here, with torch's current number of threads."""
-    return takes(device, dtype, rows) and _measured(dtype, rows, torch.get_num_threads()) >= _GAIN
+    if not takes(device, dtype, stored, rows):
+        return False
+    return _measured(dtype, stored, rows, torch.get_num_threads()) >= _GAIN
 
 
 @functools.cache
-def _measured(dtype: torch.dtype, rows: int, threads: int) -> float:
+def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) -> float:
     """The speed of the kernel relative to torch on weights that come from memory; 0 if there is no kernel.
 
     Compares the best rounds of both, which takes a tenth of a second.
@@ -83,12 +141,17 @@ def _measured(dtype: torch.dtype, rows: int, threads: int) -> float:
     if library is None:
         return 0.0
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        weights = [torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(_WEIGHTS)]
-        x = torch.ones(rows, _SIDE, dtype=dtype)
+        weights = [torch.ones(_SIDE, _SIDE, dtype=stored) for _ in range(_BYTES // _SIDE**2 // stored.itemsize)]
+        x, scales = torch.ones(rows, _SIDE, dtype=dtype), torch.ones(_SIDE, dtype=dtype)
         best = {"torch": float("inf"), "native": float("inf")}
         for _ in range(_ROUNDS):
-            best["torch"] = min(best["torch"], timed(lambda: [F.linear(x, w) for w in weights]))
+            best["torch"] = min(best["torch"], timed(lambda: [_by_torch(x, w, scales) for w in weights]))
             best["native"] = min(
-                best["native"], timed(lambda: [native.few_rows_linear(library, x, w, None) for w in weights])
+                best["native"], timed(lambda: [native.few_rows_product(library, x[None], w[None]) for w in weights])
             )
     return best["torch"] / best["native"]
+
+
+def _by_torch(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The fastest that a compiler makes of the product: Inductor knows the operator for int8."""
+    return F.linear(x, weight) if weight.dtype == x.dtype else torch._weight_int8pack_mm(x, weight, scales)

@@ -14,7 +14,8 @@ whose index list names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 ``mla_compile::few_rows_linear(x, weight, bias=None, most=4) -> y``: a product of a few rows with a weight
-(:mod:`mla_compile.kernels.linear`).
+(:mod:`mla_compile.kernels.linear`). ``mla_compile::few_rows_of_heads(x, weight) -> y``: the same with a weight for each
+head.
 ``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. It does not
 read ``before``, which only orders calls that do not depend on each other.
 ``mla_compile::call_layer(rows, weights, layer) -> y``: a layer of some library (:mod:`mla_compile.core.layers`).
@@ -55,6 +56,7 @@ _NUMBERS = (
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
 _ROWS_SCHEMA = f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.MOST}) -> Tensor"
+_HEADS_SCHEMA = "(Tensor x, Tensor weight) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 _ALIKE_SCHEMA = (
     "(Tensor out, Tensor lse, Tensor values, float lowest, Tensor? mask=None, Tensor? indices=None, float fill=0.0)"
@@ -131,6 +133,11 @@ def _rows_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return int(2 * math.prod(x) * weight[0])
 
 
+def _heads_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """2KO for each row."""
+    return int(2 * math.prod(x) * weight[1])
+
+
 def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
     """The number of keys that a query is compared with. ``rest``: the positional arguments from ``indices`` on."""
     indices = rest[0] if rest else named.get("indices")
@@ -155,6 +162,9 @@ def _register() -> torch.library.Library:
     _register_op(library, linear.ROWS, _ROWS_SCHEMA, linear.run, linear.fake)
     _refuse_gradient(library, linear.ROWS)
     register_flop_formula(torch.ops.mla_compile.few_rows_linear)(_rows_flops)
+    _register_op(library, linear.HEADS, _HEADS_SCHEMA, linear.run_of_heads, linear.fake_of_heads)
+    _refuse_gradient(library, linear.HEADS)
+    register_flop_formula(torch.ops.mla_compile.few_rows_of_heads)(_heads_flops)
     _register_op(library, AFTER, "(Tensor x, Tensor before) -> Tensor", _copy_after, _fake_copy_after)
     _refuse_gradient(library, AFTER)
     _register_op(library, layers.CALL, layers.SCHEMA, layers.run, layers.fake)

@@ -42,6 +42,12 @@ def weights(known: Analyses) -> set[fx.Node]:
     return weight_nodes(known.program.gm.graph, known.program.weights)
 
 
+def read_weights(known: Analyses) -> set[fx.Node]:
+    """The same, and what is computed from inputs that hold products of weights or dequantized ones."""
+    kept = {fold.placeholder for fold in known.program.folds}
+    return weight_nodes(known.program.gm.graph, {*known.program.weights, *kept})
+
+
 def sites(known: Analyses) -> list[AttentionSite]:
     """The attentions, in the order of their outputs."""
     return find_attention(known.program.gm.graph, known.get(weights))

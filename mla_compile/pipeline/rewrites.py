@@ -23,13 +23,14 @@ from mla_compile.passes.rewrite.absorb import absorb as absorb_site
 from mla_compile.passes.rewrite.by_hand import fuse
 from mla_compile.passes.rewrite.index import index_scores
 from mla_compile.passes.rewrite.lengths import Lengths
+from mla_compile.passes.rewrite.project import Heads, lower_projections
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.verify.comparison import Checks
 from mla_compile.passes.verify.index import index_comparison
 from mla_compile.passes.verify.sites import site_comparison
 from mla_compile.passes.verify.split import split_comparison
-from mla_compile.pipeline.analyses import linear_maps, weights
+from mla_compile.pipeline.analyses import linear_maps, read_weights, weights
 from mla_compile.pipeline.state import PassState
 
 _UNSHARED = "ranks no longer share the rows of this cache; each rank has all rows from now on: {problem}"
@@ -159,8 +160,8 @@ def dequantize_once(state: PassState) -> int:
     """Keep dequantized weights of absorbed attentions as inputs."""
     if state.options.dequantize == "step" or not state.rewritten:
         return 0
-    own = state.analyses.get(weights)
-    return dequantize.dequantize_once(state.program, own, state.rewritten, state.options.dequantize)
+    own, mode = state.analyses.get(weights), state.options.dequantize
+    return dequantize.dequantize_once(state.program, own, state.rewritten, mode, _heads(state))
 
 
 def narrow_projections(state: PassState) -> int:
@@ -179,20 +180,34 @@ def settle(state: PassState) -> int:
     return done
 
 
+def project(state: PassState) -> int:
+    """Lower the products with weights that absorbing added."""
+    own, fake_mode = state.analyses.get(read_weights), state.program.fake_mode
+    done = lower_projections(state.graph, fake_mode, own, _heads(state))
+    remove_dead_code(state.graph)
+    return done
+
+
 def few_rows(state: PassState) -> int:
     """Use the operator for products of a few rows."""
-    attended = state.rewritten or state.fused
-    if state.options.products != "native" or state.options.lowering == "aten" or not attended:
+    if not _native_products(state) or not (state.rewritten or state.fused):
         return 0
-    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
-    # bit.
-    target = state.request.target
-    if target.ranks > 1:
-        return 0
-    own = state.analyses.get(weights)
+    own, target = state.analyses.get(read_weights), state.request.target
     return products.few_rows(
         state.graph, state.program.fake_mode, own, target.pays, target.least_bytes, target.most_rows
     )
+
+
+def _heads(state: PassState) -> Heads | None:
+    target = state.request.target
+    return Heads(target.reads_heads, target.least_bytes, target.most_of_heads) if _native_products(state) else None
+
+
+def _native_products(state: PassState) -> bool:
+    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
+    # bit.
+    options = state.options
+    return options.products == "native" and options.lowering != "aten" and state.request.target.ranks == 1
 
 
 def share(state: PassState) -> int:

@@ -10,9 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.rewrite import packed_rows
 from mla_compile.passes.rewrite.columns import read_parts
 from mla_compile.passes.rewrite.lower import lower_to_aten
-from mla_compile.passes.rewrite.project import lower_projections
 from mla_compile.passes.rewrite.schedule import share_schedules
-from mla_compile.pipeline.analyses import weights
+from mla_compile.pipeline.analyses import read_weights
 from mla_compile.pipeline.decisions import analyse, canonical, judge, latent_cache, split_heads, stand_ins, unfollowed
 from mla_compile.pipeline.large import by_heads
 from mla_compile.pipeline.manager import Pass
@@ -24,6 +23,7 @@ from mla_compile.pipeline.rewrites import (
     fold_weights,
     index,
     narrow_projections,
+    project,
     settle,
     share,
     verify,
@@ -37,10 +37,6 @@ def _over(rewrite: Callable[[fx.Graph, FakeTensorMode | None], int]) -> Callable
 
 def _lower(state: PassState) -> int:
     return _over(lower_to_aten)(state) if state.options.lowering == "aten" else 0
-
-
-def _lower_projections(state: PassState) -> int:
-    return lower_projections(state.graph, state.program.fake_mode, state.analyses.get(weights))
 
 
 def _read_packed(state: PassState) -> int:
@@ -69,14 +65,14 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("settle", "stand-ins", "stand-ins that are still read, to the operators of libraries", settle),
     Pass("by_heads", "attentions that stay expanded", "large attentions, to groups of heads", by_heads),
     Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', _lower),
-    Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", _lower_projections),
+    Pass("lower_projections", "einsums that absorb adds", "einsums of few rows", project),
     Pass("read_parts", "slices that absorb adds", "slices of a join, to its parts", _over(read_parts)),
     Pass(
         "read_packed",
         "rows in float8",
         "reads of copies, to reads of the packed rows",
         _read_packed,
-        keeps=(weights,),
+        keeps=(read_weights,),
     ),
     Pass("share", "rows that ranks share", "attention, to each rank's own rows and a merge", share),
     Pass("few_rows", "products with weights", "products of few rows on a CPU, to a faster operator", few_rows),

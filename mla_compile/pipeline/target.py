@@ -21,20 +21,34 @@ class Target:
         pays: whether the kernel for products of a few rows beats torch's, by device, dtype and number of rows.
         least_bytes: the smallest weight for that kernel.
         most_rows: the most rows for that kernel.
+        reads_heads: whether a kernel for products of a few rows with a weight for each head multiplies rows on such a
+            device and of a dtype by a weight of another dtype.
+        most_of_heads: the most rows for that kernel.
         ranks: the number of processes that run the model.
     """
 
     runs: Callable[[torch.Tensor], bool]
     reads_float8: Callable[[torch.device], bool]
-    pays: Callable[[torch.device, torch.dtype, int], bool]
+    pays: Callable[[torch.device, torch.dtype, torch.dtype, int], bool]
     least_bytes: int
     most_rows: int
+    reads_heads: Callable[[torch.device, torch.dtype, torch.dtype], bool]
+    most_of_heads: int
     ranks: int
 
 
 def this_machine() -> Target:
     """The machine of this process."""
-    return Target(_runs, _reads_float8, linear.pays, linear.LEAST_BYTES, linear.MOST, _ranks())
+    return Target(
+        _runs,
+        _reads_float8,
+        linear.pays,
+        linear.LEAST_BYTES,
+        linear.MOST,
+        linear.reads_heads,
+        linear.MOST_OF_HEADS,
+        _ranks(),
+    )
 
 
 def _runs(rows: torch.Tensor) -> bool:

@@ -26,14 +26,23 @@ from mla_compile.passes.ir.graph import OURS, Builder, packet, val
 from mla_compile.passes.ir.walk import reachable, remove_dead_code
 from mla_compile.passes.quantized.stored import dequantized_by_library, is_float8, made_of, stored_leaves
 from mla_compile.passes.rewrite.fold import add_input
-from mla_compile.passes.rewrite.project import FEW_ROWS, rows_sharing_weight
+from mla_compile.passes.rewrite.project import FEW_ROWS, Heads, reads_stored, rows_sharing_weight, takes
 from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
 
 
-def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Sequence[Absorbed], mode: Dequantize) -> int:
-    """Turn dequantized weights of absorbed sites into inputs where that saves time; return how many."""
+def dequantize_once(
+    program: Program,
+    weights: Collection[fx.Node],
+    sites: Sequence[Absorbed],
+    mode: Dequantize,
+    heads: Heads | None = None,
+) -> int:
+    """Turn dequantized weights of absorbed sites into inputs where that saves time; return how many.
+
+    ``heads``: the operator that multiplies a few rows by a weight for each head, if this machine has one.
+    """
     done = 0
     if mode == "step":
         return done
@@ -43,7 +52,7 @@ def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Seque
             if weight not in weights or not weight.users or gathered([weight]):
                 continue
             stored = stored_leaves(weight)
-            if stored and (mode == "once" or _saves(weight, stored, dtype)):
+            if stored and (mode == "once" or _saves(weight, stored, dtype, heads)):
                 _keep(program, weight, dtype)
                 done += 1
     if done:
@@ -51,16 +60,20 @@ def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Seque
     return done
 
 
-def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype) -> bool:
-    """Whether a step that reads the dequantized weight moves fewer bytes than a step that dequantizes it.
+def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads: Heads | None) -> bool:
+    """Whether a step that reads the dequantized weight takes less time than a step that dequantizes it.
 
-    For few rows a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`), unless a
-    library's operator stands in between. Otherwise the weight is written in float32 and read again.
+    ``heads`` reads a weight at memory bandwidth, also as it is stored if that only takes exact conversions. Loops that
+    a compiler makes of other forms take several times as long per value. Without ``heads`` bytes decide: for few rows
+    a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`), unless a library's
+    operator stands in between. Otherwise the weight is written in float32 and read again.
     """
+    products = [n for n in reachable([weight], lambda n: n.users, 4) if packet(n) is aten.einsum and OURS in n.meta]
+    if heads is not None and products and all(takes(n, heads, dtype) for n in products):
+        return not all(reads_stored(n, heads) for n in products)
     # The stored numbers may hold K and V together, of which this weight is one part.
     share = val(weight).numel() / max(val(n).numel() for n in made_of(weight))
     read = share * sum(val(n).numel() * val(n).itemsize for n in stored)
-    products = [n for n in reachable([weight], lambda n: n.users, 4) if packet(n) is aten.einsum and OURS in n.meta]
     few = all(rows_sharing_weight(n) <= FEW_ROWS for n in products)
     # No CPU converts float8, and emulating the conversion takes longer than the saved bytes.
     slow = val(weight).device.type == "cpu" and any(is_float8(val(n).dtype) for n in stored)

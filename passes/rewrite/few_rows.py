@@ -2,7 +2,7 @@
 
 Before: ``linear(x, weight, bias)``, or ``mm`` or ``addmm`` with a transposed weight, in a step with one row per request
 
-After: ``mla_compile::few_rows_linear(x, weight, bias, most)``
+After: ``mla_compile::few_rows_linear(x, weight, bias, most)``, which reads int8 weights as they are stored
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.ir.graph import Builder, args_of, argument, bytes_hint, packet, shape, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.rewrite.as_stored import as_stored
 
 aten = torch.ops.aten
 LinearProduct = tuple[fx.Node, fx.Node, fx.Node | None]
@@ -29,16 +30,16 @@ def few_rows(
     graph: fx.Graph,
     fake_mode: FakeTensorMode | None,
     weights: Collection[fx.Node],
-    pays: Callable[[torch.device, torch.dtype, int], bool],
+    pays: Callable[[torch.device, torch.dtype, torch.dtype, int], bool],
     least_bytes: int,
     most: int,
 ) -> int:
     """Replace products by the operator; return how many were replaced.
 
     ``weights``: the nodes computed from weights only. A weight that each call computes is left to the compiler, which
-    may fuse that computation with the product. ``pays``: whether the operator is faster for a number of rows and a
-    dtype, up to ``most`` rows. A symbolic number of rows counts as few if its hint is small. For more rows than pay
-    off, the operator calls torch.
+    may fuse that computation with the product. ``pays``: whether the operator is faster on a device for rows of a
+    dtype, a weight of a dtype and a number of rows, up to ``most`` rows. A symbolic number of rows counts as few if its
+    hint is small. For more rows than pay off, the operator calls torch.
     """
     done = 0
     for node in list(graph.nodes):
@@ -46,16 +47,16 @@ def few_rows(
         if product is None:
             continue
         x, weight, bias = product
-        if weight not in weights or weight.op not in ("placeholder", "get_attr") or _transposed(weight):
+        if weight not in weights or _transposed(weight):
             continue
         rows = math.prod(shape(x)[:-1])
         if bytes_hint(weight) < least_bytes or math.prod(hint(size(n), n) for n in val(x).shape[:-1]) > most:
             continue
         # One row is not tried for a symbolic number, because the code for one row is compiled separately.
         counts = (rows,) if isinstance(rows, int) else range(2, most + 1)
-        faster = partial(pays, val(weight).device, val(weight).dtype)
+        faster = partial(pays, val(weight).device, val(x).dtype, val(weight).dtype)
         few = max(itertools.takewhile(faster, counts), default=0)
-        if few and all(val(n).dtype == val(node).dtype for n in product if n is not None):
+        if few and all(val(n).dtype == val(node).dtype for n in (x, bias) if n is not None):
             op = torch.ops.mla_compile.few_rows_linear.default
             new = Builder(node, fake_mode).call(op, x, weight, bias, few)
             node.replace_all_uses_with(new)
@@ -67,20 +68,22 @@ def few_rows(
 
 
 def _product(node: fx.Node) -> LinearProduct | None:
-    """Return the operands of a product whose weight is [O,K], or is a transposed [O,K]."""
-    if packet(node) is aten.linear:
-        return (*args_of(node)[:2], argument(node, 2, "bias"))
+    """Return the operands of a product whose weight is an input [O,K], perhaps converted exactly, or its transpose."""
     bias, factors = None, args_of(node)
     if packet(node) is aten.addmm:
         bias, factors = factors[0], factors[1:]
         if node.kwargs or len(shape(bias)) != 1:
             return None
+    elif packet(node) is aten.linear:
+        bias = argument(node, 2, "bias")
     elif packet(node) not in (aten.mm, aten.matmul) or len(shape(factors[1])) != 2:
         return None
-    x, turned = factors[:2]
-    if packet(turned) is aten.permute and len(shape(turned)) == 2 and list(args_of(turned)[1]) in ([1, 0], [-1, -2]):
-        return x, args_of(turned)[0], bias
-    return None
+    stored = as_stored(factors[1])
+    if stored is None or len(shape(stored[0])) != 2:
+        return None
+    turns = [args_of(n)[1] if packet(n) is aten.permute else None for n in stored[1]]
+    fits = turns == [] if packet(node) is aten.linear else turns in ([[1, 0]], [[-1, -2]])
+    return (factors[0], stored[0], bias) if fits else None
 
 
 def _transposed(weight: fx.Node) -> bool:

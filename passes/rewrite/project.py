@@ -8,7 +8,8 @@ and float16 overflows in q W where q . (W c) does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -16,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.arrange import aligned, einsum
 from mla_compile.passes.ir.axes import Atom
-from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, bytes_hint, packet, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.quantized.stored import dequantized_by_library, stored_leaves
+from mla_compile.passes.rewrite.as_stored import as_stored, replayed
 
 aten = torch.ops.aten
 
@@ -39,26 +41,97 @@ def project(
     return einsum(builder, x, x_atoms, builder.cast(weight, val(x).dtype), w_atoms, out)
 
 
-def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: Collection[fx.Node]) -> int:
-    """Turn products of few rows with a converted weight into a multiply and a sum; return how many.
+@dataclass(frozen=True)
+class Heads:
+    """The operator for products of a few rows with a weight for each head, where this machine has one.
+
+    Attributes:
+        reads: whether it multiplies rows on a device and of a dtype by a weight of another dtype.
+        least_bytes: smaller weights are left to the compiler.
+        most: the number of rows up to which it is used.
+    """
+
+    reads: Callable[[torch.device, torch.dtype, torch.dtype], bool]
+    least_bytes: int
+    most: int
+
+
+def lower_projections(
+    graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: Collection[fx.Node], heads: Heads | None = None
+) -> int:
+    """Turn products of few rows with a converted weight into what reads the weight once; return how many.
 
     Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call. After:
-    ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses, so that the weight is read once,
-    unconverted.
+    ``mla_compile::few_rows_of_heads(x, w)`` with x and w as [h,b,s,n] and [h,l,n], where ``heads`` takes the product;
+    else ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses.
     """
     done = 0
     for node in list(graph.nodes):
-        if packet(node) is not aten.einsum or OURS not in node.meta:
+        if packet(node) is not aten.einsum or OURS not in node.meta or args_of(node)[1][1] not in weights:
             continue
-        equation, (x, weight) = args_of(node)
-        (lx, lw), lo = equation.split("->")[0].split(","), equation.split("->")[1]
-        if weight in weights and _is_converted(weight) and rows_sharing_weight(node) <= FEW_ROWS:
-            node.replace_all_uses_with(_multiply_and_sum(Builder(node, fake_mode), x, lx, weight, lw, lo))
+        new = heads and _of_heads(node, heads, fake_mode)
+        if new is None and _is_converted(args_of(node)[1][1]) and rows_sharing_weight(node) <= FEW_ROWS:
+            new = _multiply_and_sum(node, fake_mode)
+        if new is not None:
+            node.replace_all_uses_with(new)
             graph.erase_node(node)
             done += 1
     if done:
         remove_dead_code(graph)
     return done
+
+
+def reads_stored(node: fx.Node, heads: Heads) -> bool:
+    """Whether ``heads`` takes a product with its weight as it is stored."""
+    stored = as_stored(args_of(node)[1][1])
+    return stored is not None and takes(node, heads, val(stored[0]).dtype)
+
+
+def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
+    """Whether ``heads`` takes a product if its weight is stored in a dtype."""
+    equation, (x, weight) = args_of(node)
+    if _head_letters(equation) is None or rows_sharing_weight(node) > heads.most:
+        return False
+    enough = bytes_hint(weight) // val(weight).element_size() * stored.itemsize >= heads.least_bytes
+    return enough and heads.reads(val(x).device, val(x).dtype, stored)
+
+
+def _of_heads(node: fx.Node, heads: Heads, fake_mode: FakeTensorMode | None) -> fx.Node | None:
+    """Return the same product by the operator; None if it does not take it."""
+    if not reads_stored(node, heads):
+        return None
+    equation, (x, weight) = args_of(node)
+    stored, letters = as_stored(weight), _head_letters(equation)
+    assert stored is not None
+    assert letters is not None
+    (lx, lw), lo = _operand_letters(equation)
+    (head, out, summed), rows = letters, [c for c in lx if c not in lw]
+    builder = Builder(node, fake_mode)
+    x = aligned(builder, x, lx, [head, *rows, summed])
+    weight = aligned(builder, replayed(builder, *stored), lw, [head, out, summed])
+    new = builder.call(torch.ops.mla_compile.few_rows_of_heads.default, x, weight)
+    if head is None:
+        new = builder.call(aten.squeeze.dim, new, 0)
+    return aligned(builder, new, [c for c in (head, *rows, out) if c], lo)
+
+
+def _operand_letters(equation: str) -> tuple[list[str], str]:
+    operands, out = equation.split("->")
+    return operands.split(","), out
+
+
+def _head_letters(equation: str) -> tuple[str | None, str, str] | None:
+    """Return the axes of a weight: of the heads, if it has one; of the result alone; and the one that is summed over.
+
+    None if it has other axes, or if axes of the rows are summed over.
+    """
+    (lx, lw), lo = _operand_letters(equation)
+    roles = [(c in lx, c in lo) for c in lw]
+    heads, out, summed = (roles.count(role) for role in ((True, True), (False, True), (True, False)))
+    if heads > 1 or (out, summed) != (1, 1) or heads + 2 != len(lw) or not set(lx) - {*lw} <= {*lo}:
+        return None
+    head = lw[roles.index((True, True))] if heads else None
+    return head, lw[roles.index((False, True))], lw[roles.index((True, False))]
 
 
 def _is_converted(weight: fx.Node) -> bool:
@@ -71,11 +144,13 @@ def _is_converted(weight: fx.Node) -> bool:
 def rows_sharing_weight(node: fx.Node) -> int:
     """Return how many rows share the weight of an einsum that a rewrite added, at the sizes seen in the trace."""
     equation, (x, _) = args_of(node)
-    lx, lw = equation.split("->")[0].split(",")
+    (lx, lw), _ = _operand_letters(equation)
     return math.prod(hint(size(d), d) for letter, d in zip(lx, val(x).shape, strict=True) if letter not in lw)
 
 
-def _multiply_and_sum(builder: Builder, x: fx.Node, lx: str, weight: fx.Node, lw: str, out: str) -> fx.Node:
+def _multiply_and_sum(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node:
+    builder, (equation, (x, weight)) = Builder(node, fake_mode), args_of(node)
+    (lx, lw), out = _operand_letters(equation)
     order = out + "".join(c for c in lx if c not in out)
     product = builder.call(aten.mul.Tensor, aligned(builder, x, lx, order), aligned(builder, weight, lw, order))
     summed = list(range(len(out), len(order)))

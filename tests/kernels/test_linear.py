@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from mla_compile.kernels import linear
 from mla_compile.kernels.cpu import native
 
 few_rows_linear: Callable[..., Tensor] = torch.ops.mla_compile.few_rows_linear.default
+few_rows_of_heads: Callable[..., Tensor] = torch.ops.mla_compile.few_rows_of_heads.default
 BOUND = {torch.float64: 1e-14, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -131,8 +133,8 @@ def test_wrong_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, message
 
 def test_no_more_rows_than_asked_for(monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
-    multiply = native.few_rows_linear
-    monkeypatch.setattr(native, "few_rows_linear", lambda *args: (taken.append(len(args[1])), multiply(*args))[1])
+    multiply = native.few_rows_product
+    monkeypatch.setattr(native, "few_rows_product", lambda *args: (taken.append(args[1].shape[1]), multiply(*args))[1])
     weight = seeded(40, 24)
     for rows in (1, 2, 3):
         x = seeded(rows, 24)
@@ -143,6 +145,76 @@ def test_no_more_rows_than_asked_for(monkeypatch: pytest.MonkeyPatch):
 def test_gradients_are_refused():
     with pytest.raises(InputError, match="gradient"):
         few_rows_linear(torch.ones(1, 3, requires_grad=True), torch.ones(4, 3))
+
+
+HEADS = [
+    (1, 1, 1),
+    (3, 7, 31),
+    (2, 130, 96),
+    (2, 513, 33),
+    (4, 65, 700),
+    (2, 1100, 7),
+    (2, 600, 1),
+    (2, 1, 40),
+    (2, 0, 5),
+]
+STORED = [
+    *((torch.float32, stored) for stored in (torch.float32, torch.bfloat16, torch.int8)),
+    *((torch.bfloat16, stored) for stored in (torch.bfloat16, torch.int8)),
+    (torch.float64, torch.float64),
+]
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (seeded(*shape) * (40 if dtype == torch.int8 else 1)).clamp(-128, 127).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), STORED, ids=str)
+def test_a_weight_for_each_head(dtype: torch.dtype, stored: torch.dtype):
+    """Contiguous along either axis, or within a larger tensor; rows with any strides."""
+    for rows, (G, O, K) in itertools.product([(), (1,), (2, 3), (17,), (0,)], HEADS):  # noqa: E741
+        weight, wide = numbers(G, O, K, dtype=stored), numbers(G, 2 * O + 3, K + 5, dtype=stored)
+        for w in (weight, weight.mT.contiguous().mT, wide[:, 3 : 3 + O, 2 : 2 + K], wide.mT[:, 1 : 1 + K, :O].mT):
+            x = seeded(*rows, G, K + 2, dtype=dtype)[..., 1 : 1 + K].movedim(-2, 0)
+            got, want = few_rows_of_heads(x, w), torch.einsum("g...k,gok->g...o", x.double(), w.double())
+            assert (got.shape, got.dtype) == (want.shape, dtype)
+            assert (got - want).norm() <= BOUND[dtype] * max(float(want.norm()), 1e-30), (rows, G, O, K, w.stride())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_in_int8_are_read_as_they_are(dtype: torch.dtype):
+    for O, K in [(7, 31), (130, 96), (65, 2051), (5, 9000)]:  # noqa: E741
+        for rows in (1, 2, 4, 5):
+            check(seeded(rows, K, dtype=dtype), numbers(O, K, dtype=torch.int8), seeded(O, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 4, 5), r"x is \[2, 3\] and weight \[2, 4, 5\]"),
+        (torch.ones(3, 5), torch.ones(2, 4, 5), "expected .*G"),
+        (torch.ones(5), torch.ones(4, 5), "expected .*G"),
+        (torch.ones(2, 5).bfloat16(), torch.ones(2, 4, 5), "expected one dtype"),
+        (torch.ones(2, 5), torch.ones(2, 4, 5, device="meta"), "one device"),
+    ],
+)
+def test_wrong_arguments_of_heads(x: Tensor, weight: Tensor, message: str):
+    with pytest.raises(InputError, match=message):
+        linear.run_of_heads(x, weight)
+
+
+def test_heads_in_a_compiled_graph_counted_and_without_gradients():
+    x, weight = seeded(3, 2, 24), numbers(3, 40, 24, dtype=torch.int8)
+    compiled = torch.compile(lambda x: few_rows_of_heads(x, weight).relu(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), few_rows_of_heads(x, weight).relu())
+    with FlopCounterMode(display=False) as counted:
+        few_rows_of_heads(x, weight)
+    assert counted.get_total_flops() == 2 * 6 * 24 * 40
+    torch.library.opcheck(
+        few_rows_of_heads, (x, weight), test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    )
+    with pytest.raises(InputError, match="gradient"):
+        few_rows_of_heads(x.requires_grad_(), weight)
 
 
 @pytest.fixture
@@ -165,16 +237,17 @@ def test_it_pays_where_it_was_measured_to(kernel: str, monkeypatch: pytest.Monke
         return seconds[taken[-1]]
 
     calls: list[int] = []
-    multiply = native.few_rows_linear
-    monkeypatch.setattr(native, "few_rows_linear", lambda *args: (calls.append(1), multiply(*args))[1])
+    multiply = native.few_rows_product
+    monkeypatch.setattr(native, "few_rows_product", lambda *args: (calls.append(1), multiply(*args))[1])
     monkeypatch.setattr(linear, "timed", timed)
     cpu = torch.device("cpu")
-    assert linear.pays(cpu, torch.bfloat16, 1) is (kernel == "native")
+    assert linear.pays(cpu, torch.bfloat16, torch.bfloat16, 1) is (kernel == "native")
     seconds["native"] = 2.9
-    assert not linear.pays(cpu, torch.float32, 1)
+    assert not linear.pays(cpu, torch.float32, torch.float32, 1)
     count = len(taken)
-    assert not linear.pays(cpu, torch.float32, 1)  # measured once
-    assert not linear.pays(cpu, torch.float32, linear.MOST + 1)
-    assert not linear.pays(cpu, torch.float16, 1)
-    assert not linear.pays(torch.device("cuda"), torch.bfloat16, 1)
+    assert not linear.pays(cpu, torch.float32, torch.float32, 1)  # measured once
+    assert not linear.pays(cpu, torch.float32, torch.float32, linear.MOST + 1)
+    assert not linear.pays(cpu, torch.float16, torch.float16, 1)
+    assert not linear.pays(cpu, torch.float32, torch.bfloat16, 1)  # torch has no such product to compare with
+    assert not linear.pays(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 1)
     assert len(taken) == count

@@ -260,7 +260,7 @@ int mla_decode_attention(const mla::Call* call) {
 // 0; 1 where there is no memory to work in.
 int mla_few_rows(const mla::RowsCall* call) {
   using namespace mla;
-  return call->kind == BFLOAT16 ? !multiply_rows<bf16>(*call) : !multiply_rows<float>(*call);
+  return !multiply_rows(*call);
 }
 
 // 0; 1 where there is no memory to work in.

@@ -34,7 +34,7 @@ def handed(fn: Fn, *weights: Tensor, x: Tensor = X, least: int = 0, most: int = 
     """How many products of ``fn(x, *weights)`` the operator takes; the result has to stay the same."""
     program = trace(fn, [x], weights)
     known = weight_nodes(canonical(program), program.weights)
-    done = few_rows(program.gm.graph, program.fake_mode, known, lambda _, __, rows: rows <= most, least, 4)
+    done = few_rows(program.gm.graph, program.fake_mode, known, lambda *of: of[-1] <= most, least, 4)
     program.gm.graph.lint()
     program.gm.recompile()
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_an_open_number_of_rows(seen: int, pays: int, takes: int | None):
     x = seeded(seen, 1, K, dtype=torch.float32)
     program = export(module, [x], [{0: torch.export.Dim("batch")}])
     known = weight_nodes(canonical(program), program.weights)
-    done = few_rows(program.gm.graph, program.fake_mode, known, lambda _, __, rows: rows <= pays, 0, 4)
+    done = few_rows(program.gm.graph, program.fake_mode, known, lambda *of: of[-1] <= pays, 0, 4)
     ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.few_rows_linear.default]
     assert [n.args[3] for n in ops] == [takes] * done == ([] if takes is None else [takes])
     program.gm.recompile()

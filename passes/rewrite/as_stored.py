@@ -1,0 +1,60 @@
+"""Weights as they are stored: what a product reads if its operator converts the numbers by itself.
+
+Before::
+
+    w = _to_copy(slice(reshape(_to_copy(permute(stored), bfloat16), ...), ...), float32)
+
+Read instead, where both conversions are exact::
+
+    w = slice(reshape(permute(stored), ...), ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.graph import Builder, args_of, packet, val
+from mla_compile.passes.ir.operators import Copy, decode
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view, aten.reshape, aten.permute, aten.slice, aten.select, aten.squeeze, aten.unsqueeze)
+_EXACT = {torch.int8: (torch.bfloat16, torch.float16, torch.float32), torch.bfloat16: (torch.float32,)}
+
+
+def as_stored(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """Return the input that holds exactly the numbers of ``weight``, and the views that lead from there.
+
+    None if there is none, because a call computes the weight.
+    """
+    views = []
+    while not _is_input(weight):
+        if packet(weight) in _VIEWS:
+            views.append(weight)
+        elif not (isinstance(decode(weight), Copy) and _is_exact(args_of(weight)[0], weight)):
+            return None
+        weight = args_of(weight)[0]
+    return weight, views[::-1]
+
+
+def replayed(builder: Builder, stored: fx.Node, views: Sequence[fx.Node]) -> fx.Node:
+    """Add the views again, of the stored numbers."""
+    for view in views:
+        op = aten.reshape.default if packet(view) is aten.view else view.target
+        assert callable(op)
+        stored = builder.call(op, stored, *args_of(view)[1:], **view.kwargs)
+    return stored
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "get_attr") or node.target is getattr
+
+
+def _is_exact(x: fx.Node, result: fx.Node) -> bool:
+    """Whether a copy has exactly the numbers that it reads, and lies on the same device."""
+    before, after = val(x), val(result)
+    same = after.dtype == before.dtype or after.dtype in _EXACT.get(before.dtype, ())
+    return same and before.device == after.device
