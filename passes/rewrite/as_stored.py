@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import Builder, args_of, packet, val
-from mla_compile.passes.ir.operators import Copy, decode
+from mla_compile.passes.ir.moves import Copy
 
 aten = torch.ops.aten
 
