@@ -18,6 +18,7 @@ from torch import fx
 
 from mla_compile.passes.ir.graph import Builder, args_of, packet, val
 from mla_compile.passes.ir.moves import Copy
+from mla_compile.passes.ir.operators import decode
 
 aten = torch.ops.aten
 
