@@ -1,4 +1,4 @@
-"""Passes before an attention is rewritten: stand-ins, one spelling, rows in place of K and V, verdicts, split heads."""
+"""Passes before attentions are rewritten: stand-ins, one spelling, rows in place of K and V, verdicts, split heads."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv
 
-from mla_compile import pass_state
 from mla_compile.core.dims import Dims
 from mla_compile.core.program import Program
 from mla_compile.dynamo import compiler as compiling
+from mla_compile.passes.cost.cost import SiteCost
 from mla_compile.passes.ir.sizes import size
 from mla_compile.runtime import choice
 from tests.support.compiling import compiled, compiler
@@ -57,17 +57,17 @@ def test_the_picker_understands_the_shape_expressions_of_torch() -> None:
     graph.output(())
     program = Program(torch.fx.GraphModule({}, graph))
     S, T = (size.node.expr for size in fake.shape)
-    site = pass_state.SiteCost(Dims(H=4, L=16, R=6, N=12, V=10), 2, FloorDiv(S * S, S), T + 1)
+    site = SiteCost(Dims(H=4, L=16, R=6, N=12, V=10), 2, FloorDiv(S * S, S), T + 1)
     pays = choice.picker(program, [site, site])
     assert pays([torch.ones(1, 50)])
     assert not pays([torch.ones(500, 50)])
     assert choice.pays_as_traced(program, [site])
-    unknown = pass_state.SiteCost(site.dims, 2, S, sympy.Symbol("u0", integer=True))  # counts as UNSEEN
+    unknown = SiteCost(site.dims, 2, S, sympy.Symbol("u0", integer=True))  # counts as UNSEEN
     pays = choice.picker(program, [unknown])
     assert pays([torch.ones(1, 50)])
     assert not pays([torch.ones(500, 50)])
     assert choice.pays_as_traced(program, [unknown])
-    assert not choice.pays_as_traced(program, [pass_state.SiteCost(site.dims, 2, S + 100, unknown.T)])
+    assert not choice.pays_as_traced(program, [SiteCost(site.dims, 2, S + 100, unknown.T)])
 
 
 def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
@@ -84,7 +84,7 @@ def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
     program = Program(torch.fx.GraphModule({}, graph))
     S, T = size(queries.shape[0]), size(later)
     assert earlier.node.expr == T
-    site = pass_state.SiteCost(Dims(H=4, L=16, R=6, N=12, V=10), 2, S, T + S)
+    site = SiteCost(Dims(H=4, L=16, R=6, N=12, V=10), 2, S, T + S)
     pays = choice.picker(program, [site])
     assert pays([torch.ones(5, 7), 50])
     assert not pays([torch.ones(500, 7), 50])
