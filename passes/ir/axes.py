@@ -198,7 +198,7 @@ def _carried(own: Axes, other: Axes, axes: Axes) -> tuple[Axes, Split] | None:
     if spare:
         return None
     found |= {atom: fresh_axis(atom.size) for atom in flatten(other) if atom not in found}
-    return tuple(substitute(axis, found) for axis in other), split
+    return tuple(flatten([found[atom] for atom in axis]) for axis in other), split
 
 
 @lru_cache(maxsize=4096)

@@ -62,6 +62,7 @@ def test_there_and_back(name):
     own = tuple(tuple(p for a in axis for p in split.get(a, (a,))) for axis in axes)
     assert torch.equal(rearranged(X, IndexMap(own, after)), wanted)
     assert index.backward(after) == own
+    assert index.forward(index.before)[1] == {}
     assert {k for dim in range(len(after)) for k in index.read_along(dim)} >= {k for k, a in enumerate(own) if a}
 
 
