@@ -276,7 +276,7 @@ def shared_rows() -> str:
 def shared_row_parts() -> str:
     """What those steps consist of."""
     found = data("shared_rows")["parts"]
-    names = list(dict.fromkeys(part for row in found for part in row["ms"]))
+    names = sorted(found[-1]["ms"], key=found[-1]["ms"].__getitem__, reverse=True)
     rows = (
         (
             SHARED_LAYERS[r["layer"]],

@@ -13,8 +13,9 @@ import pytest
 from mla_compile.codes import Code
 from mla_compile.kernels.cpu import native
 from tests.adversary.mutations import MUTATIONS
-from tests.adversary.places import Refused
-from tests.adversary.shared import STEPS, mutant, pool
+from tests.adversary.places import Edit, Refused, apply, edges
+from tests.adversary.shared import STEPS, base_of, checked, mutant, pool
+from tests.support.generated_rows import RowsCase
 
 COUNT = int(os.environ.get("MLA_ADVERSARY_ROWS", "24"))
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
@@ -38,6 +39,15 @@ def test_mutants() -> None:
     codes = {site.code for report in reports for site in report.sites}
     assert Code.SHARED_ROWS in codes
     assert len(codes) > 1
+
+
+def test_keys_whose_batch_is_the_columns_of_the_values() -> None:
+    """What a longer run found: where these are as many, axes of one tensor are not told apart by their sizes."""
+    base = base_of(RowsCase(B=4, T=4, W=4, values="first", spelling="expand"))
+    assert base is not None
+    (edge,) = [e for e in edges(base, "keys") if e.node.op == "placeholder"]  # type: ignore[arg-type]
+    report = checked(base, apply(base, edge, Edit(lambda x: x.transpose(0, 3))))  # type: ignore[arg-type]
+    assert report.sites[0].code is not Code.SHARED_ROWS
 
 
 def test_bases_have_all_forms() -> None:

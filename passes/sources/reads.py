@@ -33,12 +33,17 @@ class ColumnRead:
 
     def within(self, others: Iterable[ColumnRead]) -> bool:
         """Whether ``others`` together read every column of this one."""
-        alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts]
+        alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts and self._lies_like(o)]
         covered = self.start
         for other in sorted(alike, key=lambda o: o.start):
             if other.start <= covered:
                 covered = max(covered, other.stop)
         return self.stop <= covered
+
+    def _lies_like(self, other: ColumnRead) -> bool:
+        """Whether batch, tokens and columns are the same dimensions: equal sizes do not tell them apart."""
+        dims = zip(self.roles, other.roles, shape(self.rows), strict=True)
+        return all(a == b or same(length, 1) for a, b, length in dims)
 
 
 def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[ColumnRead]:

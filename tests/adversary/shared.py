@@ -61,7 +61,7 @@ def bases(count: int, start: int) -> Iterator[RowsBase]:
             n = 4 if case.values == "middle" else 2 * case.G
             case = replace(case, B=n, T=max(n, case.S), H=n, W=n, C=n if case.C else 0, k=min(case.k, n))
         start += 1
-        base = _base(case)
+        base = base_of(case)
         if base is not None:
             found += 1
             yield base
@@ -73,7 +73,8 @@ def pool(count: int, start: int) -> tuple[RowsBase, ...]:
     return tuple(bases(count, start))
 
 
-def _base(case: RowsCase) -> RowsBase | None:
+def base_of(case: RowsCase) -> RowsBase | None:
+    """The captured case, if its heads are found to share rows."""
     given = inputs_of(case)
     module = SharedRows(case).eval()
     with torch.no_grad():
@@ -95,7 +96,7 @@ def mutant(base: RowsBase, mutation: Mutation, rng: random.Random) -> Report:
     edge = choose(rng, _anywhere(base) if place == "anywhere" else edges(base, place))  # type: ignore[arg-type]
     program = apply(base, edge, mutation.make(rng, base, edge))  # type: ignore[arg-type]
     try:
-        return _checked(base, program)
+        return checked(base, program)
     except AssertionError as error:
         raise AssertionError(f"{mutation.name} on {place} of {base.case!r} at {edge}: {error}") from error
 
@@ -107,7 +108,8 @@ def _anywhere(base: RowsBase) -> list[Edge]:
     return [Edge(n, (user,)) for n in nodes for user in n.users if user in before]
 
 
-def _checked(base: RowsBase, program: Program) -> Report:
+def checked(base: RowsBase, program: Program) -> Report:
+    """The report on a mutant; raises AssertionError on a wrong number or a false reason."""
     if _lacks_numbers(program, base.inputs(0)):
         raise Refused("its scores are no numbers")
     outcome = pipeline.run(program, Options(lowering="op", codegen="eager"))
