@@ -101,3 +101,18 @@ def test_what_the_attention_reads_itself_is_not_read_elsewhere(case: Case) -> No
     assert {str(t.code) for t in reasons(case)} == {
         "silu_on_values": {"nonlinear"}, "rope_on_keys": {"position_dependent"}, "norm_on_keys": {"nonlinear"},
     }[case.fault]  # fmt: skip
+
+
+# Keys of a latent and of a nonlinear row of it, both up-projected: the mask is what keeps them, and not how the row is
+# made.
+MASKED = Case(
+    T=3, D=9, H=2, L=1, Q=1, N=1, R=1, V=1, steps=1, chunk=2, up="two", lora=True, latent_norm=False,
+    latent_scale="vector", rope="none", rotate="on_read", share="repeat", join="sum", layout="heads_last", core="bmm",
+    scale="divide", mask="where", mask_rank=3, extra="max", cache="index_copy", fault="mask_from_keys", beside="rows",
+    latents=2,
+)  # fmt: skip
+
+
+def test_how_rows_are_made_is_no_reason() -> None:
+    check(MASKED)
+    assert {str(t.code) for t in reasons(MASKED) if t.part == "keys"} == {"mask_depends_on_keys"}

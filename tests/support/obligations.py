@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
-from mla_compile.core.program import Program
+from mla_compile.core.program import Program, view_source
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.operators import is_contraction
@@ -59,8 +59,15 @@ class Obligations:
     def _joint(self, side: str, rows: Iterable[fx.Node]) -> set[str]:
         """What one side breaks as a function of the rows of the other, as far as it is made of them."""
         behind = set(reachable(self.operands(side), lambda n: n.all_input_nodes))
-        cuts = frozenset(node for node in rows if node in behind and node.op not in ("placeholder", "get_attr"))
-        return Side(self, side, cuts=cuts).broken() & {"mixed", "nonlinear", "position"} if cuts else set()
+        seen = {self._viewed(node) for node in rows}
+        cuts = frozenset(node for node in seen if node in behind and node.op not in ("placeholder", "get_attr"))
+        return Side(self, side, cuts=cuts).broken() & {"mixed", "crossed", "nonlinear", "position"} if cuts else set()
+
+    def _viewed(self, node: fx.Node) -> fx.Node:
+        """The tensor that ``node`` shows in another layout, which both sides may read by views of their own."""
+        while (source := view_source(node)) is not None and self.size(source) == self.size(node):
+            node = source
+        return node
 
     def operands(self, side: str) -> list[fx.Node]:
         return [o.node for o in self.sides[side]]

@@ -24,6 +24,7 @@ TRUE: dict[str, set[Code]] = {
     "random": {Code.DROPOUT},
     "nonlinear": {Code.NONLINEAR, Code.QUANTIZED_ROWS},
     "mixed": {Code.TOKEN_MIXING},
+    "crossed": {Code.TOKEN_MIXING, Code.HEAD_DEPENDENT_LATENT, Code.PER_HEAD_ROPE},
     "position": {Code.POSITION_DEPENDENT, Code.PER_HEAD_ROPE},
     "heads": {Code.HEAD_DEPENDENT_LATENT, Code.PER_HEAD_ROPE},
     "several": {Code.TOO_MANY_SOURCES},
@@ -41,7 +42,8 @@ TRUE: dict[str, set[Code]] = {
 }
 """The codes that are true where an obligation is broken.
 
-``wide``: the rows hold no fewer values than K and V. ``hidden``: the queries are made of them, too. ``unprojected``: no
+``crossed``: rows of other sequences are read; a batch may stand where the heads were meant. ``wide``: the rows hold no
+fewer values than K and V. ``hidden``: the queries are made of them, too. ``unprojected``: no
 weight makes K or V of rows that hold fewer. ``given``: K or V hold an input as it is. ``weight``: something without
 tokens is multiplied.
 """

@@ -157,6 +157,8 @@ class Side:
             found.add("weight")
         if any(node.op not in ("placeholder", "get_attr") for node in alike):  # made of some tokens, read by all
             found.add("mixed")
+        if any(map(self._crosses, self.moves.values())):
+            found.add("crossed")
         if len(self.rows) > 1:
             found.add("several")
         if self.width_of(self.rows) >= self.heads * self.at.shape[2]:
@@ -187,6 +189,12 @@ class Side:
             return True
         each = (one[:, one.any(0)].int().argmax(0) for one in tokens.unbind(1))
         return any(bool((order.diff() <= 0).any()) for order in each)
+
+    def _crosses(self, moved: Tensor) -> bool:
+        """Whether the positions of an axis tell sequences apart, and one moves several or one is moved by several."""
+        each = moved.any(2).unflatten(1, (self.batch, self.heads)).any(2)
+        crosses = (each.sum(0) > 1).any() | (each.sum(1) > 1).any()
+        return bool((each != each[:1]).any() & crosses)
 
     def tells_heads_apart(self) -> bool:
         """Whether one position of an axis moves some heads of a batch entry, and not others."""
