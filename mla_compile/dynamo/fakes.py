@@ -30,10 +30,9 @@ def remember_results(output: Any) -> None:
     run = dynamo_utils.run_node
 
     def run_node(tracer: Any, node: torch.fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
-        key = _key(node, args, kwargs) if tracer is output else None
+        key, given = _key(node, args, kwargs) if tracer is output else (None, [])
         if key is None:
             return run(tracer, node, args, kwargs, nnmodule)
-        given = _tensors((args, kwargs))
         if (make := known.get(key)) is not None:
             return make(given)
         result = run(tracer, node, args, kwargs, nnmodule)
@@ -48,16 +47,17 @@ def remember_results(output: Any) -> None:
     output.add_cleanup_hook(restore)
 
 
-def _key(node: torch.fx.Node, args: Any, kwargs: Any) -> Hashable | None:
-    """All that the metadata of a result follow from; None if more than that might matter."""
+def _key(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Hashable | None, list[FakeTensor]]:
+    """All that the metadata of a result follow from, None if more than that might matter; the tensors in it."""
     if not _is_of_torch(node) or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
-        return None
+        return None, []
     values: list[Any] = []
     read = (each(args, partial(_read, values)), each(kwargs, partial(_read, values)))
-    if not any(isinstance(value, torch.Tensor) for value in values) or not all(map(_is_plain, values)):
-        return None
+    tensors = [value for value in values if isinstance(value, FakeTensor)]
+    if not tensors or not all(map(_is_plain, values)):
+        return None, []
     state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), _kernels()
-    return node.op, node.target, state, read
+    return (node.op, node.target, state, read), tensors
 
 
 def _is_of_torch(node: torch.fx.Node) -> bool:
@@ -88,10 +88,6 @@ def _kernels() -> Hashable:
 def _read(values: list[Any], value: Any) -> Hashable:
     values.append(value)
     return (value.is_inference(), known_of(value)) if isinstance(value, torch.Tensor) else number_of(value)
-
-
-def _tensors(value: Any) -> list[FakeTensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, FakeTensor)]
 
 
 def _maker(result: Any, given: list[FakeTensor]) -> _Made | None:

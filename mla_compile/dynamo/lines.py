@@ -10,9 +10,8 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 
 def remember_lines(output: Any) -> None:
     """From now on, nodes of Dynamo's ``output`` get the ``stack_trace`` that torch would write, from lines known."""
-    known: dict[
-        Any, tuple[str, Any]
-    ] = {}  # with the code, whose identity is not given to another one as long as it lives
+    # With the code of a line, since the identity of code that is gone may be that of other code.
+    known: dict[Any, tuple[str, Any]] = {}
     tracer = output.current_tracer
     create = tracer.create_node
 
