@@ -99,7 +99,8 @@ def _of_heads(node: fx.Node, heads: Heads, fake_mode: FakeTensorMode | None) -> 
         return None
     equation, (x, weight) = args_of(node)
     stored, letters = as_stored(weight), _head_letters(equation)
-    assert stored is not None and letters is not None
+    assert stored is not None
+    assert letters is not None
     (lx, lw), lo = _operand_letters(equation)
     (head, out, summed), rows = letters, [c for c in lx if c not in lw]
     builder = Builder(node, fake_mode)
