@@ -4,9 +4,10 @@
     python -m benchmarks.few_rows --models v2lite --contexts 512 --rows 1
 
 Alone: the projections around an attention of each model, and W_kc and W_v with float32 rows for each head, for each
-number of rows, over as many copies of the weight as come from memory and not from a cache. Steps: one layer of a model of transformers in a ``DynamicCache`` that holds
-random rows, optimized with ``products="torch"`` and ``products="native"``. The floor is the time in which this process
-reads the weight, or in a step all weights and the cache, once. In turns in one process, after results were compared.
+number of rows, over as many copies of the weight as come from memory and not from a cache. Steps: one layer of a model
+of transformers in a ``DynamicCache`` that holds random rows, optimized with ``products="torch"`` and
+``products="native"``. The floor is the time in which this process reads the weight, or in a step all weights and the
+cache, once. In turns in one process, after results were compared.
 """
 
 from __future__ import annotations
