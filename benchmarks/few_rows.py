@@ -3,10 +3,11 @@
     python -m benchmarks.few_rows
     python -m benchmarks.few_rows --models v2lite --contexts 512 --rows 1
 
-Alone: the projections around an attention of each model, for each number of rows, over as many copies of the weight as
-come from memory and not from a cache. Steps: one layer of a model of transformers in a ``DynamicCache`` that holds
-random rows, optimized with ``products="torch"`` and ``products="native"``. The floor is the time in which this process
-reads the weight, or in a step all weights and the cache, once. In turns in one process, after results were compared.
+Alone: the projections around an attention of each model, and W_kc and W_v with float32 rows for each head, for each
+number of rows, over as many copies of the weight as come from memory and not from a cache. Steps: one layer of a model
+of transformers in a ``DynamicCache`` that holds random rows, optimized with ``products="torch"`` and
+``products="native"``. The floor is the time in which this process reads the weight, or in a step all weights and the
+cache, once. In turns in one process, after results were compared.
 """
 
 from __future__ import annotations
@@ -68,6 +69,39 @@ def alone(args: argparse.Namespace, name: str, dtype: str) -> list[dict[str, Any
                 "kind": "product", "model": name, "weight": weight, "O": O, "K": K, "rows": rows, "dtype": dtype,
                 "ms": {form: asdict(Times.of(t)) for form, t in times.items()},
                 "floor_ms": 1e3 * bytes_ / args.bandwidth,
+                "torch_over_native": common.median_ratio(times["torch"], times["native"]),
+            })  # fmt: skip
+    return measured
+
+
+def converted(x: Tensor, weight: Tensor) -> Tensor:
+    """The product for each head as torch has it."""
+    return torch.bmm(x, weight.to(x.dtype).mT)
+
+
+def of_heads(args: argparse.Namespace, name: str, dtype: str) -> list[dict[str, Any]]:
+    """W_kc and W_v with each number of rows, as slices of an up-projection; raises SystemExit where results differ."""
+    d, measured = MODELS[name].dims, []
+    random = torch.Generator().manual_seed(0)
+    first = torch.randn(d.H, d.N + d.V, d.L, generator=random).to(DTYPES[dtype])
+    copies = [first, *(first.clone() for _ in range(int(MEMORY / first.nbytes)))]
+    sides = {"W_kc": [c[:, : d.N].mT for c in copies], "W_v": [c[:, d.N :] for c in copies]}
+    for weight, each_copy in sides.items():
+        H, O, K = each_copy[0].shape  # noqa: E741
+        for rows in args.rows:
+            x = torch.randn(H, rows, K, generator=random)
+            got, want = linear.run_of_heads(x, each_copy[0]), converted(x.double(), each_copy[0]).float()
+            if not (got - want).norm() <= TOLERANCE["float32"] * want.norm():
+                raise SystemExit(f"{name} {weight} {dtype}: results differ; nothing is timed on wrong ones")
+            forms = {
+                "torch": partial(each, converted, x, each_copy),
+                "native": partial(each, linear.run_of_heads, x, each_copy),
+            }
+            times = common.in_turns(forms, args.rounds, args.budget, least=3)
+            measured.append({
+                "kind": "product", "model": name, "weight": weight, "O": H * O, "K": K, "rows": rows, "dtype": dtype,
+                "ms": {form: asdict(Times.of(t)) for form, t in times.items()},
+                "floor_ms": 1e3 * each_copy[0].numel() * DTYPES[dtype].itemsize / args.bandwidth,
                 "torch_over_native": common.median_ratio(times["torch"], times["native"]),
             })  # fmt: skip
     return measured
@@ -149,7 +183,7 @@ def main() -> None:
     with torch.no_grad():
         for name in args.models:
             for dtype in args.dtypes:
-                for kind in (alone, steps):
+                for kind in (alone, of_heads, steps):
                     for row in kind(args, name, dtype):
                         rows.append(row)
                         print("  " + "  ".join(describe(row)), flush=True)

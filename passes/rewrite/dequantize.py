@@ -68,7 +68,8 @@ def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads
     a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`), unless a library's
     operator stands in between. Otherwise the weight is written in float32 and read again.
     """
-    products = [n for n in reachable([weight], lambda n: n.users, 4) if packet(n) is aten.einsum and OURS in n.meta]
+    reading = reachable([weight], lambda n: n.users if n is weight or packet(n) is aten._to_copy else ())
+    products = [n for n in reading if packet(n) is aten.einsum and OURS in n.meta]
     if heads is not None and products and all(takes(n, heads, dtype) for n in products):
         return not all(reads_stored(n, heads) for n in products)
     # The stored numbers may hold K and V together, of which this weight is one part.
