@@ -50,12 +50,9 @@ def build(target: Path) -> Path:
 
 def compare(wheel: Path) -> None:
     """Every module of the checkout is in the wheel, and nothing else is."""
-    found = [
-        Path(folder, name) for folder, _, names in os.walk(ROOT / "mla_compile", followlinks=True) for name in names
-    ]
     expected = {
         path.relative_to(ROOT).as_posix()
-        for path in found
+        for path in (ROOT / "mla_compile").rglob("*")
         if path.suffix in (".py", ".json", ".typed") or path.parent.name in ("csrc", "templates")
     }
     with zipfile.ZipFile(wheel) as archive:

@@ -68,16 +68,8 @@ __all__ = [
     "save",
 ]
 
-try:
-    if not (sys.argv[1:] == ["--version"] and Path(sys.argv[0]).name in ("mla-compile", "-m")):  # needs no torch
-        import_module("mla_compile.ops")  # registers the operators
-except ModuleNotFoundError as error:
-    if error.name != "mla_compile.kernels":
-        raise
-    raise ImportError(
-        "mla_compile/passes and mla_compile/kernels are symbolic links in the repository, but not here: clone it with "
-        "`git clone -c core.symlinks=true`, or unpack it on a file system that has symbolic links"
-    ) from None
+if not (sys.argv[1:] == ["--version"] and Path(sys.argv[0]).name in ("mla-compile", "-m")):  # needs no torch
+    import_module("mla_compile.ops")  # registers the operators
 
 __getattr__, __dir__ = lazy(
     __name__,

@@ -33,7 +33,7 @@ from mla_compile.kernels.call import DecodeCall
 
 L, R, PAGE, NODES, ROUNDS = 512, 64, 64, 4, 30
 SCALE = 192**-0.5
-SOURCES = ("mla_compile", "kernels", "kernels/tuned.json", "passes", "benchmarks/gpu/onnx_native.py")
+SOURCES = ("mla_compile", "mla_compile/kernels/tuned.json", "benchmarks/gpu/onnx_native.py")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # largest error over the largest value
 SHAPES = ((1, 4096, 128), (1, 32768, 16), (8, 4096, 16), (32, 4096, 16), (32, 4096, 128), (1, 131072, 128))
 _TYPES = {torch.float32: 1, torch.int32: 6, torch.int64: 7, torch.bool: 9, torch.float16: 10, torch.bfloat16: 16}

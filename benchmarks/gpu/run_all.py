@@ -44,7 +44,7 @@ from benchmarks.gpu import correctness, kernels_bench, model_bench, onnx_native,
 from benchmarks.gpu.common import DEAD_CONTEXT, DONE, FAULTS, ROOT, Case, OutOfTimeError, Row, Run, Store, Wire
 from benchmarks.gpu.peers import PEERS
 
-CHECK = ("kernels", *(f"benchmarks/gpu/{name}.py" for name in ("cases", "compare", "correctness")))
+CHECK = ("mla_compile/kernels", *(f"benchmarks/gpu/{name}.py" for name in ("cases", "compare", "correctness")))
 TIMING = (*CHECK, "benchmarks/gpu/timing.py")
 # Most of the time of a check goes into compiling its kernel, on one core; what is not timed can share the GPU.
 PARALLEL = max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -71,11 +71,11 @@ SECTIONS = {
     ),
     "models": Section(
         model_bench.cases,
-        ("kernels", "passes", "mla_compile", "benchmarks/common.py", "benchmarks/gpu/timing.py",
-         "benchmarks/gpu/model_bench.py"), 400.0, needs="floors", timed=True,
+        ("mla_compile", "benchmarks/common.py", "benchmarks/gpu/timing.py", "benchmarks/gpu/model_bench.py"), 400.0,
+        needs="floors", timed=True,
     ),
     "onnx": Section(onnx_native.cases, onnx_native.SOURCES, 300.0),
-    "tests": Section(suite.cases, ("kernels", "kernels/tuned.json", "passes", "mla_compile", "tests"), 300.0),
+    "tests": Section(suite.cases, ("mla_compile", "mla_compile/kernels/tuned.json", "tests"), 300.0),
     "tiles": Section(tune.tiles, (*CHECK, "benchmarks/gpu/tune.py"), workers=PARALLEL),
     "tune": Section(tune.tune, (*TIMING, "benchmarks/gpu/tune.py", "benchmarks/gpu/fit.py"), needs="tiles", timed=True),
     "consan": Section(correctness.consan, CHECK, 1e6),  # only its time ends it: its compilation takes minutes

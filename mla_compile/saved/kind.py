@@ -8,7 +8,7 @@ import inspect
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -51,22 +51,14 @@ def _instructions() -> list[str]:
 def of_versions() -> Kind:
     """Return the versions of Python and torch, and a digest of this package."""
     digest = hashlib.sha256()
-    for file in sorted(_files(_OURS)):
-        digest.update(file.read_bytes())
+    for file in sorted(_OURS.rglob("*")):
+        if file.suffix in (".py", ".cpp", ".h"):
+            digest.update(file.read_bytes())
     return {
         "python": f"{platform.python_implementation()} {sys.version}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "mla_compile": f"{__version__} {digest.hexdigest()[:16]}",
     }
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    # Path.rglob does not follow links, which passes and kernels are in a checkout.
-    for entry in folder.iterdir():
-        if entry.is_dir() and entry.name != "__pycache__":
-            yield from _files(entry)
-        elif entry.suffix in (".py", ".cpp", ".h"):
-            yield entry
 
 
 def of_model(model: torch.nn.Module) -> Kind:

@@ -253,14 +253,14 @@ def test_new_rows_come_first_then_unfinished_ones_then_those_that_died(tmp_path)
 
 
 def test_rows_of_other_sources_cards_versions_and_tiles_are_measured_anew(tmp_path):
-    def digest(of: str = "", sources: tuple[str, ...] = ("kernels",), **about: Any) -> str:
+    def digest(of: str = "", sources: tuple[str, ...] = ("mla_compile/kernels",), **about: Any) -> str:
         run = run_of(tmp_path / "r.json", sources=sources)
         run.store.data["about"] |= about
         return run.digest(Case("a", dict, of=of))
 
     same = digest(date="tomorrow", run=9)
     assert same == digest()
-    others = [digest("tile"), digest(sources=("passes",)), digest(gpu={"name": "H100"}), digest(triton="4")]
+    others = [digest("tile"), digest(sources=("mla_compile/passes",)), digest(gpu={"name": "H100"}), digest(triton="4")]
     assert len({same, *others}) == 5
 
 

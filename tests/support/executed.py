@@ -26,7 +26,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("mla_compile", "passes", "kernels")
 Lines = dict[str, int]
 """By path from the root: bit n for line n."""
 
@@ -64,7 +63,7 @@ class Watch:
             pickle.dump((item.nodeid, time.perf_counter() - start, self.lines), file)
 
     def _line(self, code: types.CodeType, line: int) -> Any:
-        name = os.path.relpath(os.path.realpath(code.co_filename), ROOT)
+        name = os.path.relpath(code.co_filename, ROOT)
         self.lines[name] = self.lines.get(name, 0) | 1 << line
         return sys.monitoring.DISABLE
 
@@ -72,9 +71,9 @@ class Watch:
         if len(sys.modules) == self.modules:
             return
         self.modules = len(sys.modules)
-        roots = tuple(str(ROOT / room) + os.sep for room in ROOMS)
+        package = str(ROOT / "mla_compile") + os.sep
         for thing in gc.get_objects():
-            if type(thing) is types.FunctionType and thing.__code__.co_filename.startswith(roots):
+            if type(thing) is types.FunctionType and thing.__code__.co_filename.startswith(package):
                 self._watch(thing.__code__)
 
     def _watch(self, code: types.CodeType) -> None:
@@ -121,14 +120,12 @@ def statements(path: Path) -> int:
 def by_room(lines: Lines) -> dict[str, tuple[int, int]]:
     """Executed lines, and lines there are, by room."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            name = path.relative_to(ROOT)
-            if not name.name.endswith(("_triton.py", "_gluon.py")):  # they run in other processes
-                there = statements(path)
-                done = (lines.get(str(name), 0) & there).bit_count()
-                key = "/".join(name.parts[:2]) if len(name.parts) > 2 else room
-                found[key] = (found[key][0] + done, found[key][1] + there.bit_count())
+    for path in sorted((ROOT / "mla_compile").rglob("*.py")):
+        if not path.name.endswith(("_triton.py", "_gluon.py")):  # they run in other processes
+            there = statements(path)
+            done = (lines.get(str(path.relative_to(ROOT)), 0) & there).bit_count()
+            room = str(path.parent.relative_to(ROOT))
+            found[room] = (found[room][0] + done, found[room][1] + there.bit_count())
     return found
 
 

@@ -2,7 +2,7 @@
 
     pip install cosmic-ray
     pytest -n 2 -p tests.support.executed --executed lines                  (Python 3.12 or newer)
-    python -m tests.support.mutation lines mutants.jsonl --modules passes/cache/recipe.py,passes/cache/find.py
+    python -m tests.support.mutation lines mutants.jsonl --modules mla_compile/passes/cache/recipe.py
     python -m tests.support.mutation lines mutants.jsonl --sample 400 --seed 1 [-- pytest options]
 
 ``lines`` says which tests execute a line. Each mutant (the operators are cosmic-ray's) gets a fork of this process,
@@ -298,7 +298,7 @@ class Mutation:
 
     def _mutate(self, path: Path, source: str) -> None:
         parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts if parts[0] == "mla_compile" else ("mla_compile", *parts)).removesuffix(".__init__")
+        name = ".".join(parts).removesuffix(".__init__")
         module = importlib.import_module(name)
         mutant = types.ModuleType(module.__name__)
         mutant.__file__, mutant.__package__ = str(path), module.__package__
