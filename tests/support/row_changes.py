@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.operators import Broadcast, Copy, Join, Permute, Regroup, Repeat, decode, is_contraction
+from mla_compile.passes.ir.operators import Broadcast, Copy, Join, Permute, Regroup, Repeat, Slice, decode, is_contraction
 from mla_compile.passes.ir.walk import reachable, weight_nodes
 
 NEGLIGIBLE = 1e-9
@@ -382,10 +382,10 @@ class _Side:
 
 
 def _given(node: fx.Node) -> bool:
-    """Whether a node is an input, copied, joined and put in another order."""
+    """Whether a node is of inputs: cut, copied, joined, put in another order."""
     if node.op == "placeholder":
         return True
-    moves = isinstance(decode(node), (Broadcast, Copy, Join, Permute, Regroup, Repeat))
+    moves = isinstance(decode(node), (Broadcast, Copy, Join, Permute, Regroup, Repeat, Slice))
     return moves and all(map(_given, node.all_input_nodes))
 
 
