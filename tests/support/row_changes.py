@@ -21,7 +21,17 @@ from torch._dynamo.utils import counters
 from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.operators import Broadcast, Copy, Join, Permute, Regroup, Repeat, Slice, decode, is_contraction
+from mla_compile.passes.ir.operators import (
+    Broadcast,
+    Copy,
+    Join,
+    Permute,
+    Regroup,
+    Repeat,
+    Slice,
+    decode,
+    is_contraction,
+)
 from mla_compile.passes.ir.walk import reachable, weight_nodes
 
 NEGLIGIBLE = 1e-9
