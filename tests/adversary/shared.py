@@ -96,8 +96,9 @@ def mutant(base: RowsBase, mutation: Mutation, rng: random.Random) -> Report:
     edge = choose(rng, _anywhere(base) if place == "anywhere" else edges(base, place))  # type: ignore[arg-type]
     program = apply(base, edge, mutation.make(rng, base, edge))  # type: ignore[arg-type]
     try:
-        # Sequences may be mixed instead of tokens, which the check of reasons does not watch.
-        return checked(base, program, {Code.TOKEN_MIXING, *mutation.codes})
+        # Sequences may be mixed instead of tokens, and rows as wide as what all heads share, which the check of reasons
+        # does not watch.
+        return checked(base, program, {Code.TOKEN_MIXING, Code.COST_LATENT_WIDE, *mutation.codes})
     except AssertionError as error:
         raise AssertionError(f"{mutation.name} on {place} of {base.case!r} at {edge}: {error}") from error
 
