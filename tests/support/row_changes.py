@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.passes.ir.axes import Axes
-from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Repeat
+from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Repeat, Slice
 from mla_compile.passes.ir.operators import decode, is_contraction
 
 if TYPE_CHECKING:
@@ -256,10 +256,10 @@ class Side:
 
 
 def _given(node: fx.Node) -> bool:
-    """Whether a node is an input, copied, joined and put in another order."""
+    """Whether a node is of inputs: cut, copied, joined, put in another order."""
     if node.op == "placeholder":
         return True
-    moves = isinstance(decode(node), (Copy, Join, Rearrange))
+    moves = isinstance(decode(node), (Copy, Join, Rearrange, Slice))
     return moves and all(map(_given, node.all_input_nodes))
 
 
