@@ -61,7 +61,7 @@ def test_decoding_is_absorbed(family: str, layers: int) -> None:
     assert {site.code for site in fast.mla_report.sites} == {Code.COST_PREFILL, Code.ABSORBED}
     assert {site.where.op for site in fast.mla_report.sites} == {"flash_attn::_flash_attn_forward"}
     # A model in float32 makes transformers log once that it casts.
-    assert any("says once" in message for message in fast.mla_report.messages)
+    assert any("logs once" in message for message in fast.mla_report.messages)
 
 
 @full("combination")  # what a broken graph leaves of an attention, other tests of this room show
