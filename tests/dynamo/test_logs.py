@@ -57,7 +57,7 @@ def test_what_is_logged_each_time_breaks_the_graph() -> None:
     count, messages = graphs(LogsAlways())
     logger.setLevel(logging.NOTSET)
     assert count == 2
-    assert not any("says once" in m for m in messages)
+    assert not any("logs once" in m for m in messages)
 
 
 def test_the_users_own_set_holds() -> None:
