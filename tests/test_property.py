@@ -46,7 +46,8 @@ def test_generated_attention(part: int) -> None:
 # A hidden state narrower than the rotary key, which comes from the projection that makes the latent too (twice);
 # returned keys that are narrow enough to be mistaken for such rows; a finite fill that is minus infinity in the dtype
 # of the softmax, so that rows without a visible key are NaN; two caches whose lengths only a guard makes equal; and a
-# latent that is too wide and else legal, from a hidden state narrower still.
+# latent that is too wide and else legal, from a hidden state narrower still (twice: the second has a rotary key wider
+# than both); and rows with a gate, of which a static cache shows a part, where the slice was known before the gate.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -67,6 +68,12 @@ FOUND = [
     Case(B=3, T=4, D=2, H=1, L=2, Q=1, N=1, V=1, groups=2, up="batched", bias=True, tied=True, latent_scale="vector",
          key_scale="constant", rotate="on_read", share="repeat", scale="query", factor=1.0, gate=True, cache="none",
          forms="absorbed", lowering="aten", seed=9),
+    Case(B=1, T=1, D=5, H=1, L=8, N=5, R=7, V=1, groups=2, up="raw", bias=True, latent_scale="vector",
+         key_scale="heads", query_scale="norm", rope="none", join="sum", layout="heads_last", core="matmul",
+         scale="query", factor=0.37, padded=True, softmax="cast", gate=True, cache="none", lowering="aten", seed=1),
+    Case(B=1, T=4, D=4, L=3, R=0, V=4, groups=2, steps=1, dtype="float16", up="einsum", weight="dequant",
+         values_first=True, key_scale="vector", rope="none", share="repeat", layout="heads_last", scale="default",
+         factor=1.0, mask="keep", cache="index_copy", cut=True, seed=8, beside="gated", latents=3),
 ]  # fmt: skip
 
 

@@ -199,12 +199,13 @@ class _Judge:
         """
         site = verdict.site
         assert verdict.plan is not None
-        # The projection that is still alive makes the latent itself. The rows behind it are narrower, but the
-        # projection is computed in any case, so the walk has to end at its result.
-        if not verdict.plan.part and depends_on(verdict.plan.latent.node, [node]):
+        # The projection that is still alive makes rows that the attention reads. The rows behind it are narrower, but
+        # the projection is computed in any case, so the walk has to end at its result.
+        if not verdict.plan.part and any(depends_on(rows.node, [node]) for rows in verdict.plan.rows):
             computed.add(node)
             closer = self.whole(site, computed)
-            return closer if closer.absorb else read
+            # Rows that are no narrower than K and V are the reason, whatever else the projection makes.
+            return closer if closer.absorb or closer.code is Code.COST_LATENT_WIDE else read
         if site.node not in options:
             final = verdict.instead or read
             options[site.node] = [final]
