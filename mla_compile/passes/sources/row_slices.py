@@ -83,9 +83,7 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
         maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
 
 
-def _not_made_by(
-    gated: Collection[fx.Node], known: Mapping[fx.Node, tuple[_Row, ...]]
-) -> dict[fx.Node, tuple[_Row, ...]]:
+def _not_made_by(gated: Collection[fx.Node], known: Mapping[fx.Node, Sequence[_Row]]) -> dict[fx.Node, Sequence[_Row]]:
     """Return the entries of ``known`` whose rows no product in ``gated`` makes: there are narrower rows behind it."""
     return {node: rows for node, rows in known.items() if not any(_made_by(gated, r.rows) for r in rows)}
 
