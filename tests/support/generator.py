@@ -189,8 +189,10 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
     )
     # With latents for each of several single heads, every head has rows of its own: that is the fault latent_per_head.
     apart = case.H == case.groups == 1
-    # In half precision a sum of two products is not rounded as one product would be that makes a token of it alone.
-    rounded = case.lora and case.up in ("per_head", "blocks") and case.dtype in ("bfloat16", "float16")
+    # In half precision a sum of two products, or a product of scaled rows, is not rounded as one product would be that
+    # makes a token of it alone.
+    rounded = case.up in ("per_head", "blocks") and (case.lora or case.latent_scale == "constant")
+    rounded &= case.dtype in ("bfloat16", "float16")
     return replace(case, latents=1 if apart else case.latents, reads=case.reads and not rounded)
 
 
