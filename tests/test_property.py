@@ -47,8 +47,8 @@ def test_generated_attention(part: int) -> None:
 # returned keys that are narrow enough to be mistaken for such rows; a finite fill that is minus infinity in the dtype
 # of the softmax, so that rows without a visible key are NaN; two caches whose lengths only a guard makes equal; and a
 # latent that is too wide and else legal, from a hidden state narrower still (twice: the second has a rotary key wider
-# than both); and rows with a gate, of which a static cache shows a part, where the slice was known before the gate; and a token of values that is read
-# beside the attention, of rows that are multiplied by a number.
+# than both); rows with a gate, of which a static cache shows a part, where the slice was known before the gate; and a
+# token of values that is read beside the attention, of rows that are multiplied by a number.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
