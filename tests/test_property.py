@@ -49,7 +49,8 @@ def test_generated_attention(part: int) -> None:
 # latent that is too wide and else legal, from a hidden state narrower still (twice: the second has a rotary key wider
 # than both); rows with a gate, of which a static cache shows a part, where the slice was known before the gate; and a
 # token of values that is read beside the attention, of rows that are multiplied by a number. Keys that are returned and
-# that no step is given, which carry the hidden states that they are made of.
+# that no step is given, which carry the hidden states that they are made of. A token that is read beside, by a weight
+# that is dequantized once.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -81,6 +82,8 @@ FOUND = [
     Case(T=4, D=4, H=4, Q=3, R=0, V=4, chunk=2, values_first=True, bias=True, query_scale="positions", rope="none",
          share="repeat_interleave", scale="argument", mask="keep", mask_rank=2, cache="none", fault="keys_returned",
          door="dynamo", forms="absorbed", fold="always", lowering="aten", latents=2),
+    Case(B=3, T=2, H=4, L=7, N=6, R=5, V=7, steps=1, chunk=2, up="batched", weight="dequant", bias=True,
+         latent_norm=False, rope="none", join="sum", core="einsum_heads_last", extra="softcap", seed=7, reads=True),
 ]  # fmt: skip
 
 
