@@ -13,10 +13,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mla_compile.codes import Code
 from mla_compile.errors import MlaCompileWarning
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generated_run import captured_step
 from tests.support.generator import Case, cases, check_each, drawn
+from tests.support.modules import MLA, inputs
+from tests.support.programs import seeded
 from tests.support.reasons import Told, recording, told
 from tests.support.tiers import also
 from tests.test_zoo import ODD, STYLES, load, pytestmark, random_inputs
@@ -117,3 +120,26 @@ MASKED = Case(
 def test_how_rows_are_made_is_no_reason() -> None:
     check(MASKED)
     assert {str(t.code) for t in reasons(MASKED) if t.part == "keys"} == {"mask_depends_on_keys"}
+
+
+class Mixed(MLA):
+    """The rotary rows that all heads share are a constant matrix times the cached ones, or times the first of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.mix = torch.nn.Parameter(seeded(7, count))
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        r = torch.cat([past, new], 1)
+        return super().forward(x, c, self.mix @ r[:, : self.mix.shape[1]]), r
+
+
+@pytest.mark.parametrize("count", [3, 7])
+def test_tokens_mixed_before_heads_share_a_row(count: int) -> None:
+    x, c, r = inputs(T=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        with recording() as backend:
+            torch.compile(Mixed(count), backend=backend, dynamic=False)(x, c, r[:, :6], r[:, 6:])
+            (keys,) = backend.said(len(x))
+    assert (keys.code, keys.true) == (Code.TOKEN_MIXING, True), keys

@@ -57,11 +57,12 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("absorb", "verdicts", "attentions that are legal and worth absorbing", absorb),
     Pass("verify", "the rewritten and the untouched graph", "", verify),
     Pass("index", "index lists", "scores of indexers, to one operator", index),
+    # Before `dequantize`, whose new inputs the linear maps do not know as weights.
+    Pass("narrow", "verdicts", "up-projections that are partly read", narrow_projections),
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", fold_weights),
     Pass(
         "dequantize", "quantized weights of absorbed attentions", "weights that are dequantized once", dequantize_once
     ),
-    Pass("narrow", "verdicts", "up-projections that are partly read", narrow_projections),
     Pass("settle", "stand-ins", "stand-ins that are still read, to the operators of libraries", settle),
     Pass("by_heads", "attentions that stay expanded", "large attentions, to groups of heads", by_heads),
     Pass("lower", "operators that absorb adds", 'operators, to plain ATen with lowering="aten"', _lower),

@@ -52,9 +52,17 @@ class Obligations:
         joint = {"keys": self._joint("keys", made["values"]), "values": self._joint("values", made["keys"])}
         heads = {side: any(of.tells_heads_apart() for of in (sides[side], near[side])) for side in sides}
         return {
-            side: frozenset(of.broken() | found | joint[side] | ({"heads"} if heads[side] else set()))
+            side: frozenset(
+                of.broken() | found | joint[side] | self._copied(of) | ({"heads"} if heads[side] else set())
+            )
             for side, of in sides.items()
         }
+
+    def _copied(self, side: Side) -> set[str]:
+        """Whether tokens are mixed by the last product with a weight behind what is copied to all heads."""
+        if not side.copies:
+            return set()
+        return Side(self, side.side, nearest=True, copies=False).broken() & {"mixed"}
 
     def _joint(self, side: str, rows: Iterable[fx.Node]) -> set[str]:
         """What one side breaks as a function of the rows of the other, as far as it is made of them."""

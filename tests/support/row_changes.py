@@ -38,7 +38,13 @@ class Side:
     """One side of an attention, as a function of its rows."""
 
     def __init__(
-        self, of: Obligations, side: str, *, nearest: bool = False, cuts: frozenset[fx.Node] = frozenset()
+        self,
+        of: Obligations,
+        side: str,
+        *,
+        nearest: bool = False,
+        copies: bool = True,
+        cuts: frozenset[fx.Node] = frozenset(),
     ) -> None:
         self.of, self.side = of, side
         self.at = of.lines(of.values, side)
@@ -47,7 +53,8 @@ class Side:
         self.batch = of.batch if of.site.lead and of.sizes[of.site.lead[0]] == of.batch else 1
         self.heads = self.lead // self.batch
         self.products: set[fx.Node] = set()
-        self.rows = self._found(cuts, nearest=nearest)
+        self.copies: set[fx.Node] = set()
+        self.rows = self._found(cuts, nearest=nearest, copies=copies)
         nodes = [r.node for r in self.rows]
         self.through = of.between(nodes, of.operands(side))
         self.moves: dict[tuple[fx.Node, int], Tensor] = {}
@@ -56,11 +63,12 @@ class Side:
         # What lies behind other rows only moves nothing.
         self.rows = [r for r in self.rows if any(bool(m.any()) for (n, _), m in self.moves.items() if n is r.node)]
 
-    def _found(self, cuts: frozenset[fx.Node], *, nearest: bool) -> list[Rows]:
+    def _found(self, cuts: frozenset[fx.Node], *, nearest: bool, copies: bool) -> list[Rows]:
         """The rows: what is behind an operator that makes more of it than there is, and inputs that none reads.
 
-        ``nearest``: or behind any product with a weight, or what the model returns, which may be a cache. ``cuts``:
-        these are the rows, and inputs that none of them is made of.
+        ``nearest``: or behind any product with a weight, or what the model returns, which may be a cache. ``copies``:
+        copies of what all heads share are such operators, too. ``cuts``: these are the rows, and inputs that none of
+        them is made of.
         """
         of, found = self.of, dict[fx.Node, Rows]()
         one_head = max(v.numel() for v in (of.values[n] for n in of.operands(self.side))) / self.heads
@@ -73,13 +81,13 @@ class Side:
             inputs = [n for n in node.all_input_nodes if n in of.moving]
             product = is_contraction(node) and len(inputs) == 1 and len(node.all_input_nodes) > 1
             before = of.size(inputs[0]) if len(inputs) == 1 else math.inf
-            copied = isinstance(decode(node), Repeat) and before <= one_head
+            copied = copies and isinstance(decode(node), Repeat) and before <= one_head
             if cuts:
                 stops = node in cuts or node.op in ("placeholder", "get_attr")
                 found |= {node: Rows(node, node in cuts, node in of.made)} if stops else {}
                 pending += [] if stops else [(n, weighed) for n in inputs]
             elif (before < of.size(node) and (product or copied)) or (nearest and product):
-                self.products |= {node} if product else set()
+                (self.products if product else self.copies).add(node)
                 found[inputs[0]] = Rows(inputs[0], product, product or weighed or inputs[0] in of.made)
             elif node.op in ("placeholder", "get_attr") or (nearest and node in of.returned):
                 found[node] = Rows(node, False, weighed)

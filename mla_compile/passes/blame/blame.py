@@ -17,7 +17,7 @@ from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
 from mla_compile.passes.linear.records import Maps, quantizes
-from mla_compile.passes.linear.stops import barred, unexplained
+from mla_compile.passes.linear.stops import barred, computed_weight, unexplained
 from mla_compile.passes.proof.proved import Proofs
 from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 from mla_compile.passes.sources.records import pieces_of
@@ -71,13 +71,14 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     if stop is None or BARRED in source.meta:
         return stop
     if not is_contraction(source):
-        rows = foreign_rows(source, maps.weights)
-        return None if rows is None or rows in search.own else _foreign_product(source, rows)
+        foreign = foreign_rows(source, maps.weights)
+        return None if foreign is None or foreign in search.own else _foreign_product(source, foreign)
+    rows = [n for n in source.all_input_nodes if not (maps.is_weight(n) or computed_weight(maps, n))]
     # A product of two activations, such as the scores of another attention, is not a projection.
-    if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
+    if len(rows) == len(source.all_input_nodes) and not _widens(source):
         return None
     # A projection from nodes behind the queries starts at the hidden state, as in plain attention.
-    if all(n in search.own for n in source.all_input_nodes if not maps.is_weight(n)):
+    if all(n in search.own for n in rows):
         return None
     if stop.code not in ("head_dependent_latent", "position_dependent", "unsupported_weight"):
         return None

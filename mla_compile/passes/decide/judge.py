@@ -199,12 +199,12 @@ class _Judge:
         """
         site = verdict.site
         assert verdict.plan is not None
-        # The projection that is still alive makes the latent itself. The rows behind it are narrower, but the
-        # projection is computed in any case, so the walk has to end at its result.
-        if not verdict.plan.part and depends_on(verdict.plan.latent.node, [node]):
+        # The projection that is still alive makes rows that the attention reads. The rows behind it are narrower, but
+        # the projection is computed in any case, so the walk has to end at its result.
+        if not verdict.plan.part and any(depends_on(rows.node, [node]) for rows in verdict.plan.rows):
             computed.add(node)
             closer = self.whole(site, computed)
-            return closer if closer.absorb else read
+            return closer if closer.absorb or _merely_wide(closer, verdict.plan, self.maps) else read
         if site.node not in options:
             final = verdict.instead or read
             options[site.node] = [final]
@@ -344,6 +344,15 @@ def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, aliv
         return None
     rows = (r.node for r in verdict.plan.rows if r.node is not source and depends_on(r.node, [node]))
     return next((stop for r in rows if (stop := explain_source(r, site, maps, [source])) is not None), None)
+
+
+def _merely_wide(closer: Verdict, plan: AbsorbPlan, maps: Maps) -> bool:
+    """Whether ``closer`` says that rows are too wide, and what ``plan`` reads of them are images of them."""
+    wide = closer.blame
+    if closer.code is not Code.COST_LATENT_WIDE or wide is None:
+        return False
+    made = [maps.with_sources([wide]).map(r.node) for r in plan.rows if depends_on(r.node, [wide])]
+    return all(p.source is wide for p in pieces_of(made))
 
 
 def _made_with(site: AttentionSite, side: Side, node: fx.Node | None) -> bool:

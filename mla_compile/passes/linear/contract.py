@@ -22,7 +22,7 @@ from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import joint_of, one_map
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowsJoined, Segment
-from mla_compile.passes.linear.stops import unexplained
+from mla_compile.passes.linear.stops import computed_projection, unexplained
 
 aten = torch.ops.aten
 
@@ -206,7 +206,7 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
 def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     if not maps.is_weight(weight) and not maps.is_weight(x):
-        return Stop(node, "unsupported_weight", "a projection whose weight is computed from the inputs")
+        return computed_projection(node)
     # With a bias that is computed from the inputs, the result is not a fixed map of `x`.
     if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(maps, node)

@@ -8,7 +8,19 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.collectives import is_collective
-from mla_compile.passes.ir.graph import HANDED_OVER, args_of, argument, is_tensor, operator_name, packet, shape, val
+from mla_compile.passes.ir.graph import (
+    HANDED_OVER,
+    args_of,
+    argument,
+    bytes_hint,
+    is_tensor,
+    operator_name,
+    packet,
+    shape,
+    val,
+)
+from mla_compile.passes.ir.moves import Copy, Expand, Reorder
+from mla_compile.passes.ir.operators import behind, is_contraction
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
@@ -32,6 +44,8 @@ _ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # 
 class KnowsRows(Protocol):
     """The part of the analysis that this module needs."""
 
+    def is_weight(self, node: fx.Node) -> bool: ...
+
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool: ...
 
 
@@ -51,6 +65,27 @@ def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
     if all(same(s, 1) for s in shape(condition)[:-1]):
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     return Stop(node, "position_dependent", f"{name} by a condition that differs from row to row")
+
+
+def computed_weight(maps: KnowsRows, node: fx.Node) -> bool:
+    """Whether ``node`` is a weight that is multiplied or divided by fewer numbers, computed from the inputs."""
+    scaled = behind(node, (Copy, Reorder, Expand))[-1]
+    operands = [n for n in scaled.all_input_nodes if is_tensor(n)]
+    if packet(scaled) not in (aten.mul, aten.div) or len(operands) != 2:
+        return False
+    size = _elements(scaled)
+    weight, factor = sorted(operands, key=_elements, reverse=True)
+    # A weight that is broadcast to the factor scales rows, or is the column that a row of width 1 is projected by.
+    return _elements(factor) < _elements(weight) == size and (maps.is_weight(weight) or computed_weight(maps, weight))
+
+
+def _elements(node: fx.Node) -> int:
+    return bytes_hint(node) // val(node).element_size()
+
+
+def computed_projection(node: fx.Node) -> Stop:
+    """Return the reason for a projection without a fixed weight."""
+    return Stop(node, "unsupported_weight", "a projection whose weight is computed from the inputs")
 
 
 def barred(_: object, node: fx.Node) -> Stop:
@@ -77,6 +112,8 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
         return _chosen(maps, node, name)
     if name in _ONE_AXIS and _along_last(node, _ONE_AXIS[name]) == {True}:
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
+    if is_contraction(node) and any(computed_weight(maps, n) for n in node.all_input_nodes if is_tensor(n)):
+        return computed_projection(node)
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
     # This is a rotary embedding by complex numbers, for which "no rule" would be a poor answer.

@@ -26,7 +26,7 @@ from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps
-from mla_compile.passes.linear.stops import unexplained
+from mla_compile.passes.linear.stops import computed_weight, unexplained
 from mla_compile.passes.sources.records import axis_is_broadcast
 
 aten = torch.ops.aten
@@ -103,7 +103,8 @@ class Proofs:
         for dim in mine:
             for x, labels in (left, right):
                 summed = [labels.index(c) for c in labels if c not in out]
-                if not self.maps.is_weight(x) and out[dim] not in labels and self._rows_lie_along(x, summed):
+                made_of_rows = not (self.maps.is_weight(x) or computed_weight(self.maps, x))
+                if made_of_rows and out[dim] not in labels and self._rows_lie_along(x, summed):
                     return True
         return False
 

@@ -56,6 +56,7 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     tokens = [a for a in order if a in piece.source_atoms]
     features = [a for a in order if a not in piece.source_atoms]
     x = arrange(builder, sizes, source, piece.source_axes, [*((a,) for a in tokens), piece.contracted])
+    x = x if piece.scale == 1.0 else builder.call(aten.mul.Tensor, x, piece.scale)
     weight = _matrix(piece.weight, features, piece.contracted)
     bias = None if piece.bias is None else _vector(piece.bias, features).emit(builder, memo)
     new = builder.call(aten.linear.default, x, weight.emit(builder, memo), bias)

@@ -158,7 +158,7 @@ def of_few_rows(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
 
 def _can_be_made_alone(node: fx.Node, piece: Piece | None) -> bool:
     """Whether one product with some rows of the weight, in its dtype, gives exactly the values of ``node``."""
-    if piece is None or piece.weight is None or piece.scale != 1.0:
+    if piece is None or piece.weight is None:
         return False
     # A separate product has its own strides; a split of the whole has those of the whole.
     if _strides_show(node):
@@ -169,8 +169,10 @@ def _can_be_made_alone(node: fx.Node, piece: Piece | None) -> bool:
         return False
     if set(tokens) | set(piece.contracted) != piece.source_atoms:
         return False
-    # In half precision, a computed weight would be rounded at another place than the product that it replaces.
-    exact = val(node).dtype.itemsize >= 4 or all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
+    # In half precision, a computed weight would be rounded at another place than the product that it replaces, and so
+    # would rows times a number that may have followed the product.
+    views = all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
+    exact = val(node).dtype.itemsize >= 4 or (views and piece.scale == 1.0)
     assert piece.source is not None
     return exact and val(piece.source).dtype == val(node).dtype == piece.weight.expr.value.dtype
 

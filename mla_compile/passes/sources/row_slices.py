@@ -8,8 +8,9 @@ full length, then cut to the length in use. Zero tokens before or behind K and V
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -39,6 +40,7 @@ from mla_compile.passes.sources.records import pieces_of
 from mla_compile.passes.sources.sources import choose_sources
 
 aten = torch.ops.aten
+_Row = TypeVar("_Row", RowSlice, RowGate)
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,18 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
         new = {node: rows for node, rows in new.items() if rows}
         if not new and not gated:
             return maps
-        slices, gates = {**maps.virtual.slices, **new}, {**maps.virtual.gates, **gated}
+        slices = {**_not_made_by(gated, maps.virtual.slices), **_not_made_by(gated, new)}
+        gates = {**_not_made_by(gated, maps.virtual.gates), **gated}
         maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
+
+
+def _not_made_by(gated: Collection[fx.Node], known: Mapping[fx.Node, Sequence[_Row]]) -> dict[fx.Node, Sequence[_Row]]:
+    """Return the entries of ``known`` whose rows no product in ``gated`` makes: there are narrower rows behind it."""
+    return {node: rows for node, rows in known.items() if not any(_made_by(gated, r.rows) for r in rows)}
+
+
+def _made_by(gated: Collection[fx.Node], node: fx.Node) -> bool:
+    return bool(gated) and (node in gated or depends_on(node, gated))
 
 
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:

@@ -56,6 +56,38 @@ def test_what_is_done_to_the_keys(name):
     assert [(k.part, k.code) for k in site.kept] == [("keys", code)], site.kept
 
 
+PROJECTIONS = {
+    "matmul": lambda c, w: c[:, None] @ w.mT,
+    "matmul of the weight": lambda c, w: (w @ c[:, None].mT).mT,
+    "einsum": lambda c, w: torch.einsum("btl,hnl->bhtn", c, w),
+    "mm": lambda c, w: torch.mm(c.flatten(0, 1), w.flatten(0, 1).T).view(B, T, H, N).transpose(1, 2),
+    "linear": lambda c, w: F.linear(c, w.flatten(0, 1)).view(B, T, H, N).transpose(1, 2),
+}
+
+
+class Computed(MLA):
+    """The weight of the keys, multiplied by what is computed from an input."""
+
+    def __init__(self, project, sides):
+        super().__init__(up="two", R=0)
+        self.project, self.sides = project, sides
+
+    def forward(self, x, c, other):
+        w = (self.w[: H * N] * other.sum(0).tanh() / 2).view(H, N, L)
+        k, v = self.project(c, w), self.expand(c)[1]
+        return self.finish(self.attend(self.query(x), k, self.project(c, w) if self.sides == 2 else v, None), x)
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("how", PROJECTIONS)
+def test_a_weight_that_is_multiplied_by_an_input(how, sides):
+    """It was said to mix tokens, along the axis that it sums over; or that no weight is there."""
+    given = [*inputs(R=0), seeded(2, 1 if how == "mm" else L, seed=9)]
+    outcome = optimized(export(Computed(PROJECTIONS[how], sides), given), forms="absorbed")
+    (site,) = outcome.report.sites
+    assert [k.code for k in site.kept] or [site.code] == [Code.UNSUPPORTED_WEIGHT], site
+
+
 class Beside(nn.Module):
     """Keys, values or both from rows that are no narrower, or from outside, beside a latent."""
 
