@@ -69,6 +69,8 @@ class Case:
             return 120 if self.query else 8  # a list's entries beside 64 x 512 sums, in 3.6 twice as many as in 3.7
         if self.scales == "group" and self.listed and self.kernel == "attend":
             return 36  # places of a list beside the scales of their rows, most in 3.8; in 3.9 only on sm_90
+        if self.arch == "sm_80" and self.rows > 32 and not self.rope and not self.listed:
+            return 12  # the bounds of a window beside 64 x 512 sums, in 3.6
         if self.cluster > 1 and not self.splits:
             return 4  # a CTA's number beside a piece of the schedule, in 3.9
         if self.cache == "float8" and self.form[1]:
