@@ -17,6 +17,7 @@ from mla_compile.passes.attention.find import find_attention, find_other_weights
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.blame.not_softmax import not_softmax
+from mla_compile.passes.canonical.heads import read_heads
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
@@ -112,6 +113,7 @@ CANONICAL: dict[str, Callable[[Analyses], int]] = {
     "views": lambda known: canonicalize_views(known.program.gm.graph),
     "split_products": lambda known: split_products(known.program.gm.graph, known.get(weights), known.program.fake_mode),
     "write_softmax": lambda known: write_softmax(known.program.gm.graph, known.get(weights), known.program.fake_mode),
+    "read_heads": lambda known: read_heads(known.program.gm.graph, known.get(weights), known.program.fake_mode),
 }
 """The canonicalisation passes in order. Each returns the number of changes it made."""
 
