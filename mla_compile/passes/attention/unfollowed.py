@@ -8,7 +8,7 @@ tensors of the shapes of queries, keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -16,14 +16,15 @@ from torch import fx
 from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.score_tracer import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import HANDED_OVER, args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.moves import Copy
 from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.schema import foreign_name
 from mla_compile.passes.ir.sizes import same, same_sizes, size
 from mla_compile.passes.ir.stand_in import REFUSED, waits
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import nearest
+from mla_compile.passes.ir.walk import REACH, nearest, reachable
 
 aten = torch.ops.aten
 
@@ -47,6 +48,7 @@ def unfollowed(
     for node in missing:
         around = between_products(node, tracer)
         if around is None:
+            found += [(node, stop)] if (stop := _cut_off(node, tracer)) is not None else []
             continue
         before, after = around
         lost = (
@@ -140,16 +142,45 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     None if a product is missing on either side, as for a router's softmax over logits.
     """
-
-    def ends(n: fx.Node) -> bool:
-        # A product with a weight ends the walk like any other, unless it mixes the heads of the scores (talking heads).
-        return is_contraction(n) and not any(
-            _holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x)
-        )
-
+    ends = _ends(tracer)
     products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
     sums, after = nearest(node, lambda n: n.users, tracer.is_product, ends)
     return (before, after) if products and sums else None
+
+
+def _ends(tracer: ScoreTracer) -> Callable[[fx.Node], bool]:
+    """Return what ends a walk from a softmax to the products around it."""
+    # A product with a weight ends the walk like any other, unless it mixes the heads of the scores (talking heads).
+    return lambda n: (
+        is_contraction(n)
+        and not any(_holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x))
+    )
+
+
+def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
+    """Explain a softmax whose scores Dynamo passes to this graph, and whose weights are those of a value product."""
+    sums, _ = nearest(softmax, lambda n: n.users, tracer.is_product, _ends(tracer))
+    if not any(_weighs_keys(product, softmax) for product in sums):
+        return None
+    _, before = nearest(softmax, lambda n: n.all_input_nodes, tracer.is_product, is_contraction)
+    scores = (n for n in before if HANDED_OVER in n.meta and is_tensor(n) and same_sizes(shape(n), shape(softmax)))
+    node = next(scores, None)
+    reason = "scores enter this graph from before a graph break: the queries and keys that make them are there"
+    fix = "remove the graph break between the scores and the softmax (TORCH_LOGS=graph_breaks names it)"
+    return None if node is None else Stop(softmax, "graph_break", reason, fix)
+
+
+def _weighs_keys(product: fx.Node, softmax: fx.Node) -> bool:
+    """Whether ``product`` sums values for each of several queries: an axis that only the weights have."""
+    labelled = product_labels(product)
+    if labelled is None:
+        return False
+    *operands, out = labelled
+    behind = [(set(labels), softmax in reachable([x], lambda n: n.all_input_nodes, REACH)) for x, labels in operands]
+    return any(
+        weighs and not weighs_too and (labels & set(out)) - others
+        for (labels, weighs), (others, weighs_too) in (behind, behind[::-1])
+    )
 
 
 def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:

@@ -376,7 +376,8 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
         code = Code(stop.code) if _made_with(verdict.site, which, stop.node) else Code.UNSUPPORTED_OP
         return replace(verdict, code=code, reason=stop.detail, blame=stop.node)
     if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
-        reason = f"some tokens of the {which} are read outside the attention, and cannot be made alone"
+        made = f"the product that makes the {which}"  # of which the other side may be the other half
+        reason = f"some tokens of {made} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
     reader = other_reader(node, alive.reads, alive.nodes)

@@ -169,6 +169,6 @@ def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
         verdict=CODES[code].verdict,
         code=code,
         reason=stop.detail,
-        fix=fix,
+        fix=fix if stop.fix is None else stop.fix,
         blame=locate(stop.node),
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
+from mla_compile import backend
+from mla_compile.errors import MlaCompileWarning
 from tests.support.programs import codes, export, optimized, seeded
 
 
@@ -29,3 +33,43 @@ def test_a_gate_of_each_column_is_no_attention():
     given = [seeded(2, 6, 4), seeded(2, 5, 4, seed=1)]
     assert codes(optimized(export(Pooled(each=True), given))) == []
     assert codes(optimized(export(Pooled(each=False), given))) != []
+
+
+class Broken(nn.Module):
+    """``logits(x, y)``, a graph break, and what ``weigh`` makes of their softmax."""
+
+    def __init__(self, logits, weigh):
+        super().__init__()
+        self.logits, self.weigh = logits, weigh
+
+    def forward(self, x, y):
+        scores = self.logits(x, y)
+        torch._dynamo.graph_break()
+        return self.weigh((scores * 2).softmax(-1), y)
+
+
+def told(module: nn.Module) -> list[tuple[str, str]]:
+    torch._dynamo.reset()
+    backend._recent.clear()
+    compiled = torch.compile(module.eval(), backend="mla", options={"codegen": "eager"}, dynamic=False)
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        compiled(seeded(2, 6, 4), seeded(2, 5, 4, seed=1))
+    return [(site.code, site.fix or "") for report in backend.reports() for site in report.sites]
+
+
+def test_scores_from_before_a_graph_break_are_told():
+    ((code, fix),) = told(Broken(lambda x, y: x @ y.mT, lambda p, y: p @ y))
+    assert code == "graph_break"
+    assert "between the scores and the softmax" in fix
+
+
+def test_a_router_behind_a_graph_break_is_no_attention():
+    """Each token has its own rows to weigh, or the weights are not those of a product."""
+
+    def of_tokens(p, y):
+        rows = torch.tanh(y[:, None] * p[..., None])
+        return torch.einsum("bte,bted->btd", p, rows)
+
+    assert told(Broken(lambda x, y: x @ y.mT, of_tokens)) == []
+    assert told(Broken(lambda x, y: x @ y.mT, lambda p, y: p * 2)) == []

@@ -50,3 +50,38 @@ def test_a_write_by_numbers_gets_those_that_it_lacks():
             return torch.ops.aten.index_put(k, [None, None, at], x)
 
     assert written(Cached(), seeded(2, 1, 5), torch.tensor([4]), seeded(1, 2, 7, 5)) == [[1, 2, 1, 5]]
+
+
+class Joined(nn.Module):
+    """Rows of c and r side by side, as `rows[:, :, :4] = c` writes them into new memory."""
+
+    def forward(self, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        c = torch.cat([c, c[:, :1]], 1)
+        r = torch.cat([r, r[:, :1]], 1)
+        rows = c.new_empty(*c.shape[:2], 7)
+        rows[:, :, :4] = c
+        rows[:, :, 4:] = r
+        return rows * 2
+
+
+def test_columns_are_written_once_for_all_tokens_of_a_growing_cache():
+    tokens = torch.export.Dim("tokens", min=2)
+    program = export(Joined(), [seeded(2, 5, 4), seeded(2, 5, 3)], dynamic={"c": {1: tokens}, "r": {1: tokens}})
+    writes = canonical(program).find_nodes(op="call_function", target=aten.slice_scatter.default)
+    assert [node.args[2] for node in writes] == [2, 2]
+    given = seeded(2, 9, 4), seeded(2, 9, 3)
+    torch.testing.assert_close(run(program, *given)[0], Joined()(*given))
+
+
+def test_a_write_of_some_tokens_of_a_growing_cache_stays():
+    class Newest(nn.Module):
+        def forward(self, c: torch.Tensor) -> torch.Tensor:
+            rows = c.new_zeros(2, c.shape[1] + 1, 4)
+            rows[:, 1:][..., :3] = c[..., :3]
+            return rows * 2
+
+    program = export(Newest(), [seeded(2, 5, 4)], dynamic={"c": {1: torch.export.Dim("tokens", min=2)}})
+    writes = canonical(program).find_nodes(op="call_function", target=aten.slice_scatter.default)
+    assert [node.args[2] for node in writes] == [2, 1]
+    given = seeded(2, 9, 4)
+    torch.testing.assert_close(run(program, given)[0], Newest()(given))
