@@ -249,8 +249,14 @@ def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: M
 
 
 def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
-    """Whether ``nodes`` are computed without any weight of this graph."""
-    return not any(maps.is_weight(a) for node in nodes for a in chain([node], ancestors(node)) if a.op != "get_attr")
+    """Whether ``nodes`` are computed without any weight of this graph.
+
+    If they come from before a graph break, only products with weights count: a table of rotations makes no keys.
+    """
+    reached = [list(chain([node], ancestors(node))) for node in nodes]
+    if all(any(HANDED_OVER in a.meta for a in one) for one in reached):
+        return not any(is_contraction(a) and any(map(maps.is_weight, a.all_input_nodes)) for a in chain(*reached))
+    return not any(maps.is_weight(a) for a in chain(*reached) if a.op != "get_attr")
 
 
 def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node]) -> Stop:
