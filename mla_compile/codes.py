@@ -193,7 +193,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.GRAPH_BREAK: CodeInfo(
         "refused",
-        "K and V come from before a graph break, so the latent and the up-projection are in another graph",
+        "K and V, or the scores, come from before a graph break, so what makes them is in another graph",
         "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it); if a "
         "library wrapped the forwards of layers (quantization, placement), call mla_compile.optimize(model), which "
         "removes such wrappers or calls the layer as one operator",
