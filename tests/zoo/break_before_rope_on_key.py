@@ -1,6 +1,6 @@
-"""The highest position is read with `item()` to size a table of rotations, after K and V were expanded: the graph with the
-softmax rotates keys that come from before the break. Refused: what makes K and V is out of its sight, and the table is no
-weight that makes them."""
+"""The highest position is read with `item()` to size a table of rotations, after K and V were expanded: the graph with
+the softmax rotates keys that come from before the break. Refused: what makes K and V is out of its sight, and the table
+is no weight that makes them."""
 
 import torch
 

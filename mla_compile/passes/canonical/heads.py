@@ -13,6 +13,7 @@ own. Nothing changes where anything but one head is read of ``p``.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.moves import Copy, Select, Stack, WriteOne
 from mla_compile.passes.ir.operators import decode, is_contraction
-from mla_compile.passes.ir.sizes import same, same_sizes
+from mla_compile.passes.ir.sizes import at_least, same, same_sizes, size
 from mla_compile.passes.ir.walk import nearest, remove_dead_code
 
 aten = torch.ops.aten
@@ -45,12 +46,18 @@ def read_heads(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTen
                 continue
             for head, (node, _) in zip(heads, selections, strict=True):
                 builder = Builder(node, fake_mode)
-                node.replace_all_uses_with(same_layout(builder, head.read(args_of(node)[0], builder), node))
+                new = head.read(args_of(node)[0], builder)
+                ordered = val(new).is_contiguous() and _outermost_first(node)
+                node.replace_all_uses_with(new if ordered else same_layout(builder, new, node))
             found += len(selections)
             break
     if found:
         remove_dead_code(graph)
     return found
+
+
+def _outermost_first(node: fx.Node) -> bool:
+    return all(at_least(size(a), size(b)) for a, b in pairwise(val(node).stride()))
 
 
 def _stacked(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
