@@ -65,7 +65,8 @@ _HALF = (torch.float16, torch.bfloat16)
 GROUPED_ROWS = 16
 
 # The sizes for which the Hopper kernel (kernels/hopper/decode_gluon.py) is written.
-HOPPER_WIDTHS = (512, 64)  # latent and rope
+HOPPER_LATENT = 512
+HOPPER_ROPES = (64, 0)  # 0: rows without a rotary part, as DeepSeek-V4 has them
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
 BARRIERS = (3, 9)  # barriers per stage: for two halves of the latent columns, or for eight parts, and for rope
 CLUSTERS = (1, 2)  # CTAs that share the copies of a block, each for query rows of its own
@@ -151,7 +152,7 @@ def _hopper_suits(
     return (
         device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
-        and widths == (*HOPPER_WIDTHS, None)
+        and widths in [(HOPPER_LATENT, rope, None) for rope in HOPPER_ROPES]
         and (converted or (dtypes[1] in _HALF and dtypes[0] == dtypes[1]) or dtypes == (torch.float32, torch.bfloat16))
         and any(r.min_rows <= rows for r in known)  # enough rows that padding them to a block pays
         and mask_bytes == 0
@@ -299,7 +300,7 @@ def plan(
         pdl=row.pdl and wanted > 1,
         scheduled=row.kernel == "gluon" and page is not None and B > 1 and not (deterministic or splits),
         barriers=row.barriers,
-        held=row.held,
+        held=row.held and R > 0,
         cluster=row.cluster,
     )
 
@@ -350,4 +351,4 @@ def check(
             "make block_m, block_n or num_stages smaller"
         ),
     )
-    return replace(chosen, smem=smem)
+    return replace(chosen, smem=smem, held=chosen.held and R > 0)
