@@ -222,6 +222,7 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         {"R": 0, "L": 576},
         {"R": 0, "H": 16},
         {"R": 0, "Lv": 512},
+        {"R": 0, "cache_dtype": FP8},
         {"masked": True},
         {"page_size": 1},
         {"page_size": 8},

@@ -17,7 +17,6 @@ from tests.support.gluon_cases import (
     assert_wrong,
     compare,
     expected,
-    parts_of,
     problem,
     random_mask,
     scores,
@@ -62,8 +61,7 @@ def stored(cache, scales, groups, rng, apart=False):
         stands *= factor
     flat, start, outer = beside(np.ascontiguousarray(data), apart)
     words, row, size = Pointer(flat.view(np.int32), "int32", start // 4), data.shape[-1], 2 if groups else 1
-    rope = words + (512 + room) // 4 if cache.shape[-1] > 512 else None
-    given = {"latent": words, "latent_b": outer, "latent_t": row, "rope": rope, "GROUPS": groups}
+    given = {"latent": words, "latent_b": outer, "latent_t": row, "rope": words + (512 + room) // 4, "GROUPS": groups}
     given |= {"rope_b": outer // size, "rope_t": row // size, "kv_scale": None, "token_scale": Pointer(factor.ravel())}
     strides = (cache.shape[1], 1, 0)
     if scales == "one":
@@ -79,7 +77,6 @@ def stored(cache, scales, groups, rng, apart=False):
 def simulate_fp8(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
     all_rows=False, mask=None, softcap=0.0, window=0, scales="one", groups=0, apart=False, held=False,
-    rope=64,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError.
 
@@ -87,7 +84,7 @@ def simulate_fp8(
     """
     module, machine = loaded
     rng = np.random.default_rng(seed)
-    query, cache, table = problem(lens, H, S, page, dtype, seed, T, rope)
+    query, cache, table = problem(lens, H, S, page, dtype, seed, T)
     B, M, scale = len(lens), S * H, 192**-0.5
     work, reach = None, window + S - 1 if window else None
     if mask is not None:
@@ -103,7 +100,7 @@ def simulate_fp8(
     without |= dict.fromkeys(("mask_b", "mask_s", "mask_t", "indices_b", "indices_s", "entries"), 0)
     machine.launch(
         module.mla_seesaw_fp8, (-(-M // 64), partitions or splits, 1 if partitions else B), seed,
-        query=Pointer(query.ravel(), dtype), query_b=query[0].size, query_s=query[0, 0].size, query_h=512 + rope,
+        query=Pointer(query.ravel(), dtype), query_b=M * 576, query_s=H * 576, query_h=576,
         table=None if table is None else Pointer(shown.ravel()), table_b=0 if table is None else table.shape[1],
         lengths=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
         items=Pointer(plan.items.numpy().ravel()) if plan else None,
@@ -127,7 +124,7 @@ def simulate_fp8_lists(
     module, machine = loaded
     given = listed(seed, lens, H, k, page=page, **how)
     rows, stands = stored(given.cache, scales, groups, np.random.default_rng(seed), apart)
-    latent, rope = parts_of(torch.from_numpy(stands))
+    latent, rope = torch.from_numpy(stands[..., :512]), torch.from_numpy(stands[..., 512:])
     given = given._replace(call=given.call._replace(latent=latent, rope=rope))
     launch_lists(
         machine, module.mla_seesaw_fp8, seed, given, "work", items=None, slots=None, work_b=0, plane=0, B=len(lens),
@@ -155,8 +152,6 @@ FP8_CASES = {
     "window, mask": {"lens": [400, 129], "H": 12, "S": 2, "window": 90, "mask": "each"},
     "schedule": {"lens": [65, 300, 1, 128, 0, 64, 190], "H": 12, "page": 64, "partitions": 3, "scales": "token"},
     "schedule, window": {"lens": [900, 64, 300, 0], "H": 12, "page": 32, "window": 200, "partitions": 3},
-    "no rope, scales of tokens": {"lens": [300, 0, 65], "H": 64, "page": 16, "scales": "token", "splits": 2, "rope": 0},
-    "no rope, one scale, window": {"lens": [300, 70], "H": 20, "S": 2, "window": 130, "sinks": True, "rope": 0},
     "656 bytes, page 64": {"lens": [63, 64, 65, 0, 1], "H": 20, "page": 64, **FLASH_MLA},
     "656 bytes, page 1": {"lens": [130, 3], "H": 24, "page": 1, **FLASH_MLA},
     "656 bytes, held query": {"lens": [190, 0, 65], "H": 24, "page": 64, "partitions": 2, "held": True, **FLASH_MLA},
@@ -181,7 +176,6 @@ FP8_LIST_CASES = {
     "not causal, whole": {"lens": [200, 200], "H": 20, "S": 2, "k": 150, "all_rows": True, "causal": False},
     "fp16": {"lens": [100, 190], "H": 24, "S": 2, "k": 100, "page": 32, "dtype": "fp16"},
     "mask of tokens": {"lens": [300, 290], "H": 24, "S": 2, "k": 150, "mask": "S", "splits": 2, "scales": "token"},
-    "no rope": {"lens": [300, 129], "H": 64, "k": 200, "sinks": True, "scales": "token", "rope": 0},
     "656 bytes, page 64": {"lens": [300, 129], "H": 24, "k": 200, "page": 64, "sinks": True, **FLASH_MLA},
     "656 bytes, two layers, splits": {
         "lens": [300, 17], "H": 64, "S": 2, "k": 140, "page": 64, "apart": True, "splits": 2, **FLASH_MLA

@@ -21,14 +21,14 @@ _I32 = 1 << 31
 def takes(call: DecodeCall) -> bool:
     """Whether rows are float8 in a form that this kernel supports, with places that fit 32 bits.
 
-    Rope either is float8 and has the latent's scale, as rows without rope have, or is bfloat16 and has none. In the
-    second form, rows are rounded after they are multiplied by their scales. They need the range of float32 then, so
-    float16 would not do: the portable kernel takes rope in float16.
+    Rope either is float8 and has the latent's scale, or is bfloat16 and has none. In the second form, rows are rounded
+    after they are multiplied by their scales. They need the range of float32 then, so float16 would not do: the
+    portable kernel takes rope in float16.
     """
     latent, rope = call.latent, call.rope
-    if latent.dtype != _FP8 or latent.shape[:2].numel() >= _I32:
+    if latent.dtype != _FP8 or rope is None or latent.shape[:2].numel() >= _I32:
         return False
-    if rope is None or rope.dtype == _FP8:
+    if rope.dtype == _FP8:
         return call.groups == 0
     return rope.dtype == torch.bfloat16 and call.groups in GROUPS
 
@@ -41,10 +41,10 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: i
 
     z, scales, listed = call.sizes, call.kv_scale, call.indices is not None
     assert scales is not None
-    halves = call.rope is not None and call.rope.dtype != _FP8
-    whole, groups = not ragged and plan.splits == 1, max(1, call.groups) if halves else 0
+    assert call.rope is not None
+    whole, groups = not ragged and plan.splits == 1, 0 if call.rope.dtype == _FP8 else max(1, call.groups)
     to = begun(call)
-    to.types |= dict.fromkeys(to.types.keys() & {"latent", "rope"}, "*i32")
+    to.types |= dict.fromkeys(("latent", "rope"), "*i32")
     by_row = scales.dim() > 0 or groups > 0  # else one scale for the whole call, which the consumers apply
     for name, used in (("kv_scale", not by_row), ("token_scale", by_row)):
         to.pointer(name, scales if used else None)

@@ -26,10 +26,10 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
     both are passed as int32, with strides in elements that are multiples of 16 bytes. Pages may have any size. PAGE is
     TABLE_PAGE, or 0 if the pages are consecutive in memory. DTYPE is the dtype of the products.
 
-    GROUPS 0: rope is float8, too, or None. Rows are multiplied by ``kv_scale`` float32 [], or by ``token_scale``
-    float32 [B,T] or [P,TABLE_PAGE] by strides; the other is None. GROUPS > 0: rope is of DTYPE, and ``token_scale``
-    float32 [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS], by strides that may be 0, has a scale for each 512 / GROUPS columns
-    of the latent, which are a multiple of 64.
+    GROUPS 0: rope is float8, too. Rows are multiplied by ``kv_scale`` float32 [], or by ``token_scale`` float32 [B,T]
+    or [P,TABLE_PAGE] by strides; the other is None. GROUPS > 0: rope is of DTYPE, and ``token_scale`` float32
+    [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS], by strides that may be 0, has a scale for each 512 / GROUPS columns of the
+    latent, which are a multiple of 64.
 
     With ``indices`` int32 [B,S,entries], by strides: like ``mla_seesaw_lists``, with its grid and its mask; ``work``
     takes the role of its scratch ``words``.
@@ -47,7 +47,6 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
         mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
     fence_async_shared()
     SCALED: gl.constexpr = token_scale is not None and GROUPS == 0
-    ROTARY: gl.constexpr = rope is not None
     # The consumers treat each query token as a request whose keys are the entries of its list.
     gl.warp_specialize(
         [
@@ -59,12 +58,12 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
                         out, lse, scale, softcap, None if LISTED else reach, query_b, query_s, query_h,
                         (entries + BN - 1) // BN if LISTED else work_b, plane, entries if LISTED else T,
                         B * S if LISTED else B, S, H, least, tiles, narrow, stats, bars, CAUSAL and not LISTED, PARTIAL,
-                        LISTED, False, True, SCALED, 1, HELD, ROTARY)),
+                        LISTED, False, True, SCALED, 1, HELD, True)),
             (consumer, (1, query, None if LISTED else lengths, sinks, kv_scale, items, slots, work, o_part, lse_part,
                         out, lse, scale, softcap, None if LISTED else reach, query_b, query_s, query_h,
                         (entries + BN - 1) // BN if LISTED else work_b, plane, entries if LISTED else T,
                         B * S if LISTED else B, S, H, least, tiles, narrow, stats, bars, CAUSAL and not LISTED, PARTIAL,
-                        LISTED, False, True, SCALED, 1, HELD, ROTARY)),
+                        LISTED, False, True, SCALED, 1, HELD, True)),
         ],
         [4, 4],
         [REGS, REGS],

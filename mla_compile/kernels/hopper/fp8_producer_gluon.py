@@ -155,16 +155,15 @@ def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, len
     # 16 columns per thread, 32 rows at a time: no two threads of a store access the same bank. (With rope in half
     # precision, 8 columns in as many bytes, two do.)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    ROPE_BYTES: gl.constexpr = 0 if rope is None else 2 if GROUPS > 0 else 1
-    PIECES: gl.constexpr = 2 * IN_HALF + ROPE_BYTES  # pieces of a block: two halves and the rope part, if any
+    ROPE_BYTES: gl.constexpr = 2 if GROUPS > 0 else 1
+    PIECES: gl.constexpr = 2 * IN_HALF + ROPE_BYTES  # pieces of a block: two halves and the rope part
     BESIDE: gl.constexpr = kv_scale is not None and GROUPS == 0  # scales are stored beside the stage
     latents = latent
     ropes = rope
     scales = kv_scale
     if TABLE_PAGE == 0:
         latents = latent + b.to(gl.int64) * _words(latent_b, 1)
-        if rope is not None:
-            ropes = rope + b.to(gl.int64) * _words(rope_b, ROPE_BYTES)
+        ropes = rope + b.to(gl.int64) * _words(rope_b, ROPE_BYTES)
         if kv_scale is not None:
             scales = kv_scale + b.to(gl.int64) * scale_b
     place = _places(places, work, plane, table_row, lo, hi, length, begin, TABLE_PAGE, L)

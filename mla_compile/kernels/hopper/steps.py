@@ -21,10 +21,9 @@ from mla_compile.kernels.hopper.step import Box, GluonStep, numbers, reach
 from mla_compile.kernels.plan import (
     GRID_LIMIT,
     HOPPER_BLOCK,
-    HOPPER_LATENT,
     HOPPER_PAGE,
-    HOPPER_ROPES,
     HOPPER_SMEM,
+    HOPPER_WIDTHS,
     MIN_SPLIT,
     Plan,
 )
@@ -40,7 +39,8 @@ from mla_compile.kernels.triton.steps import (
     read_mask_bytes,
 )
 
-LATENT, BLOCK = HOPPER_LATENT, HOPPER_BLOCK
+LATENT, ROPE = HOPPER_WIDTHS
+BLOCK = HOPPER_BLOCK
 REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the SM's 64 K registers
 HELD_REGISTERS = 240  # if 16 of them hold the rotary query: with 232, Triton 3.9 puts masks in local memory
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
@@ -78,7 +78,7 @@ def takes(call: DecodeCall, device: Device) -> bool:
         and device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
         and z.L == LATENT
-        and z.R in HOPPER_ROPES
+        and z.R in (ROPE, 0)
         and dtype in _HALF
         and (converted or ((rope is None or rope.dtype == dtype) and call.kv_scale is None))
         and (call.query.dtype == dtype or dtype == torch.bfloat16)
@@ -201,7 +201,7 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     optional: dict[str, str | None] = {}
     for name, tensor, width in (
         ("latent", call.latent, LATENT // 2 // parts if rows == BLOCK else 64),
-        ("rope", call.rope, z.R),
+        ("rope", call.rope, ROPE),
     ):
         if tensor is None:
             optional[name] = None

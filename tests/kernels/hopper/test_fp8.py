@@ -91,8 +91,6 @@ CALLS = {
     "sinks": call(sinks=torch.linspace(-1, 3, 20)),
     "scales of tokens": call(kv_scale=torch.rand(150, 2, generator=torch.Generator().manual_seed(3)).T),
     "float32 query, scales of tokens": call(kv_scale=torch.rand(2, 150), query=call().query.float()),
-    "no rope, scales of tokens": paged(16, 2, query=call().query[..., :512], rope=None),
-    "no rope, lists, sinks": listed(call(query=call().query[..., :512], rope=None), sinks=torch.linspace(-1, 3, 20)),
     "soft-cap, window, splits": call(softcap=3.0, window=70, num_splits=2),
     "pages of two layers": paged(16, 2, num_splits=2),
     "pages of a row": paged(1, 1),

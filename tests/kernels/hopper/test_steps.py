@@ -59,7 +59,6 @@ def call(
         {"R": 0, "page": 16, "dtype": FP16},
         {"R": 0, "mask": torch.ones(3, 1, 1, 200, dtype=torch.bool)},
         {"R": 0, "indices": LIST, "sinks": torch.zeros(20)},
-        {"R": 0, "dtype": FP8, "query": BF16, "kv_scale": torch.ones(3, 200), "indices": LIST},
         {"page": 64, "window": 500},
         {"indices": LIST, "softcap": 1.0, "window": 5},
         {"mask": torch.ones(1, 1, 1, 200, dtype=torch.bool)},
@@ -97,7 +96,8 @@ def test_takes(given):
         {"R": 0, "L": 576},
         {"R": 0, "row": 516},
         {"R": 0, "values": torch.empty(3, 200, 512, dtype=BF16, device="meta")},  # of another tensor than the keys
-        {"R": 0, "dtype": FP8, "query": BF16, "kv_scale": torch.ones(3, 200, 4)},
+        {"R": 0, "dtype": FP8, "query": BF16, "kv_scale": torch.ones(3, 200)},
+        {"R": 0, "dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "indices": LIST},
         {"row": 580},  # rows off a 16-byte step
         {"pages": 0},  # one cache expanded over the batch
         {"dtype": FP32},
@@ -166,7 +166,6 @@ def test_steps_name_only_buffers_that_exist():
         call(H=64, page=64, softcap=2.0, window=9),
         call(H=64, page=64, R=0, sinks=torch.zeros(64)),
         call(H=64, R=0, indices=LIST),
-        call(H=64, page=8, R=0, dtype=FP8, query=BF16, kv_scale=torch.ones(25 * 3, 8)),
         call(H=64, page=8, dtype=FP8, query=BF16, kv_scale=torch.ones(())),
         call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200), mask=mask, window=9),
         call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200, 4), mask=mask, rope=BF16),
