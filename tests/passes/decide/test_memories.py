@@ -9,12 +9,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile.codes import Code
-from mla_compile.kernels.cpu import native
 from tests.support.programs import OP, error, export, optimized, run, seeded
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator"),
+    pytest.mark.usefixtures("native_kernel"),
 ]
 
 B, H, W, T, C = 2, 3, 8, 5, 7
