@@ -21,7 +21,7 @@ def known_of(value: Any, *, begins: bool = True) -> Hashable:
         return type(value), value.dtype, lies, tuple(map(number_of, (*numbers, *offset)))
     if isinstance(value, (tuple, list)):
         return tuple(known_of(one, begins=begins) for one in value)
-    return "number", number_of(value)  # SymPy's == fails for an expression beside a tuple with a type
+    return number_of(value)
 
 
 def each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
@@ -45,6 +45,7 @@ def constant_of(value: Any) -> Hashable:
 def number_of(value: Any) -> Hashable:
     """The key of a number: the expression of a symbolic one, else its value."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        expression: Hashable = value.node.expr
-        return expression
+        expression = value.node.expr
+        # Not the bare expression: SymPy cannot compare one with a tuple that contains a type.
+        return constant_of(int(expression)) if expression.is_Integer else ("expression", expression)
     return constant_of(value)

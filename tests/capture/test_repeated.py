@@ -314,14 +314,16 @@ def test_what_a_graph_says_wrongly_of_a_value_is_not_believed() -> None:
         torch.compile(Stack(), backend=backend, fullgraph=True)(torch.randn(2, 3, 6), torch.arange(3))
 
 
-def test_a_size_is_no_tensor() -> None:
+def test_a_size_is_neither_a_tensor_nor_another_number() -> None:
     """SymPy compares an expression with a tuple by converting what is in it, and fails for a type."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    fake = mode.from_tensor(torch.ones(5, 3))
-    assert isinstance(fake.shape[0], torch.SymInt)
-    assert known_of(fake.shape[0]) != known_of(fake)
-    assert known_of(fake.shape[0] - fake.shape[0]) != known_of(fake)
-    assert known_of(fake.shape[0]) == known_of(fake.shape[0])
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 3))
+    size = fake.shape[0]
+    assert isinstance(size, torch.SymInt)
+    different = [fake, fake[:2], size, size + 1, 5, 5.0, None, True, (size, 5)]
+    for k, one in enumerate(different):
+        assert [known_of(one) == known_of(other) for other in different] == [n == k for n in range(len(different))]
+    assert isinstance(size - size + 5, torch.SymInt)
+    assert known_of(size - size + 5) == known_of(5)
 
 
 def test_a_graph_without_layers_is_left_to_one_trace() -> None:
