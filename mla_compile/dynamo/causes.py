@@ -14,7 +14,7 @@ _COMMENT = re.compile(r"  # (?P<code>.+?)  # (?P<file>\S+):(?P<line>\d+) in (?P<
 _SIZE = re.compile(
     r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)"
 )
-_WITHIN = re.compile(r"(?:L\['\w+'\]|args\[\d+\]|kwargs\['\w+'\]|(?!(?:L|args|kwargs)\[)\w+)[.\[]")
+_WITHIN = re.compile(r"(?:args\[\d+\]|kwargs\['\w+'\]|(?!(?:args|kwargs)\[)\w+)[.\[]")
 """The name of a value inside an argument, as opposed to an argument itself."""
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
@@ -83,7 +83,11 @@ def changed_source(reason: str) -> str | None:
     found = _SIZE.match(guard) or _NUMBER.fullmatch(guard)
     if found is None:
         return None
-    name = re.sub(r"^(\w\w+|[^\WLG])(?=[.\[])", r"L['\1']", found["name"])
+    return pattern(re.sub(r"^(\w\w+|[^\WLG])(?=[.\[])", r"L['\1']", found["name"]))
+
+
+def pattern(name: str) -> str | None:
+    """A regular expression for Dynamo's name of a value, with any layer number; ``None`` if no setting can name it."""
     if not name.startswith("L[") or {",", " "} & set(name):
         return None
     return re.sub(r"(?<=\\\[)('?)\d+(?=\1\\\])", r"\1\\d+", re.escape(name)) + "$"
@@ -92,9 +96,12 @@ def changed_source(reason: str) -> str | None:
 def drained(reason: str) -> bool:
     """Whether a tensor that is kept between calls was or became empty along an axis other than the first."""
     found = _SIZE.match(_guard(reason))
-    if found is None or found["axis"] == "0" or _WITHIN.match(found["name"]) is None:
-        return False
-    return "0" in found.group("old", "new")
+    return found is not None and found["axis"] != "0" and is_within(found["name"]) and "0" in found.group("old", "new")
+
+
+def is_within(name: str) -> bool:
+    """Whether a name, as a guard or Dynamo's source spells it, is that of a value inside an argument."""
+    return _WITHIN.match(re.sub(r"^L\['(\w+)'\]", r"\1", name)) is not None
 
 
 def failed(reason: str) -> tuple[str, str]:

@@ -37,7 +37,7 @@ from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
-from mla_compile.dynamo.settling import settle
+from mla_compile.dynamo.settling import settle, sizes_so_far
 from mla_compile.dynamo.sizes import share_lengths
 from mla_compile.dynamo.wrappers import told
 from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, warn
@@ -159,7 +159,7 @@ class Compiler:
         layers = watch_current_function(gm, example_inputs, attention=attention)
         if not attention:
             return False
-        settle()
+        settle(gm)
         if layers > 1 and running() is None:
             guard_module(gm)
         if wants_gradients(gm, example_inputs):
@@ -180,7 +180,7 @@ class Compiler:
         self.compilations.stage("capture")
         ranks = None if self.explain_only else meeting(gm, example_inputs, self.options)
         try:
-            share_lengths(gm)
+            share_lengths(gm, sizes_so_far())
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
             mark_handed_over(gm, program.placeholders)

@@ -15,7 +15,8 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 
 from mla_compile.dynamo.fakes import remember_results
 from mla_compile.dynamo.lines import remember_lines
-from mla_compile.dynamo.sizes import begin_with_one
+from mla_compile.dynamo.settling import sizes_so_far
+from mla_compile.dynamo.sizes import begin_apart, begin_with_one
 
 _numbers = itertools.count()
 
@@ -51,7 +52,7 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
 
 
 def _begin(ctx: ComptimeContext) -> None:
-    begin_with_one(ctx)
+    (begin_with_one if sizes_so_far() is None else begin_apart)(ctx)
     output = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     remember_results(output)
     remember_lines(output)

@@ -21,6 +21,7 @@ from torch._guards import CompileContext, TracingContext
 
 from mla_compile.core.program import Inputs
 from mla_compile.dynamo.causes import Cause, cause, of_layers, place, readable
+from mla_compile.dynamo.kept import source_name
 from mla_compile.dynamo.recompiles import parameters_of, running
 from mla_compile.dynamo.settling import variants_allowed
 from mla_compile.errors import warn
@@ -125,9 +126,8 @@ def _places(gm: fx.GraphModule) -> dict[str, str]:
         source = getattr(node, "_dynamo_source", None)
         if source is None:
             continue
-        name = source.name() if callable(source.name) else source.name  # torch 2.11, and later
         for user in node.users:
             where = place(user.meta.get("stack_trace") or "")
             if where is not None:
-                places.setdefault(readable(name), where)
+                places.setdefault(readable(source_name(source)), where)
     return places

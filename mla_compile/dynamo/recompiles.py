@@ -26,6 +26,7 @@ from torch._dynamo.utils import get_metrics_context
 from torch._guards import ChainedSource, TracingContext
 
 from mla_compile.core.program import Inputs
+from mla_compile.dynamo.kept import kept
 from mla_compile.dynamo.logs import SETTING, SaidOnce
 from mla_compile.dynamo.phases import Phases
 from mla_compile.dynamo.settings import change, held, user_value
@@ -132,6 +133,7 @@ class Recompiles:
             return
         reason = why_again()
         with self._lock:
+            self._phases.drains |= bool(kept(gm).empty)
             if reason is not None:
                 self._phases.add(reason)
             graphs = self._graphs.setdefault(traced[0], Counter())

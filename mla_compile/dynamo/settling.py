@@ -3,13 +3,15 @@
 Dynamo takes int attributes of modules and the sizes of buffers for constants, compiles a step eight times, and then
 runs it uncompiled. An optimized module changes settings against that during its own calls; with ``torch.compile`` the
 settings belong to the user. So the sources that caused a recompilation of a function with attention are declared
-dynamic while Dynamo compiles that function, and at no other time.
+dynamic while Dynamo compiles that function, and at no other time. So are, for both entry points, the counts that the
+function writes and the axes along which what it keeps is empty, before they were seen to change.
 
 Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and have one row in others.
 Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor has been
-seen, 0 and 1 are treated like other sizes for both entry points, and the limit allows several times as many variants.
-An optimized module raises the limit during its own calls. With ``torch.compile`` the limit is raised when Dynamo asks
-its hooks for the context of a recompilation, just before it looks at the limit, and restored as soon as it has looked.
+seen, 0 and 1 are treated like other sizes for both entry points, sizes share a symbol only if they were equal in all
+graphs so far, and the limit allows several times as many variants. An optimized module raises the limit during its own
+calls. With ``torch.compile`` the limit is raised when Dynamo asks its hooks for the context of a recompilation, just
+before it looks at the limit, and restored as soon as it has looked.
 """
 
 from __future__ import annotations
@@ -20,23 +22,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo import config
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as sizes_config
 
 from mla_compile.dynamo.causes import changed_source
+from mla_compile.dynamo.kept import kept
 from mla_compile.dynamo.phases import Phases
 from mla_compile.dynamo.recompiles import running, why_again
+from mla_compile.dynamo.sizes import History
 
 
 @dataclass
 class _Settling:
-    """What made Dynamo recompile a function; ``sources``: the names that are dynamic since then."""
+    """What made Dynamo recompile a function, or will.
+
+    ``counts``, ``rows``, ``changed``: names that are dynamic from now on, of what the function keeps and of what made
+    it be compiled again; ``rows`` only where something drains. ``sizes``: the sizes of its inputs in each graph.
+    """
 
     phases: Phases = field(default_factory=Phases)
-    sources: list[str] = field(default_factory=list)
+    counts: set[str] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    sizes: History = field(default_factory=History)
 
 
 _functions: dict[str, _Settling] = {}
@@ -51,24 +64,43 @@ class _ThreadPatch(threading.local):
 _thread = _ThreadPatch()
 
 
-def settle() -> None:
+def settle(gm: fx.GraphModule) -> None:
     """Called inside the backend, for a graph with attention: watch later recompilations of the function."""
     current = CompileContext.current_compile_id()
     if current is None:
         return
-    _functions.setdefault(_forget_others(str(current)), _Settling())
+    known = _functions.setdefault(_forget_others(str(current)), _Settling())
+    found, drained_before = kept(gm), known.phases.drains
+    known.phases.drains |= bool(found.empty) and running() is not None
+    known.counts |= found.counts
+    known.rows |= found.empty | found.rows
+    known.sizes.add(gm)
     if _started not in callback_handler.start_callbacks:  # a reset of Dynamo drops the callbacks
         callback_handler.register_start_callback(_started)
         callback_handler.register_end_callback(_ended)
     if _asked not in (get_hook_for_recompile_user_context() or ()):
         register_hook_for_recompile_user_context(_asked)
+    reason = why_again()
+    if known.phases.drains and not drained_before and reason is not None and config.automatic_dynamic_shapes:
+        # The sizes for which this graph was traced will not come again. What fills and drains is found once.
+        _open(known, reason)
+        raise TensorifyScalarRestartAnalysis("what the traced code keeps fills and drains")
+
+
+def sizes_so_far() -> History | None:
+    """The sizes in all graphs of the function that is compiled now, if it keeps what fills and drains."""
+    known = _current()
+    return known.sizes if known is not None and known.phases.drains else None
 
 
 def variants_allowed() -> int:
     """How many variants of the function that is compiled now Dynamo keeps."""
-    limit = config.recompile_limit
-    known = _functions.get(_number(str(CompileContext.current_compile_id())))
+    limit, known = config.recompile_limit, _current()
     return limit if known is None or running() is not None else known.phases.room(limit)
+
+
+def _current() -> _Settling | None:
+    return _functions.get(_number(str(CompileContext.current_compile_id())))
 
 
 def _number(compile_id: str) -> str:
@@ -107,24 +139,29 @@ def _started(what: CallbackArgs) -> None:
     # the user chose dynamic=False
     if known is None or reason is None or not config.automatic_dynamic_shapes:
         return
+    _open(known, reason)
+
+
+def _open(known: _Settling, reason: str) -> None:
+    """Apply the settings for what is known of a function, until the compilation ends."""
+    _close("patch")
     patches = ExitStack()
     if known.phases.drains:
         sizes: Any = sizes_config
-        patches.enter_context(sizes.patch(backed_size_oblivious=True))
-    if running() is None:
-        _name_dynamic(known.sources, reason, patches)
-    _thread.patch = patches
-
-
-def _name_dynamic(sources: list[str], reason: str, patches: ExitStack) -> None:
-    found = changed_source(reason)
-    if found is not None and found not in sources:
-        sources.append(found)
-    if sources:
+        patches.enter_context(sizes.patch(backed_size_oblivious=True, use_duck_shape=False))
+    module = running()
+    found = changed_source(reason) if module is None else None
+    if found is not None:
+        known.changed.add(found)
+    # Only where a module is entered through our own function is one token traced as one, beside sizes that may be 1.
+    rows = known.rows if known.phases.drains and module is not None else set[str]()
+    names = sorted(known.counts | rows | known.changed)
+    if names and (module is None or module.dynamic is None):
         compiler_config: Any = torch.compiler.config
         theirs = compiler_config.dynamic_sources
-        together = ",".join([*filter(None, [theirs]), *sources])
+        together = ",".join([*filter(None, [theirs]), *names])
         patches.enter_context(compiler_config.patch(dynamic_sources=together))
+    _thread.patch = patches
 
 
 def _ended(_: CallbackArgs) -> None:

@@ -6,6 +6,7 @@ anew in each layer, from Dynamo's fake tensors to the end of the passes, and len
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,7 +20,43 @@ from torch.fx.experimental.symbolic_shapes import (
     SubclassSymbolicContext,
 )
 
+from mla_compile.dynamo.causes import is_within
+from mla_compile.dynamo.kept import seen, source_name
 from mla_compile.passes.ir.graph import argument
+
+
+def begin_apart(ctx: ComptimeContext) -> None:
+    """For ``comptime``, before the trace reads a tensor that fills and drains: its layout is as open as its length.
+
+    What is left of a tensor is a view with an offset, and with the strides of the whole. Dynamo takes the strides of
+    the tensor that it sees for those of all lengths, and an offset of 0 or 1 for a constant, so each layout would have
+    a graph of its own. One token, or one request, stays a constant.
+    """
+    mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
+    if mode is None or mode.shape_env is None:
+        return
+    env, fake = mode.shape_env, mode.from_tensor
+    given_settings = env.settings
+    any_offset = dataclasses.replace(given_settings, specialize_zero_one=False)
+
+    def from_tensor(tensor: Tensor, **given: Any) -> Any:
+        context = given.get("symbolic_context")
+        if not isinstance(context, StatefulSymbolicContext) or not (axes := _open_axes(context)):
+            return fake(tensor, **given)
+        if not is_within(source_name(given["source"])):
+            for axis in (one for one in axes if tensor.shape[one] == 1):
+                context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
+            return fake(tensor, **given)
+        for axis in range(max(axes)):
+            if context.dynamic_strides[axis] is DimDynamic.INFER_STRIDE:
+                context.dynamic_strides[axis] = DimDynamic.DYNAMIC
+        env.settings = any_offset
+        try:
+            return fake(tensor, **given)
+        finally:
+            env.settings = given_settings
+
+    vars(mode)["from_tensor"] = from_tensor
 
 
 def begin_with_one(ctx: ComptimeContext) -> None:
@@ -73,25 +110,52 @@ def _open_axes(context: StatefulSymbolicContext) -> list[int]:
     ]
 
 
-def share_lengths(gm: fx.GraphModule) -> None:
+class History:
+    """The sizes of the inputs of one function, in each of its graphs."""
+
+    def __init__(self) -> None:
+        self._graphs: list[dict[str, tuple[int, ...]]] = []
+
+    def add(self, gm: fx.GraphModule) -> None:
+        """Notes the sizes in a graph."""
+        values = ((node, node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder"))
+        sizes = {
+            _name(node): tuple(map(seen, value.shape)) for node, value in values if isinstance(value, torch.Tensor)
+        }
+        self._graphs.append(sizes)
+
+    def of(self, node: fx.Node, axis: int) -> tuple[int | None, ...]:
+        """The sizes of an input along one axis; ``None`` where a graph does not have it."""
+        shapes = (sizes.get(_name(node), ()) for sizes in self._graphs)
+        return tuple(shape[axis] if axis < len(shape) else None for shape in shapes)
+
+
+def _name(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    return node.name if source is None else source_name(source)
+
+
+def share_lengths(gm: fx.GraphModule, history: History | None = None) -> None:
     """Guard that sizes which are equal in this call stay equal, so that they have one symbol from then on.
 
     Sizes are compared between floating-point inputs with equal numbers of axes, along the same axis. If such sizes
     diverge later, as the length of a full window does from that of the text, the guard fails once, and the graph is
-    compiled with a symbol for each.
+    compiled with a symbol for each. Sizes with a ``history`` have to be equal in all graphs so far: where tensors fill
+    and drain, every step finds other sizes that happen to be equal.
     """
-    first: dict[tuple[int, int, int], torch.SymInt] = {}
+    first: dict[tuple[int, int, Any], torch.SymInt] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         for axis, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and size.node.has_hint():
-                bool(first.setdefault((value.dim(), axis, size.node.hint), size) == size)  # true here, and adds a guard
+                sizes = size.node.hint if history is None else history.of(node, axis)
+                bool(first.setdefault((value.dim(), axis, sizes), size) == size)  # true here, and adds a guard
     # Keys and values of an attention have equal lengths, which torch's meta kernel does not guard.
     for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         key, value = (_length(argument(node, i, name)) for i, name in ((1, "key"), (2, "value")))
-        if key is not None and value is not None and _hint(key) == _hint(value):
+        if key is not None and value is not None and seen(key) == seen(value):
             bool(key == value)
 
 
@@ -100,7 +164,3 @@ def _length(rows: Any) -> int | torch.SymInt | None:
     value = rows.meta.get("example_value") if isinstance(rows, fx.Node) else None
     length = value.shape[-2] if isinstance(value, torch.Tensor) and value.dim() > 1 else None
     return length if isinstance(length, int) or (length is not None and length.node.has_hint()) else None
-
-
-def _hint(length: int | torch.SymInt) -> int:
-    return length if isinstance(length, int) else int(length.node.hint)

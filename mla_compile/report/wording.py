@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mla_compile.codes import CODES, VerdictName, section
+from mla_compile.codes import CODES, Code, VerdictName, section
 from mla_compile.core.records import Location, SiteReport
 from mla_compile.passes.cost import cost
 from mla_compile.report.grouping import SiteGroup
@@ -42,11 +42,13 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
     rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
     if site.dims is not None:
         rows.append(("dims", str(site.dims)))
+    # Heads may share rows that each stand for several tokens; how many is known to the cache, not to the graph.
+    each_one = "cached row" if site.code is Code.SHARED_ROWS else "context token"
     for label, before, after, unit in (
         ("reads", site.values_read_before, site.values_read_after, "values per key"),
         ("cache holds", site.values_held_before, site.values_held_after, "values per token"),
-        ("decode", site.decode_flops_before, site.decode_flops_after, "FLOPs per context token"),
-        ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
+        ("decode", site.decode_flops_before, site.decode_flops_after, f"FLOPs per {each_one}"),
+        ("", site.decode_bytes_before, site.decode_bytes_after, f"bytes per {each_one}"),
     ):
         if site.chosen is not None and after == 0:  # a site that reads only chosen keys costs the same for any context
             rows.append((label, f"{before:,} {unit} before, now those of the chosen keys alone"))
@@ -57,8 +59,8 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
         rows.append(("sparse", f"{site.chosen:,} chosen keys of each query, at most, whatever the context{each}"))
     if site.choosing_flops is not None:
         how = "all heads in one operator" if site.choosing_fused else "as the model writes it"
-        rows.append(("choosing", f"{site.choosing_flops:,} FLOPs per context token, {how}"))
-        rows.append(("", f"{site.choosing_bytes:,} bytes per context token"))
+        rows.append(("choosing", f"{site.choosing_flops:,} FLOPs per {each_one}, {how}"))
+        rows.append(("", f"{site.choosing_bytes:,} bytes per {each_one}"))
     if site.break_even_S is not None:
         always = math.isinf(site.break_even_S)
         limit = "for any number of queries" if always else f"below {math.ceil(site.break_even_S)} queries"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from mla_compile.core.program import Call, Program
 from mla_compile.runtime.appending import length_marker, room_for
@@ -27,6 +28,13 @@ def with_room(call: Call, program: Program) -> Call:
     ]
     own = [position[one.input] for one in program.appends if one.output is None and one.input is not None]
     whole = {position[name]: name for name in program.shared - {one.input for one in program.appends}}
+    # Dynamo compiles a graph anew for tensors that are marked, so those of a graph for any length are left as they are.
+    inserted = [output for at, output, _ in places if at is not None]
+    marked = {
+        output
+        for at, output, one in places
+        if one.grows and not _is_open(_shown(program, at, output - sum(o < output for o in inserted)), one.axis)
+    }
     # Dynamo keeps this closure alive, so it must not refer to the program, which holds the weights.
     shown, mutated = {*program.aliases.values()}, {*program.mutations}
 
@@ -66,8 +74,19 @@ def with_room(call: Call, program: Program) -> Call:
                     results[output] = RankRows.of(results[output], one.axis, sharing, grows=one.grows)
             else:
                 results[output] = room_for(results[output], one.axis, 0)
-            if one.grows:
+            if output in marked:
                 mark(results[output], one.axis)
         return results
 
     return around
+
+
+def _shown(program: Program, at: int | None, output: int) -> Any:
+    """What a graph knows of a cache: of the rows that it appends to, or else of those that it returns."""
+    node = program.outputs[output] if at is None else program.placeholders[at]
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def _is_open(value: Any, axis: int) -> bool:
+    """Whether a graph is compiled for any length of a tensor."""
+    return isinstance(value, torch.Tensor) and isinstance(value.shape[axis], torch.SymInt)

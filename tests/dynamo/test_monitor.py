@@ -132,11 +132,10 @@ def test_what_the_warning_about_lists_advises_helps(runs: list[int]) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "what", "advice"),
     [
-        (IntPosition, None, "the int self.position changes", "call mla_compile.optimize"),
         (GrowingBuffer, None, "axis 1 of the tensor self.rows changes its size", "call mla_compile.optimize"),
         (IntPosition, {"dynamic": True}, "the int model.position changes", "leave out the option dynamic"),
     ],
-    ids=["int", "buffer", "dynamic"],
+    ids=["buffer", "dynamic"],
 )
 def test_where_nothing_can_be_made_symbolic_the_warning_says_what_would_be(
     make: Any, options: dict[str, Any] | None, what: str, advice: str, runs: list[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,12 @@ def test_state_that_changes_in_every_step_is_compiled_for_any_value(state: type[
     counters.clear()
     model = Layers(state, 3).eval()
     fast = torch.compile(copy.deepcopy(model), backend=mla, options=OPTIONS)
-    with torch._dynamo.config.patch(recompile_limit=4), warnings.catch_warnings():
+    # A number that the model writes is known to change when the prompt was traced, a size once it has changed.
+    most = 2 if state is IntPosition else 3
+    with torch._dynamo.config.patch(recompile_limit=most), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert absorbed_runs(fast, model, runs, count=8) == [1] * 9
-    assert counters["stats"]["unique_graphs"] <= 3
+    assert counters["stats"]["unique_graphs"] <= most
     assert torch.compiler.config.dynamic_sources == ""
 
 
@@ -76,34 +79,44 @@ def test_the_name_of_what_changed(reason: str, source: str | None) -> None:
 
 
 class Drains(nn.Module):
-    """Tokens wait in an object that the caller keeps, until there are ``rate`` of them; then all stand for one row."""
+    """Tokens wait in an object that the caller keeps, until there are ``rate`` of them; then all stand for one row.
+
+    The rows are counted there, too; what a row stands for is turned by its number.
+    """
 
     def __init__(self, rate: int) -> None:
         super().__init__()
         self.rate = rate
         self.q = nn.Linear(6, 12, dtype=torch.float64)
 
-    def forward(self, x: torch.Tensor, kept: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kept: list[dict[str, Any]]) -> torch.Tensor:
         waiting = torch.cat([kept[0]["waiting"], x], 1)
         full = waiting.shape[1] // self.rate * self.rate
         rows = kept[0]["rows"]
         if full:
-            rows = torch.cat([rows, waiting[:, :full].unflatten(1, (-1, self.rate)).mean(2)], 1)
+            new = waiting[:, :full].unflatten(1, (-1, self.rate)).mean(2)
+            turned = (torch.arange(new.shape[1]) + kept[0]["count"]).cos()
+            rows = torch.cat([rows, new * turned[:, None]], 1)
+        kept[0]["count"] += full // self.rate
         kept[0]["waiting"], kept[0]["rows"] = waiting[:, full:], rows
         q = self.q(x).unflatten(-1, (2, -1)).transpose(1, 2)
         k = torch.cat([rows, x], 1)[:, None].expand(-1, 2, -1, -1)
         return (q @ k.mT).softmax(-1) @ k
 
 
-@pytest.mark.parametrize("door", ["optimize", "backend"])
-def test_what_fills_and_drains_is_compiled_for_any_size(door: str) -> None:
+def nothing() -> list[dict[str, Any]]:
+    return [{"count": 0} | {name: torch.zeros(2, 0, 6, dtype=torch.float64) for name in ("waiting", "rows")}]
+
+
+@pytest.mark.parametrize(("door", "most"), [("optimize", 5), ("backend", 6)])
+def test_what_fills_and_drains_is_compiled_for_any_size(door: str, most: int) -> None:
     torch.compiler.reset()
     model = Drains(5).eval()
     if door == "optimize":
         fast = mla_compile.optimize(model, codegen="eager")
     else:
         fast = torch.compile(copy.deepcopy(model), backend=mla, options=OPTIONS)
-    given = [[{name: torch.zeros(2, 0, 6, dtype=torch.float64) for name in ("waiting", "rows")}] for _ in range(2)]
+    given = [nothing() for _ in range(2)]
     counters.clear()
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -113,7 +126,7 @@ def test_what_fills_and_drains_is_compiled_for_any_size(door: str) -> None:
             x = torch.full((2, 1, 6), 0.1 * step, dtype=torch.float64)
             torch.testing.assert_close(fast(x, given[0]), model(x, given[1]))
         assert torch._dynamo.config.recompile_limit == 2, "the user's setting is left alone"
-    assert counters["stats"]["unique_graphs"] == found <= 7, "empty, some, full, and what was seen before"
+    assert counters["stats"]["unique_graphs"] == found <= most, "empty, some, full, and what was seen before"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mla_compile import optimize
 from mla_compile.dynamo import compiler as compilers
+from mla_compile.dynamo.sizes import History
 from mla_compile.runtime.latent import LatentTensor
 from tests.support import models
 from tests.support.compiling import compiler
@@ -108,11 +109,11 @@ def test_lengths_are_one_while_an_optimized_module_is_traced(monkeypatch: pytest
     seen: list[int] = []
     share_lengths = compilers.share_lengths
 
-    def noting(gm: torch.fx.GraphModule) -> None:
+    def noting(gm: torch.fx.GraphModule, history: History | None) -> None:
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
         seen.append(len({size.node._expr for size in sizes if isinstance(size, torch.SymInt)}))
-        share_lengths(gm)
+        share_lengths(gm, history)
 
     monkeypatch.setattr(compilers, "share_lengths", noting)
     model = Model().eval().requires_grad_(False)

@@ -1,0 +1,121 @@
+"""What a traced call keeps and a later call will find changed: counts that it writes, tensors that have no rows yet.
+
+Dynamo makes a number or a size symbolic once it has seen it change. The number of rows that each stand for 128 tokens
+first changes after 128 tokens, and by then the step that makes such a row was compiled for the number 0. The trace says
+earlier what changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import ConstDictVariable, ListVariable, TensorVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.tensor import SymNodeVariable
+
+from mla_compile.dynamo.causes import is_within, pattern
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Regular expressions for Dynamo's own names of what a function keeps, as ``torch.compiler.config`` takes them.
+
+    Args:
+        counts: ints that the traced code writes into objects, dicts and lists that outlive it.
+        empty: tensors that have no row along an axis when the code has run, with ``:axis``.
+        rows: tensors that the code reads or writes, with each ``:axis`` along which it made another tensor with as many
+            axes longer or shorter.
+    """
+
+    counts: frozenset[str]
+    empty: frozenset[str]
+    rows: frozenset[str]
+
+
+def kept(gm: fx.GraphModule) -> Kept:
+    """Called inside a backend: what the traced code keeps."""
+    effects: Any = InstructionTranslator.current_tx().output.side_effects
+    new = {name: value for var in effects.id_to_variable.values() for name, value in _written(effects, var)}
+    made = {name: shape for name, value in new.items() if (shape := _shape(value)) is not None}
+    read = dict(_read(gm))
+    left = {**read, **made}
+    changing = {
+        (len(now), axis)
+        for name, now in made.items()
+        for axis, size in enumerate(now)
+        if name in read and len(read[name]) == len(now) and read[name][axis] != size
+    }
+    counts = {pattern(name) for name, value in new.items() if _is_int(value)}
+    return Kept(
+        frozenset(filter(None, counts)),
+        _axes(left, lambda shape, axis: axis > 0 and shape[axis] == 0),
+        _axes(left, lambda shape, axis: (len(shape), axis) in changing),
+    )
+
+
+def _axes(shapes: Mapping[str, Shape], wanted: Callable[[Shape, int], bool]) -> frozenset[str]:
+    named = ((pattern(name), shape) for name, shape in shapes.items())
+    return frozenset(f"{n}:{axis}" for n, shape in named if n for axis in range(len(shape)) if wanted(shape, axis))
+
+
+def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
+    """Tensors within arguments, by Dynamo's names, with their sizes in this call."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source, value = getattr(node, "_dynamo_source", None), node.meta.get("example_value")
+        if source is not None and isinstance(value, torch.Tensor) and is_within(name := source_name(source)):
+            yield name, tuple(map(seen, value.shape))
+
+
+def _shape(value: Any) -> Shape | None:
+    """The sizes of a tensor that the code writes, in this call."""
+    made = value.as_proxy().node.meta.get("example_value") if isinstance(value, TensorVariable) else None
+    return tuple(map(seen, made.shape)) if isinstance(made, torch.Tensor) else None
+
+
+def seen(size: int | torch.SymInt) -> int:
+    """A size in this call; -1 if it depends on data."""
+    return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else -1
+
+
+def _written(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of what the code wrote into one object, unless it stores it as it read it."""
+    for name, value in _held(effects, var):
+        # To look at a value that the code has not looked at would add it to the graph.
+        if not issubclass(type(value), LazyVariableTracker) and value.source is None:
+            yield name, value
+
+
+def _held(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of all that one object from outside of the trace holds, if the code wrote to it."""
+    if getattr(var, "source", None) is None or not effects.is_modified(var):
+        return
+    try:
+        name = source_name(var.source)
+    except NotImplementedError:  # Dynamo has no name for objects that an outer frame made
+        return
+    for attribute, value in effects.store_attr_mutations.get(var, {}).items():
+        yield f"{name}.{attribute}", value
+    items: Iterable[tuple[Any, Any]] = enumerate(var.items) if isinstance(var, ListVariable) else ()
+    if isinstance(var, ConstDictVariable):
+        keys = ((key.vt, value) for key, value in var.items.items())
+        items = ((key.as_python_constant(), value) for key, value in keys if key.is_python_constant())
+    for key, value in items:
+        yield f"{name}[{key!r}]", value
+
+
+def _is_int(value: Any) -> bool:
+    if isinstance(value, SymNodeVariable):
+        return isinstance(value.sym_num, torch.SymInt)
+    return bool(value.is_python_constant()) and type(value.as_python_constant()) is int
+
+
+def source_name(source: Any) -> str:
+    """Dynamo's name of a value: a method in torch 2.11, an attribute later."""
+    return str(source.name() if callable(source.name) else source.name)
