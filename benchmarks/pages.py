@@ -477,7 +477,7 @@ def quantized() -> str:
     done = [c for c in cells.values() if not c["failed"]]
     ratios = sorted(c["error"] / c["original"] for c in done if c["verdict"] == "yes")
     words = f"median {statistics.median(ratios):.2f}, largest {ratios[-1]:.2f}; {len(done)} of {len(cells)} cells ran"
-    line = f"Errors against float64 of the dequantized model, in errors of the original: {words}. {where(about)}."
+    line = f"Errors against the dequantized model in float64, divided by the original's: {words}. {where(about)}."
     shown = table(("format", "all families", "except"), rows)
     told = f"Families: {', '.join(f'`{f}`' for f in families)}."
     return "\n\n".join([told, shown, *(["\n".join(listed)] if listed else []), line])

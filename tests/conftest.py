@@ -36,6 +36,9 @@ ENDS = time.monotonic() + float(os.environ.get("MLA_TEST_SECONDS", "inf"))
 """When a run has taken too long, which is a failure; ``--durations`` lists what was slow."""
 
 
+gc.disable()  # until the tests are collected: nearly all objects stay, and searching them took a quarter of that time
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", default="1/1", metavar="K/N", help="run the K-th of N parts of what is selected")
 
@@ -80,6 +83,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     # pytest 9.2 listens to all loggers that do not propagate. Where anybody listens to this one, torch writes down
     # every graph and tensor that it traces, with the stack.
     logging.getLogger("torch.__trace").propagate = True
@@ -109,6 +113,15 @@ def _quick_collections() -> None:
     """What is there before the tests of a file is not searched for garbage again, which took a quarter of the time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def native_kernel() -> None:
+    """The CPU kernel, without which the test is skipped; it is not built while tests are collected."""
+    from mla_compile.kernels.cpu import native
+
+    if native.load() is None:
+        pytest.skip("no kernel here runs the operator")
 
 
 @pytest.fixture(autouse=True)

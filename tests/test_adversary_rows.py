@@ -11,7 +11,6 @@ import random
 import pytest
 
 from mla_compile.codes import Code
-from mla_compile.kernels.cpu import native
 from tests.adversary.mutations import MUTATIONS
 from tests.adversary.places import Edit, Refused, apply, edges
 from tests.adversary.shared import STEPS, base_of, checked, mutant, pool
@@ -22,7 +21,7 @@ SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
 BASES = max(6, COUNT // 10)
 TRIES = 20
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator")
+pytestmark = pytest.mark.usefixtures("native_kernel")
 
 
 def test_mutants() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mla_compile.codes import Code
-from mla_compile.kernels.cpu import native
 from tests.support.generated_rows import RowsCase, SharedRows, in_half, inputs_of, rows_case
 from tests.support.generator import check_each
 from tests.support.programs import error, export, optimized, run
@@ -20,7 +19,7 @@ from tests.support.programs import error, export, optimized, run
 CASES = int(os.environ.get("MLA_PROPERTY_ROWS", "6"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0")) * 100_000
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator")
+pytestmark = pytest.mark.usefixtures("native_kernel")
 
 
 def done(case: RowsCase):

@@ -174,6 +174,8 @@ def features(run: Run) -> Iterator[Case]:
             lambda s, d: {**sinks(s, d), "softcap": 3.0, "window": 200},
         ),
         ("sinks", {}, sinks),
+        ("512+0, sinks, window", {"R": 0}, lambda s, d: {**sinks(s, d), "window": 128}),
+        ("512+0, mask with holes", {"R": 0, "page": None}, _holes),
         ("softcap", {}, lambda *_: {"softcap": 2.5}),
         ("window", {}, lambda *_: {"window": 33}),
         ("left padding", {"page": None}, _left_padding),
@@ -184,6 +186,7 @@ def features(run: Run) -> Iterator[Case]:
         ("deterministic", {}, lambda *_: {"deterministic": True}),
         ("lists", {}, _lists),
         ("lists contiguous", {"page": None}, _lists),
+        ("lists, 512+0, sinks", {"R": 0}, lambda s, d: {**_lists(s, d), **sinks(s, d)}),
         ("lists, float16", {"dtype": torch.float16}, _lists),
         ("lists, float32", {"dtype": torch.float32}, _lists),
         ("lists, fp8, scale per token", {"cache": FP8}, lambda s, d: {**_lists(s, d), **_scales(s, d)}),
@@ -361,7 +364,8 @@ def consan(run: Run) -> Iterator[Case]:
     few = Shape(B=2, kv=513, H=20, page=None)
     wanted.append((f"{few}, mask with holes", few, _holes))
     sparse = Shape(B=2, kv=513, H=64, S=2)
-    wanted.append((f"{sparse}, lists", sparse, _lists))
+    shared = replace(sparse, R=0)
+    wanted += [(f"{sparse}, lists", sparse, _lists), (str(shared), shared, _none), (f"{shared}, lists", shared, _lists)]
     converted = replace(few, cache=FP8)
     wanted.append((f"{converted}, scale per token", converted, _scales))
     packed = Shape(B=2, kv=513, H=20, **PACKED)
@@ -384,6 +388,8 @@ def cases(run: Run) -> Iterator[Case]:
             for kernel in ("triton", "gluon")
             for name, function in (("graph replay", graph_replay), ("repeated", repeated))
         ),
+        ("gluon: repeated, 512+0", lambda: repeated(run, "gluon", R=0)),
+        ("gluon: repeated, 512+0, lists", lambda: repeated(run, "gluon", _lists, R=0)),
         ("gluon: repeated, fp8", lambda: repeated(run, "gluon", _scales, cache=FP8)),
         ("gluon: repeated, fp8 in rows of 656 bytes", lambda: repeated(run, "gluon", **PACKED)),
         ("gluon: repeated, fp8 in rows of 656 bytes, lists", lambda: repeated(run, "gluon", _lists, **PACKED)),

@@ -27,6 +27,7 @@ FEATURES: dict[str, tuple[str, str, bool]] = {
     "several query tokens, causal and not": (r"several_query_tokens", r"causal", True),
     "pages": (r"decode_triton.*test_pages", r"page", True),
     "strided rows, in one piece and in two": (r"caches_of_one_piece", r"two layers|page 8, splits", True),
+    "rows without a rotary part": (r"\bR=0", r"rows_without_rope|\bno rope", True),
     "separate values": (r"Lv=", "", False),
     "sliding window": (r"window=", r"window", False),
     "soft-cap": (r"softcap=", r"soft-cap", False),

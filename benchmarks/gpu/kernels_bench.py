@@ -49,6 +49,10 @@ LISTED = (
 
 PACKED = 4  # of these, how many are measured over rows of 656 bytes in float8, too
 
+# DeepSeek-V4's rows, which have no rotary part, with sinks: heads, requests, rows, keys of a list (0: all rows). It has
+# one row for 4 tokens, of which a list names 512 or 1024, one row for 128 tokens, and a window of 128.
+SHARED = ((64, 1, 8192, 512), (64, 64, 8192, 512), (128, 64, 8192, 1024), (64, 64, 1024, 0), (64, 64, 128, 0))
+
 LEFT_PADDED = tuple((H, 1, tuple(4096 - 96 * i for i in range(32))) for H in (32, 128))  # as generate() pads prompts
 PAGE = 64
 
@@ -59,6 +63,12 @@ def uneven(dry: bool) -> list[tuple[str, Shape, tuple[int, ...]]]:
     made = [("ragged", Shape(B=len(lens), kv=max(lens), H=H, S=S, page=PAGE), lens) for H, S, lens in pages]
     made += [("left-padded", Shape(B=len(lens), kv=max(lens), H=H, S=S, page=None), lens) for H, S, lens in masked]
     return [(f"{name} {shape}", shape, lens) for name, shape, lens in made]
+
+
+def without_rope(dry: bool) -> list[tuple[str, Shape, tuple[int, ...] | None]]:
+    """Rows that are keys and values at once."""
+    made = [Shape(B, kv, H, R=0, k=k, page=PAGE) for H, B, kv, k in (((4, 2, 70, 30),) if dry else SHARED)]
+    return [(str(shape), shape, None) for shape in made]
 
 
 def with_lists(dry: bool) -> list[tuple[str, Shape, tuple[int, ...] | None]]:
@@ -116,6 +126,12 @@ class Pool:
             into.copy_(stored(shape, part.float()))
         return made
 
+    def pages(self, shape: Shape) -> Tensor:
+        """The pages as rows of this shape: bytes, or in half precision."""
+        if shape.groups:
+            return self.packed
+        return self.kv.flatten()[: len(self.kv) * PAGE * (shape.L + shape.R)].view(len(self.kv), PAGE, -1)
+
     def problem(self, shape: Shape, lens: tuple[int, ...] | None = None) -> Problem:
         """Requests of these lengths (None: all full) over random pages, or left-padded to them in one piece."""
         count = _pages(shape)
@@ -123,19 +139,20 @@ class Pool:
             raise SkipError(f"needs {count} pages, {len(self.kv)} fit in memory")
         generator = torch.Generator(self.run.device).manual_seed(seed_of(str(shape)))
         order = torch.randperm(len(self.kv), generator=generator, device=self.run.device)[:count]
-        query = 10 * torch.randn(
-            shape.B, shape.S, shape.H, 576, generator=generator, device=self.run.device, dtype=torch.float32
-        )
+        size = (shape.B, shape.S, shape.H, shape.L + shape.R)
+        query = 10 * torch.randn(size, generator=generator, device=self.run.device, dtype=torch.float32)
         options = {"causal": shape.S > 1, **masks(shape, lens, self.run.device)}
         if shape.k:
             options["indices"] = lists(shape, shape.k, self.run.device)
+        if shape.R == 0:
+            options["sinks"] = torch.linspace(-2, 3, shape.H, device=self.run.device)
         if shape.page is None:
             full = torch.full((shape.B,), shape.kv, dtype=torch.int32, device=self.run.device)
             whole = self.kv[:count].view(shape.B, -1, 576)[:, : shape.kv]
             return Problem(shape, query.to(shape.dtype), whole, None, full, options)
         lengths = torch.tensor(lens or [shape.kv] * shape.B, dtype=torch.int32, device=self.run.device)
         made = order.int().reshape(shape.B, shape.pages)
-        return Problem(shape, query.to(shape.dtype), self.packed if shape.groups else self.kv, made, lengths, options)
+        return Problem(shape, query.to(shape.dtype), self.pages(shape), made, lengths, options)
 
 
 def floors(run: Run) -> Iterator[Case]:
@@ -235,7 +252,7 @@ def cases(run: Run) -> Iterator[Case]:
     """The headline shapes, the next ones, requests of uneven lengths, the grid."""
     listed: list[tuple[str, Shape, tuple[int, ...] | None]] = [(str(shape), shape, None) for shape in shapes(run.dry)]
     place = len(HEADLINE) + len(NEXT)
-    listed[place:place] = [*uneven(run.dry), *with_lists(run.dry)]
+    listed[place:place] = [*uneven(run.dry), *with_lists(run.dry), *without_rope(run.dry)]
     pool = Pool(run, [shape for _, shape, _ in listed])
     for index, (key, shape, lens) in enumerate(listed):
         first = index < (1 if run.dry else len(HEADLINE))

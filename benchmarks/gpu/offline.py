@@ -57,17 +57,24 @@ from mla_compile.kernels.triton.step import Step
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MMA = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma.sync", "QGMMA": "wgmma", "UTCQMMA": "tcgen05"}  # by SASS
-# Both consumers score a block (9 chunks of 64 columns x 4 steps of 16) and apply two, with one more for the last block.
-SEESAW = {"m64n64k16": 2 * 36, "m64n256k16": 2 * 3 * 4}
-# Its arrives: the producer's three; of each consumer the query, the sums, P, three stage halves and the last block's.
-# Beside lists the producer arrives once more with all that it wrote, and where rows are copied its threads arrive three
-# times with their own copies in its stead.
-ARRIVES = {
-    "mla_seesaw": (3 + 2 * 6, 0),  # with 9 barriers a block the producer arrives at each of them
-    "mla_seesaw_fp8": (3 + 2 * 6, 0),
-    "mla_seesaw_lists": (1 + 2 * 6, 3),
-    "mla_seesaw_fp8_lists": (4 + 2 * 6, 0),
-}
+# The Hopper kernel's arrives besides those for the parts of a block: of each consumer the query, the sums, P, three
+# stage halves and the last block's; beside lists one of the producer with all that it wrote.
+ARRIVES = {"mla_seesaw": 12, "mla_seesaw_fp8": 12, "mla_seesaw_lists": 13, "mla_seesaw_fp8_lists": 13}
+
+
+def seesaw(case: Case) -> dict[str, int]:
+    """The products of a Hopper kernel: both consumers score a block, 16 columns at a time, and apply three."""
+    return {"m64n64k16": 2 * (512 + case.rope) // 16, "m64n256k16": 2 * 3 * 4}
+
+
+def arrives(case: Case, chosen: Plan) -> tuple[int, int]:
+    """The arrives of a Hopper kernel, and those for copies, at which all threads of the producer arrive.
+
+    The producer arrives for each part of a block: halves, or with nine barriers eighths, and rope if there is any.
+    """
+    parts = chosen.barriers - (case.rope == 0)
+    copied = case.kernel == "mla_seesaw_lists"
+    return ARRIVES[case.kernel] + parts * (not copied), parts * copied
 
 
 def tool(name: str) -> str:
@@ -269,15 +276,13 @@ def broken(case: Case, chosen: Plan, row: dict[str, Any]) -> list[str]:
         found.append("ptxas serialises wgmma")
     if case.kernel in ARRIVES:
         found += row["protocol"]
-        if row["wgmma"] != SEESAW:
-            found.append(f"wgmma {row['wgmma']}, expected {SEESAW}")
-        arrives, landed = ARRIVES[case.kernel]
-        arrives += chosen.barriers - 3
-        if tuple(row["arrives"]) != (arrives, landed):
-            found.append(f"{row['arrives']} arrives, of them of copies, expected {(arrives, landed)}")
+        if row["wgmma"] != seesaw(case):
+            found.append(f"wgmma {row['wgmma']}, expected {seesaw(case)}")
+        if tuple(row["arrives"]) != arrives(case, chosen):
+            found.append(f"{row['arrives']} arrives, of them of copies, expected {arrives(case, chosen)}")
         shared = {"shared": 0, "remote": 0}
-        if case.cluster > 1:  # three or nine announcements, six places where a half is given back
-            shared = {"alone": 0, "remote": 6 + chosen.barriers, "met": 4}
+        if case.cluster > 1:  # the announcements, and six places where a half is given back
+            shared = {"alone": 0, "remote": 6 + arrives(case, chosen)[0] - ARRIVES[case.kernel], "met": 4}
         if not shared.items() <= row["ctas"].items():
             found.append(f"{row['ctas']} between CTAs, expected {shared}")
         if row["local"] > case.tolerated_local:

@@ -73,6 +73,8 @@ class Case:
             return 12  # the bounds of a window beside 64 x 512 sums, in 3.6
         if self.cluster > 1 and not self.splits:
             return 4  # a CTA's number beside a piece of the schedule, in 3.9
+        if self.hopper and self.listed and not self.rope:
+            return 4  # a number of the token beside the sums, outside the loop, in 3.9
         if self.cache == "float8" and self.form[1]:
             return 44  # the rotary query beside one scale and a piece of the schedule, in 3.6 to 3.8
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
@@ -244,9 +246,26 @@ def cases() -> Iterator[Case]:
     yield replace(lists656, label="Hopper, fp8, 656-byte rows, contiguous, list", page=0)
     yield replace(lists656, label="Hopper, fp8, 8 groups, list, window, soft-cap", page=0, groups=8, window=WINDOW,
                   softcap=50.0, tokens=2)  # fmt: skip
+    yield from without_rope(hopper, lists)
     yield from forms(hopper, lists, fp8)
     yield replace(hopper, label="Hopper, schedule", kernel="cut", page=64, splits=0)
     yield replace(hopper, label="Hopper, schedule: combine", kernel="combine_slots", page=64, splits=0)
+
+
+def without_rope(hopper: Case, lists: Case) -> Iterator[Case]:
+    """The Hopper kernel for rows that are keys and values at once: DeepSeek-V4's window, list, and other rows."""
+    shared = {"rope": 0, "sinks": True, "rows": 64}
+    plain, listed = replace(hopper, **shared), replace(lists, **shared, listed=512)
+    yield replace(plain, label="Hopper, bf16, no rope, window, 1 split", window=128, splits=1)
+    yield replace(plain, label="Hopper, bf16, no rope, mask", mask=torch.bool)
+    yield replace(plain, label="Hopper, bf16, no rope, page 16", page=16)
+    yield replace(plain, label="Hopper, bf16, no rope, page 64, window, scheduled", page=64, window=128, splits=0)
+    yield replace(
+        plain, label="Hopper, bf16, no rope, page 64, scheduled, 9 barriers", page=64, splits=0, form=(9, False)
+    )
+    yield replace(plain, label="Hopper, bf16, no rope, cluster of 2", rows=128, cluster=2)
+    yield replace(listed, label="Hopper, bf16, no rope, list, 1 split", splits=1)
+    yield replace(listed, label="Hopper, bf16, no rope, page 64, two layers, list", page=64, layers=2)
 
 
 def forms(hopper: Case, lists: Case, fp8: Case) -> Iterator[Case]:

@@ -316,6 +316,7 @@ FLEX_SHAPES = ((8, 4096, 128, 1), (1, 32768, 16, 1))  # each is compiled anew, w
 def where_timed(name: str, shape: Shape) -> None:
     """Raises :class:`SkipError` for a peer that is worth a few shapes only; a cache in one piece comes with a mask."""
     _needs(shape.page is not None, "timed over pages, without a mask")
+    _needs(shape.R > 0, "the adapters are for rows with a rotary part")
     _needs(not shape.groups or name == "flashmla fp8", "takes no rows of bytes")
     if shape.k:
         _needs(name in (*OF_LISTS, "sglang"), "takes no lists of keys")

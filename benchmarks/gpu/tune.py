@@ -12,7 +12,8 @@ lengths; t_tile of the formula in kernels/plan.py is the smaller of that and an 
 From both, of all tiles that have them, benchmarks/gpu/fit.py fits how long a block waits; that line is printed, and
 goes into kernels/devices.py by hand. On a Hopper card both sections also hold its kernel against the portable one by
 the number of query rows, which is where ``min_rows`` comes from, and its forms (FORMS, SHARED) against the plain one.
-Rows of other GPU generations stay as they are.
+The same of rows without rope is printed alone: the table has no rows of its own for them. Rows of other GPU generations
+stay as they are.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ MAX_ROWS = {16: 16, 32: 32, 128: None}  # the query rows a class stands for, as 
 STAGES = (1, 2, 3, 4, 5, 7)
 BESIDE = "gluon: "  # what the keys begin with where the Hopper kernel is held against the portable one
 MOST = 24  # candidates of a class
-HOPPER_KINDS = {"half": "", "float8": "float8, "}  # cache dtypes at which they are, and how that is said in keys
+NO_ROPE = "no rope"  # rows in half precision that are keys and values at once
+# Rows at which they are, and how that is said in keys.
+HOPPER_KINDS = {"half": "", "float8": "float8, ", NO_ROPE: "no rope, "}
 HOPPER_ROWS = (4, 8, 12, 16, 20, 24, 32, 48, 64)  # query rows at which the two kernels are compared
 FORMS: dict[str, dict[str, Any]] = {  # of the Hopper kernel, beside the one without any of it
     "9 barriers": {"barriers": 9},
@@ -66,7 +69,8 @@ SHARED = {  # and each with two CTAs that share what is copied from memory
     ", ".join(filter(None, (form, "cluster of 2"))): {**change, "cluster": 2}
     for form, change in ({"": {}} | FORMS).items()
 }
-KIND_FORMS = {"half": tuple(FORMS), "float8": ("held query",)}  # float8 rows are stored, with three arrivals a block
+# Float8 rows are stored, with three arrivals a block; without rope there is none to hold.
+KIND_FORMS = {"half": tuple(FORMS), "float8": ("held query",), NO_ROPE: ("9 barriers",)}
 WORTH = 0.99  # a form has to take less than this share of the plain one's time
 FORM_ROWS = (32, 64, 128)  # query rows at which forms are compared
 SHARED_ROWS = (128,)  # of them, those of two CTAs
@@ -128,12 +132,16 @@ def _steps_between(a: Candidate, b: Candidate) -> float:
 
 def posed(kind: str, rows: int, batch: int, kv: int, paged: bool, device: torch.device) -> Problem:
     """Random data for a class."""
-    query = torch.float32 if kind == "float32" else torch.bfloat16
-    shape = Shape(batch, kv, rows, page=64 if paged else None, dtype=query, cache=DTYPES[kind])
-    made = problem(shape, device, seed=rows)
+    made = problem(replace(_shape(kind, rows, batch, kv), page=64 if paged else None), device, seed=rows)
     if kind == "float8":
         made.options["kv_scale"] = torch.tensor(0.13, device=device)
     return made
+
+
+def _shape(kind: str, rows: int, batch: int, kv: int) -> Shape:
+    """Pages of a cache dtype, or of rows without rope."""
+    query = torch.float32 if kind == "float32" else torch.bfloat16
+    return Shape(batch, kv, rows, R=0 if kind == NO_ROPE else 64, dtype=query, cache=DTYPES.get(kind, torch.bfloat16))
 
 
 def _classes(run: Run) -> Iterator[tuple[int, str, str, int, Candidate]]:
@@ -158,7 +166,7 @@ def _one(make: Callable[[], Problem], kept: dict[object, Any], key: object) -> A
 
 def _both(kind: str, rows: int, batch: int, kv: int, device: torch.device) -> tuple[Shape, dict[str, Plan]]:
     """A paged shape of this many query rows and both kernels' plans; no plans where the Hopper kernel is not for it."""
-    shape = Shape(batch, kv, rows, cache=DTYPES[kind])
+    shape = _shape(kind, rows, batch, kv)
     # Up to 64 rows are one block of its rows, whatever their number: the plan of 64 is theirs, whatever min_rows says.
     hopper = plan_of(replace(shape, H=max(rows, HOPPER_BLOCK)), device, "gluon", {})
     portable = plan_of(shape, device, "triton", {})

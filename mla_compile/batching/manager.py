@@ -168,7 +168,7 @@ class LatentManager(ContinuousBatchingManager):
         self.batch_processor: Any = None
         self._steps: Steps | None = None
         self._died: Exception | None = None
-        self._in_vain = 0  # consecutive loops that died before their first step
+        self._in_vain = 0  # how many loops in a row have ended before their first step
         self._ends = False
         self._ending = threading.Lock()
         asked = arguments["continuous_batching_config"]

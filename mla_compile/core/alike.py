@@ -45,6 +45,7 @@ def constant_of(value: Any) -> Hashable:
 def number_of(value: Any) -> Hashable:
     """The key of a number: the expression of a symbolic one, else its value."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        expression: Hashable = value.node.expr
-        return expression
+        expression = value.node.expr
+        # Not the bare expression: SymPy cannot compare one with a tuple that contains a type.
+        return constant_of(int(expression)) if expression.is_Integer else ("expression", expression)
     return constant_of(value)

@@ -65,7 +65,7 @@ _HALF = (torch.float16, torch.bfloat16)
 GROUPED_ROWS = 16
 
 # The sizes for which the Hopper kernel (kernels/hopper/decode_gluon.py) is written.
-HOPPER_WIDTHS = (512, 64)  # latent and rope
+HOPPER_WIDTHS = (512, 64)  # latent and rope; rows in half precision may have no rope, as DeepSeek-V4's
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
 BARRIERS = (3, 9)  # barriers per stage: for two halves of the latent columns, or for eight parts, and for rope
 CLUSTERS = (1, 2)  # CTAs that share the copies of a block, each for query rows of its own
@@ -146,12 +146,14 @@ def _hopper_suits(
     The launch checks its other requirements (strides; a boolean mask with index lists; for float8 a query in the dtype
     of the products). If one fails, it plans again with ``gluon=False``.
     """
+    L, R, Lv = widths
     converted = dtypes[1] == torch.float8_e4m3fn  # converted row by row, from pages of any size
     known = (r for r in table() if (r.kernel, r.cache) == ("gluon", _cache_kind(dtypes[1])))
     return (
         device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
-        and widths == (*HOPPER_WIDTHS, None)
+        and (L, R or HOPPER_WIDTHS[1], Lv) == (*HOPPER_WIDTHS, None)
+        and not (converted and R == 0)
         and (converted or (dtypes[1] in _HALF and dtypes[0] == dtypes[1]) or dtypes == (torch.float32, torch.bfloat16))
         and any(r.min_rows <= rows for r in known)  # enough rows that padding them to a block pays
         and mask_bytes == 0
@@ -299,7 +301,7 @@ def plan(
         pdl=row.pdl and wanted > 1,
         scheduled=row.kernel == "gluon" and page is not None and B > 1 and not (deterministic or splits),
         barriers=row.barriers,
-        held=row.held,
+        held=row.held and R > 0,
         cluster=row.cluster,
     )
 
@@ -350,4 +352,4 @@ def check(
             "make block_m, block_n or num_stages smaller"
         ),
     )
-    return replace(chosen, smem=smem)
+    return replace(chosen, smem=smem, held=chosen.held and R > 0)

@@ -85,7 +85,8 @@ def _cached(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
     made = _compiled(variant)
     cache.mkdir(parents=True, exist_ok=True)
     facts = {name: value for name, value in asdict(made).items() if name != "image"}
-    for path, content in ((image, made.image), (about, json.dumps(facts).encode())):  # facts last: they say it is whole
+    # The facts are written last: where they are, the image is complete.
+    for path, content in ((image, made.image), (about, json.dumps(facts).encode())):
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         draft.write_bytes(content)
         os.replace(draft, path)

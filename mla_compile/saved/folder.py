@@ -87,7 +87,10 @@ def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
 
 
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """The files, each as it was written. Raises :class:`ModelFileError` for one that is not, or is somebody else's."""
+    """The files, each as it was written.
+
+    Raises :class:`ModelFileError` for a file that is missing, has changed since or belongs to another user.
+    """
     found = {}
     for name, given in digests.items():
         path = folder / name

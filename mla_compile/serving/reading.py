@@ -88,7 +88,7 @@ def _served(kind: type[Any]) -> type[Any]:
         def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             seed = body.get("seed")  # transformers would set that of the whole process
             if seed is not None:
-                seed %= 1 << 63  # what a generator takes
+                seed %= 1 << 63  # torch.Generator takes no larger seed
             config = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)
             if body.get("temperature"):
                 config.do_sample = True

@@ -89,31 +89,33 @@ def test_a_kernel_whose_ctas_do_not_wait_for_each_other_breaks_its_budget(monkey
 
 # `benchmarks.gpu.offline --check`, which CI runs, asks the same of every kernel that has changed.
 OTHERS = ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, page 64, list", "Hopper, fp8"]
+OTHERS += ["Hopper, bf16, no rope, mask", "Hopper, bf16, no rope, list, 1 split"]
 if clusters():
     OTHERS.append("Hopper, bf16, mask, cluster of 2")
 COMPILED = ["Hopper, bf16, mask", *also("combination", *OTHERS)]
 
 
 @pytest.fixture(scope="module", params=COMPILED)
-def compiled(request) -> tuple[str, str]:
-    """A kernel's name and its PTX."""
+def compiled(request) -> tuple[offline.Case, str]:
+    """A case and its PTX."""
     pytest.importorskip("triton.experimental.gluon")
     (case,) = (c for c in offline.cases() if c.label == request.param)
     text: str = offline.compiled(case, case.step()[0]).asm["ptx"]
-    return case.kernel, text
+    return case, text
 
 
 def test_the_hopper_kernel_keeps_its_protocol(compiled):
-    kernel, text = compiled
+    case, text = compiled
     counts, wrong = protocol(text)
     assert wrong == []
-    arrives, landed = offline.ARRIVES[kernel]
-    assert counts == {"arrive": arrives, "product": sum(offline.SEESAW.values()), "landed": landed}
+    arrives, landed = offline.arrives(case, case.step()[1])
+    assert counts == {"arrive": arrives, "product": sum(offline.seesaw(case).values()), "landed": landed}
 
 
 def test_every_fence_and_every_barrier_before_an_arrive_is_needed(compiled):
     """Taken out one at a time: each is missed."""
-    kernel, text = compiled
+    case, text = compiled
+    kernel = case.kernel
     lines = text.splitlines()
     fences = [i for i, line in enumerate(lines) if "fence.proxy.async" in line]
     arrives = [i for i, line in enumerate(lines) if re.search(r"@%p\d+ mbarrier\.arrive\.shared", line)]
@@ -126,7 +128,8 @@ def test_every_fence_and_every_barrier_before_an_arrive_is_needed(compiled):
         assert len(barriers) == 15
         del fences[0]  # that of the barriers' own is for TMA, of which there is none
     else:
-        assert len(fences) >= 15  # no rows are zeroed; of both consumers four waits in the loop and one behind it
+        # No rows are zeroed; of both consumers four waits in the loop (three without rope) and one behind it.
+        assert len(fences) >= (15 if case.rope else 13)
         assert len(barriers) == 13
     for index in (*fences, *barriers):
         assert protocol("\n".join(lines[:index] + lines[index + 1 :]))[1], f"{index + 1}: {lines[index]}"

@@ -660,7 +660,7 @@ def test_both_kernels_are_checked_then_timed_by_query_rows(clusters, tmp_path, m
     for section in (tune.tiles, tune.tune):
         run = Run(store, section.__name__, CPU, dry=True)
         listed = [case for case in section(run) if case.key.startswith(tune.BESIDE)]
-        keys = [f"gluon: {kind}{rows} rows" for kind in ("", "float8, ") for rows in tune.HOPPER_ROWS]
+        keys = [f"gluon: {kind}{rows} rows" for kind in ("", "float8, ", "no rope, ") for rows in tune.HOPPER_ROWS]
         both, forms = listed[: len(keys)], listed[len(keys) :]
         assert [case.key for case in both] == keys
         assert all(common.kernel_of(case.key) == "gluon" and "kernel='triton'" in case.of for case in both)
@@ -690,11 +690,15 @@ def test_lists_for_many_heads_are_checked_and_timed_in_both_kernels(monkeypatch)
     for _, shape, _ in kernels_bench.with_lists(False):
         both = {"triton", "gluon"} if shape.H > 16 else {"triton"}
         assert set(cases.kernels_for(shape, CPU, {})) == both
+    for _, shape, _ in kernels_bench.without_rope(False):
+        assert {"triton", "gluon"} <= set(cases.kernels_for(shape, CPU, {}))
     run = SimpleNamespace(dry=False, device=CPU)
     keys = [case.key for case in correctness.cases(run)]  # type: ignore[arg-type]
     for what in ("graph replay, lists", "repeated, lists", "lists h128", "lists, mask h128"):
         assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
     for what in ("softcap h128", "window h128", "lists, sinks, softcap, window h128"):
+        assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
+    for what in ("512+0, sinks, window h128", "512+0, mask with holes h128", "lists, 512+0, sinks h128"):
         assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
     for what in ("added mask", "mask of heads"):  # which the Hopper kernel leaves to the other one
         assert not [key for key in keys if key.startswith("gluon: lists") and what in key]

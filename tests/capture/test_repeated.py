@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile.capture.functional import Functional, traced_once
 from mla_compile.capture.repeated import traced_by_kind
+from mla_compile.core.alike import known_of
 from mla_compile.repeats import find
 
 LAYERS = 4
@@ -309,6 +312,18 @@ def test_what_a_graph_says_wrongly_of_a_value_is_not_believed() -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(Stack(), backend=backend, fullgraph=True)(torch.randn(2, 3, 6), torch.arange(3))
+
+
+def test_a_size_is_neither_a_tensor_nor_another_number() -> None:
+    """SymPy compares an expression with a tuple by converting what is in it, and fails for a type."""
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 3))
+    size = fake.shape[0]
+    assert isinstance(size, torch.SymInt)
+    different = [fake, fake[:2], size, size + 1, 5, 5.0, None, True, (size, 5)]
+    for k, one in enumerate(different):
+        assert [known_of(one) == known_of(other) for other in different] == [n == k for n in range(len(different))]
+    assert isinstance(size - size + 5, torch.SymInt)
+    assert known_of(size - size + 5) == known_of(5)
 
 
 def test_a_graph_without_layers_is_left_to_one_trace() -> None:

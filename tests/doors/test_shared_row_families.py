@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 
 import mla_compile
 from mla_compile.errors import ExportError
-from mla_compile.kernels.cpu import native
 from tests.support.tiers import also
 from tests.zoo import rows_of_two_memories
 from tests.zoo.base import Dims
@@ -24,7 +23,7 @@ pytest.importorskip("transformers.models.deepseek_v4")
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 pytestmark = [
-    pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator"),
+    pytest.mark.usefixtures("native_kernel"),
     pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),
 ]
 

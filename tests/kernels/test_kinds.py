@@ -122,8 +122,10 @@ def test_strides_that_do_not_follow_from_the_tokens_tell_kinds_apart():
     assert len({form(300, outer) for outer in (0, 1, 2, 300 * WIDTH)}) == 4
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_the_copy_engine_is_told_the_tokens_there_are(dense: bool, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("dense", "R"), [(False, 64), (True, 64), (True, 0)])
+def test_the_copy_engine_is_told_the_tokens_there_are(
+    dense: bool, R: int, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+):
     """A box of more tokens would read past the end of the cache."""
     launched: list[list[Any]] = []
     monkeypatch.setattr(Device, "of", lambda _: PRESETS["sm_90"])
@@ -131,12 +133,13 @@ def test_the_copy_engine_is_told_the_tokens_there_are(dense: bool, driver: FakeD
     monkeypatch.setattr(hopper_runner, "bind", lambda *_: lambda _, arguments: launched.append(arguments))
     monkeypatch.setattr(hopper_runner, "descriptor", lambda box, address: (box, address))
     for T in (300, 310, 319):
-        room = torch.zeros(B, T if dense else 400, 576, dtype=torch.bfloat16)[:, :T]
-        query = torch.zeros(B, 1, 64, 576, dtype=torch.bfloat16)
-        launch.launch(DecodeCall(query, room[..., :512], room[..., 512:], scale=0.5, num_splits=1))
+        row, count = 512 + R, 2 if R else 1
+        room = torch.zeros(B, T if dense else 400, row, dtype=torch.bfloat16)[:, :T]
+        query = torch.zeros(B, 1, 64, row, dtype=torch.bfloat16)
+        launch.launch(DecodeCall(query, room[..., :512], room[..., 512:] if R else None, scale=0.5, num_splits=1))
         boxes = [x for x in launched[-1] if isinstance(x, tuple)]
-        assert [box.shape for box, _ in boxes] == [(B, T, 512), (B, T, 64)]
-        assert [box.strides for box, _ in boxes] == [(576 * (T if dense else 400), 576, 1)] * 2
-        assert [address for _, address in boxes] == [room.data_ptr(), room.data_ptr() + 1024]
+        assert [box.shape for box, _ in boxes] == [(B, T, 512), (B, T, 64)][:count]
+        assert [box.strides for box, _ in boxes] == [(row * (T if dense else 400), row, 1)] * count
+        assert [address for _, address in boxes] == [room.data_ptr(), room.data_ptr() + 1024][:count]
         assert T in launched[-1]
     assert len(launch._kinds) == 1

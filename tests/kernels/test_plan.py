@@ -204,7 +204,7 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
     suits = {"gluon": True, "page_size": 64}
     got = make(**suits)
     assert (got.kernel, got.block_m, got.block_n, got.tma) == ("gluon", 64, 64, True)
-    assert make(gluon=True).kernel == "gluon"  # contiguous
+    assert make(gluon=True).kernel == make(**suits, R=0).kernel == "gluon"  # contiguous; without a rotary part
     for S, H in ((1, 17), (2, 9), (1, 32), (3, 20), (1, 64)):
         padded = make(**suits, S=S, H=H)
         assert (padded.kernel, padded.row_blocks(S * H)) == ("gluon", 1), (S, H)
@@ -219,7 +219,10 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         {"gluon": False},
         {"H": 16},
         {"L": 256},
-        {"R": 0},
+        {"R": 0, "L": 576},
+        {"R": 0, "H": 16},
+        {"R": 0, "Lv": 512},
+        {"R": 0, "cache_dtype": FP8},
         {"masked": True},
         {"page_size": 1},
         {"page_size": 8},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import openai
 import pytest
 
 from tests.support.server import alone, until, words
@@ -13,8 +12,16 @@ from tests.support.server import alone, until, words
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the server's dependencies
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """The package, whose thousand types take long to import."""
+    import openai
+
+    return openai
+
+
 @pytest.fixture
-def client(served) -> Any:
+def client(served, openai) -> Any:
     with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0) as made:
         yield made
 
@@ -51,7 +58,7 @@ def test_a_stream_that_is_closed_is_cancelled(client, served):
     assert served[0].desk.live == 0
 
 
-def test_many_at_once(served, model):
+def test_many_at_once(served, model, openai):
     prompts = [words(n, seed=n) for n in range(1, 13)]
 
     async def all_of_them() -> list[str]:
@@ -66,7 +73,7 @@ def test_many_at_once(served, model):
     assert [text.split() for text in found] == [alone(model, prompt, 6) for prompt in prompts]
 
 
-def test_errors(client):
+def test_errors(client, openai):
     with pytest.raises(openai.NotFoundError, match="there is no model 'other' here"):
         client.completions.create(model="other", prompt="w5")
     with pytest.raises(openai.UnprocessableEntityError, match="n: this server cannot do that"):

@@ -34,25 +34,25 @@ SOURCE = {
 NOWHERE = 10**6  # a page that does not exist
 
 
-def problem(lens, H, S, page=0, dtype="bf16", seed=0, T=None):
-    """Random query [B,S,H,576], cache with NaN wherever no request has a row, and the block table (page > 0)."""
-    rng = np.random.default_rng(seed)
-    query = round_to(rng.standard_normal((len(lens), S, H, 576)), dtype)
+def problem(lens, H, S, page=0, dtype="bf16", seed=0, T=None, rope=64):
+    """Random query [B,S,H,512+rope], cache with NaN wherever no request has a row, and the block table (page > 0)."""
+    rng, width = np.random.default_rng(seed), 512 + rope
+    query = round_to(rng.standard_normal((len(lens), S, H, width)), dtype)
     T = T or max(1, *lens)
     if not page:
-        cache = np.full((len(lens), T, 576), np.nan, np.float32)
+        cache = np.full((len(lens), T, width), np.nan, np.float32)
         for b, n in enumerate(lens):
-            cache[b, :n] = round_to(rng.standard_normal((n, 576)), dtype)
+            cache[b, :n] = round_to(rng.standard_normal((n, width)), dtype)
         return query, cache, None
     pages = [-(-n // page) for n in lens]
     order = iter(rng.permutation(sum(pages) + 2))
-    cache = np.full((sum(pages) + 2, page, 576), np.nan, np.float32)
+    cache = np.full((sum(pages) + 2, page, width), np.nan, np.float32)
     table = np.full((len(lens), max(1, *pages) + 1), NOWHERE, np.int32)
     for b, n in enumerate(lens):
         for j in range(pages[b]):
             table[b, j] = next(order)
             rows = min(page, n - j * page)
-            cache[table[b, j], :rows] = round_to(rng.standard_normal((rows, 576)), dtype)
+            cache[table[b, j], :rows] = round_to(rng.standard_normal((rows, width)), dtype)
     return query, cache, table
 
 
@@ -82,17 +82,22 @@ def tiles_of(mask, lens, reach):
     return work
 
 
+def parts_of(rows):
+    """The latent and rope of rows; None in place of rope that is not there."""
+    return rows[..., :512], rows[..., 512:] if rows.shape[-1] > 512 else None
+
+
 def expected(query, cache, table, lens, sinks, mask, **numbers):
     """out [B,S,H,512] and lse [B,S,H] by the reference, one request at a time."""
     B, S, H, _ = query.shape
     out, lse = np.zeros((B, S, H, 512)), np.full((B, S, H), -np.inf)
     for b, n in enumerate(lens):
         if n:
-            rows = cache[b] if table is None else cache[table[b, : -(-n // cache.shape[1])]].reshape(-1, 576)
+            rows = cache[b] if table is None else np.concatenate(cache[table[b, : -(-n // cache.shape[1])]])
             rows = torch.from_numpy(rows[None, :n].astype(np.float64))
             q = torch.from_numpy(query[b : b + 1].astype(np.float64))
             shown = None if mask is None else torch.from_numpy(mask[b % len(mask), :n])[None, None, None]
-            call = DecodeCall(q, rows[..., :512], rows[..., 512:], mask=shown, **numbers)
+            call = DecodeCall(q, *parts_of(rows), mask=shown, **numbers)
             o, one = reference.decode_attention(call)
             out[b], lse[b] = o[0].numpy(), one[0].numpy()
     if sinks is not None:
@@ -137,11 +142,11 @@ def scores(scale, softcap):
 
 def simulate(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
-    all_rows=False, mask=None, softcap=0.0, window=0, parts=1, held=False, ctas=1,
+    all_rows=False, mask=None, softcap=0.0, window=0, parts=1, held=False, ctas=1, rope=64,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError."""
     module, machine = loaded
-    query, cache, table = problem(lens, H, S, page, dtype, seed, T)
+    query, cache, table = problem(lens, H, S, page, dtype, seed, T, rope)
     B, M, scale = len(lens), S * H, 192**-0.5
     work, reach = None, window + S - 1 if window else None
     if mask is not None:
@@ -156,9 +161,9 @@ def simulate(
     part, part_lse, out, lse = unwritten(slots, B, M)
     machine.launch(
         module.mla_seesaw, (-(-M // (64 * ctas)), partitions or splits, 1 if partitions else B), seed, ctas,
-        q=Pointer(query.ravel(), dtype), stride_qb=M * 576, stride_qs=H * 576, stride_qh=576,
+        q=Pointer(query.ravel(), dtype), stride_qb=query[0].size, stride_qs=query[0, 0].size, stride_qh=512 + rope,
         latent=Descriptor(cache[..., :512], (1, box, 256 // parts if box == 64 else 64), dtype),
-        rope=Descriptor(cache[..., 512:], (1, box, 64), dtype),
+        rope=Descriptor(cache[..., 512:], (1, box, 64), dtype) if rope else None,
         table=None if table is None else Pointer(shown.ravel()), table_stride=0 if table is None else table.shape[1],
         seq_lens=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
         items=Pointer(plan.items.numpy().ravel()) if plan else None,

@@ -16,7 +16,7 @@ from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.triton.steps import BUFFERS
-from tests.support.gluon_cases import SOURCE, assert_wrong, merged, problem, scores
+from tests.support.gluon_cases import SOURCE, assert_wrong, merged, parts_of, problem, scores
 from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Pointer
 from tests.support.lists import lists
@@ -46,11 +46,11 @@ class Listed(NamedTuple):
 
 def listed(
     seed, lens, H, k, S=1, page=0, splits=1, causal=True, sinks=False, dtype="bf16", T=None, all_rows=False, mask=None,
-    kind="mixed", softcap=0.0, window=0,
+    kind="mixed", softcap=0.0, window=0, rope=64,
 ):  # fmt: skip
     """A random :class:`Listed`."""
     rng = np.random.default_rng(seed)
-    query, cache, table = problem(lens, H, S, page, dtype, seed, T)
+    query, cache, table = problem(lens, H, S, page, dtype, seed, T, rope)
     B = len(lens)
     capacity = table.shape[1] * page if page else cache.shape[1]
     shown = None
@@ -58,8 +58,8 @@ def listed(
         shown = rng.random((B if "B" in mask else 1, 1, S if "S" in mask else 1, capacity)) < 0.6
     sink = rng.standard_normal(H).astype(np.float32) if sinks else None
     call = DecodeCall(
-        torch.from_numpy(query).double(), torch.from_numpy(cache[..., :512]).double(),
-        torch.from_numpy(cache[..., 512:]).double(), scale=192**-0.5, causal=causal, softcap=softcap, window=window,
+        torch.from_numpy(query).double(), *parts_of(torch.from_numpy(cache).double()), scale=192**-0.5,
+        causal=causal, softcap=softcap, window=window,
         indices=chosen(B, S, max(1, *lens), k, kind, seed),
         mask=None if shown is None else torch.from_numpy(shown),
         seq_lens=None if all_rows else torch.tensor(lens, dtype=torch.int32),
@@ -76,7 +76,7 @@ def launch_lists(machine, kernel, seed, given, bits, **more):
     ``bits`` is what it calls the scratch for them. Results, those of ``splits`` merged, are compared with the
     reference's of the call.
     """
-    call, (B, S, H, _), (_, _, k) = given.call, given.query.shape, given.call.indices.shape
+    call, (B, S, H, width), (_, _, k) = given.call, given.query.shape, given.call.indices.shape
     tokens, capacity, splits, shown = B * S, call.sizes.T, given.splits, call.mask
     want, want_lse = (x.numpy().reshape(tokens, H, -1) for x in reference.decode_attention(call))
     blocks = -(-k // 64)
@@ -90,7 +90,7 @@ def launch_lists(machine, kernel, seed, given, bits, **more):
     table, lens = call.block_table, call.seq_lens
     machine.launch(
         kernel, (-(-H // 64) * tokens, splits, 1), seed,
-        query=Pointer(given.query.ravel(), given.dtype), query_b=S * H * 576, query_s=H * 576, query_h=576,
+        query=Pointer(given.query.ravel(), given.dtype), query_b=S * H * width, query_s=H * width, query_h=width,
         indices=Pointer(call.indices.numpy().ravel()), indices_b=S * k, indices_s=k, entries=k,
         table=None if table is None else Pointer(table.numpy().ravel()), table_b=0 if table is None else table.shape[1],
         lengths=None if lens is None else Pointer(lens.numpy()), sinks=None if sink is None else Pointer(sink),
@@ -130,10 +130,10 @@ def simulate_lists(loaded, seed, lens, H, k, page=0, apart=False, least=1, held=
     module, machine = loaded
     given = listed(seed, lens, H, k, page=page, **how)
     flat, start, outer = beside(given.cache, apart)
+    row, rope = given.cache.shape[2], None if given.call.rope is None else Pointer(flat, given.dtype, start + 512)
     launch_lists(
         machine, module.mla_seesaw_lists, seed, given, "words",
-        latent=Pointer(flat, given.dtype, start), latent_b=outer, latent_t=576,
-        rope=Pointer(flat, given.dtype, start + 512), rope_b=outer, rope_t=576,
+        latent=Pointer(flat, given.dtype, start), latent_b=outer, latent_t=row, rope=rope, rope_b=outer, rope_t=row,
         tokens=given.query.shape[0] * given.query.shape[1], least=least, PAGE=page if apart else 0, LIST_PAGE=page,
         REGS=232, HELD=held,
     )  # fmt: skip
@@ -234,6 +234,9 @@ LIST_CASES = {
     "mask": {"lens": [300, 129], "H": 24, "S": 2, "k": 150, "mask": "BS"},
     "mask, one for all": {"lens": [300, 300], "H": 24, "k": 150, "mask": "", "all_rows": True, "sinks": True},
     "soft-cap, window": {"lens": [300, 129], "H": 24, "S": 2, "k": 150, "softcap": 2.0, "window": 130},
+    "no rope, sinks": {"lens": [447, 430], "H": 64, "S": 2, "k": 300, "sinks": True, "rope": 0},
+    "no rope, apart, splits": {"lens": [300, 90], "H": 80, "k": 200, "page": 64, "apart": True, "splits": 2, "rope": 0},
+    "no rope, an empty request, window": {"lens": [0, 300], "H": 20, "k": 150, "window": 130, "rope": 0, "sinks": True},
     "mask of tokens, splits": {"lens": [300, 290], "H": 70, "S": 2, "k": 200, "mask": "S", "splits": 2},
 }
 

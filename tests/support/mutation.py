@@ -21,6 +21,7 @@ import argparse
 import ast
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -64,8 +65,8 @@ def meaning(source: str) -> str:
     return ast.dump(tree)
 
 
-def mutants(source: str) -> Iterator[tuple[str, int, str]]:
-    """Operator, line and source of every mutant."""
+def mutants(source: str, draw: random.Random | None = None) -> Iterator[tuple[str, int, str]]:
+    """Operator, line and source of every mutant; in a random order where there is a ``draw``."""
     import parso
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -75,17 +76,24 @@ def mutants(source: str) -> Iterator[tuple[str, int, str]]:
         "Membership": Membership,
         "Quantifier": Quantifier,
     }
-    for name in provider:
-        count = sum(len(list(provider[name]().mutation_positions(n))) for n in nodes(parso.parse(source)))
-        for occurrence in range(count):
-            tree = parso.parse(source)
+    tree = parso.parse(source)
+    places = [(name, k) for name in provider for k in range(count(provider[name](), tree))]
+    if draw is not None:
+        draw.shuffle(places)
+    for name, occurrence in places:
+        tree = parso.parse(source)
+        try:
             line = apply(provider[name](), tree, occurrence)
-            try:
-                changed = meaning(tree.get_code()) != original
-            except SyntaxError:
-                continue
-            if changed:
-                yield name, line, tree.get_code()
+            changed = meaning(tree.get_code()) != original
+        except (SyntaxError, AttributeError):  # the latter from ExceptionReplacer, for a dotted name in a tuple
+            continue
+        if changed:
+            yield name, line, tree.get_code()
+
+
+def count(operator: Any, tree: Any) -> int:
+    """The places that an operator can change."""
+    return sum(len(list(operator.mutation_positions(node))) for node in nodes(tree))
 
 
 class Membership:
@@ -189,8 +197,7 @@ def sample(executed: Lines, count: int, seed: int) -> list[tuple[Path, str, int,
     while len(found) < count and weights:
         (name,) = draw.choices(list(weights), list(weights.values()))
         del weights[name]
-        every = list(mutants((ROOT / name).read_text()))
-        found += [(ROOT / name, *mutant) for mutant in draw.sample(every, min(10, len(every)))]
+        found += [(ROOT / name, *mutant) for mutant in itertools.islice(mutants((ROOT / name).read_text(), draw), 10)]
     return found[:count]
 
 

@@ -90,7 +90,10 @@ _offered: list[str] = []
 
 
 def offer(path: str) -> None:
-    """Has :func:`load` take a library that was built from this source for this machine, where it has none yet."""
+    """Make :func:`load` use the library at ``path`` instead of building one, unless it has loaded one already.
+
+    The library must have been built from this source for this machine.
+    """
     with _lock:
         _offered[:] = [path]
 

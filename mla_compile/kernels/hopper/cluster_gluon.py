@@ -66,7 +66,7 @@ def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def own(tile):
-    """A tile [64,columns] as a tile with the query rows of all CTAs, [64 * CTAS,columns]."""
+    """View this CTA's tile [64,columns] as its part of the cluster's tensor [64 * CTAS,columns]."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         return tile

@@ -6,8 +6,10 @@ rows. The float32 output, 64 x 512, takes half of an SM's registers, so it is cu
 
 * The producer copies each block once by TMA: two halves of the latent and the rope part, a *stage*. There are two
   stages, and each half of a stage is released separately.
-* Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all 576 columns) and makes ``P_j`` from the running maximum
+* Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all columns) and makes ``P_j`` from the running maximum
   that is handed from block to block. ``P_j`` overwrites the rope part of its own stage, which nobody reads any more.
+  Rows without a rotary part, as DeepSeek-V4 has them (ROTARY is not set), leave its place to P alone. The next P of a
+  stage is written after both halves of its block have arrived, thus after both consumers have applied the last one.
 * Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the latent
   block that is in shared memory already. A consumer takes its own ``P_j`` from registers and the other's from shared
   memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
@@ -21,7 +23,6 @@ request: one per CTA on the split grid, several if a schedule (kernels/triton/sc
 
 For rows past a request's length, TMA fills rows outside the tensor with zeros, and scores are masked. The rows of the
 last block that hold other data are zeroed in shared memory before they are read as values, because ``0 * NaN`` is NaN.
-A page past the length is never looked up: its box is placed outside the tensor.
 
 A boolean mask that is the same for all query rows comes as a list of the tiles with a visible key, and 64 bits for each
 (``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody sees
@@ -90,7 +91,7 @@ SUMS = gl.constexpr(4)
 @gluon.jit
 def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                  scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
-                 SCALED: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+                 SCALED: gl.constexpr, PARTS: gl.constexpr, ROTARY: gl.constexpr):  # fmt: skip
     """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
@@ -128,8 +129,8 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         other = gl.where(older, 1, 0)
         p_other, v = own(narrow.index((NARROW + 1) * other)), tiles.index((TILE + 2) * other)
         acc_t = warpgroup_mma(p_other, v, acc, is_async=True)
-        s_t = scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, S_L)
-        acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # one commit group per product: the scores stay pending
+        s_t = scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, ROTARY, S_L)
+        acc = warpgroup_mma_wait(2 * PARTS + ROTARY, deps=[acc_t])  # a commit group per product: scores stay pending
         mbarrier.arrive(joint(bars.index(FREE + 2)), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
         p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
@@ -166,7 +167,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
 @gluon.jit
 def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                 scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
-                SCALED: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+                SCALED: gl.constexpr, PARTS: gl.constexpr, ROTARY: gl.constexpr):  # fmt: skip
     """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
@@ -186,7 +187,7 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
         first = first_key(work, plane, lo + 2 * t + 1, LISTED)
         low, high = keys(work, plane, lo + 2 * t + 1, LISTED)
         low0, high0 = keys(work, plane, lo + 2 * t, LISTED)
-        s_t = scores(tiles, narrow, held, bars, zero, 1 + zero, (used1 + t) & 1, COPIED, PARTS, S_L)
+        s_t = scores(tiles, narrow, held, bars, zero, 1 + zero, (used1 + t) & 1, COPIED, PARTS, ROTARY, S_L)
         mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
         half_arrived(bars, 0, 1, (used0 + t) & 1, True, COPIED, PARTS)
         a0 = stats.index(ALPHA).load(R_S)
@@ -238,13 +239,14 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
 def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, o_part, lse_part, out, lse, scale,
              softcap, reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
              bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr, COPIED: gl.constexpr,
-             CLEAN: gl.constexpr, SCALED: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+             CLEAN: gl.constexpr, SCALED: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr,
+             ROTARY: gl.constexpr):  # fmt: skip
     """Process the items of consumer W. PARTIAL: 0 every item is a whole request, 1 none is, 2 the item's range decides.
 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has only their bits.
     COPIED: rows arrive by cp.async. CLEAN: rows that nobody sees are zero. ``kv_scale`` [] is the factor of all rows,
-    or None; SCALED: their factors lie beside their stage. PARTS: barriers of half a stage. HELD: the rotary columns of
-    the query stay in registers.
+    or None; SCALED: their factors lie beside their stage. PARTS: barriers of half a stage. ROTARY: rows have a rotary
+    part; HELD: that of the query stays in registers.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
@@ -276,9 +278,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
         listed = work
         if work is not None:
             listed = work + 2 * b.to(gl.int64) * work_b
-        counted = listed
-        if LISTED:
-            counted = None
+        counted = None if LISTED else listed
         lo, hi, blocks = blocks_of(items, counted, plane, length, begin, b, b0, t0, b1, t1, least)
         n = hi - lo
         whole = n == blocks
@@ -294,7 +294,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             # Both consumers retired their products with the previous item's query before they exchanged sums, and both
             # have read the sums when they meet here.
             load_query(q, own(tiles.index(W)), rows, exists, W * HALF, HALF, Q_L)
-            if W == 1:
+            if W == 1 and ROTARY:
                 load_query(q, own(narrow.index(0)), rows, exists, 2 * HALF, ROPE, Q_L)
             fence_async_shared()
             mbarrier.arrive(bars.index(Q_READY))
@@ -316,11 +316,11 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             if W == 0:
                 acc, sums, m = _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, listed, plane,
                                             length, cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
-                                            SCALED, PARTS)  # fmt: skip
+                                            SCALED, PARTS, ROTARY)  # fmt: skip
             else:
                 acc, sums, m = _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, listed, plane,
                                            length, cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
-                                           SCALED, PARTS)  # fmt: skip
+                                           SCALED, PARTS, ROTARY)  # fmt: skip
 
             stats.index(SUMS + W).store(sums)
             mbarrier.arrive(bars.index(L_READY + W))
@@ -355,14 +355,14 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
     """Absorbed decode attention of one layer; grid (blocks of 64 rows for each CTA, splits or partitions, B or 1).
 
     q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] if
-    PAGE > 0, with boxes [1,BOX,256 or 64] and [1,BOX,64]; table int32 [B,*] or None; seq_lens int32 [B] or None (T);
-    sinks float32 [H] or None. On the split grid a request's blocks are divided evenly, with at least ``least`` per
-    split (the rule of kernels/triton/decode_triton.py). With a schedule, ``items`` int32 [partitions+1,2] holds each
-    partition's first (request, block), and ``slots`` int32 [B] the first scratch slot of a request minus its first
-    partition. With a mask, ``work`` int32 [6,lists,entries,2] holds its lists of visible tiles: ``plane`` is the size
-    of each of the 6 planes in entries, ``work_b`` the stride from one request to the next (0: one list for all).
-    ``reach`` is window + S - 1, the number of rows that the query tokens of a request see in total, or None. Scores are
-    ``scale`` times the products, in base 2. ``softcap`` is in base 2, or None; with it, scale includes 1 / softcap.
+    PAGE > 0, with boxes [1,BOX,256 or 64] and [1,BOX,64] (rope None: q is [B,S,H,512]); table int32 [B,*] or None;
+    seq_lens int32 [B] or None (T); sinks float32 [H] or None. On the split grid a request's blocks are divided evenly,
+    at least ``least`` per split (as in kernels/triton/decode_triton.py). With a schedule, ``items`` int32
+    [partitions+1,2] holds each partition's first (request, block), and ``slots`` int32 [B] the first scratch slot of a
+    request minus its first partition. With a mask, ``work`` int32 [6,lists,entries,2] holds its lists of visible tiles:
+    ``plane`` is the size of each of the 6 planes in entries, ``work_b`` the stride from one request to the next (0: one
+    list for all). ``reach`` is window + S - 1, the number of rows that the query tokens of a request see in total, or
+    None. Scores are ``scale`` times the products, in base 2; ``scale`` includes 1 / ``softcap`` (base 2, or None).
 
     Writes o_part float32 [splits,B,S*H,512] or [slots,S*H,512] with lse_part in log2 units (an empty item: only
     lse_part, minus infinity), or, for an item that is a whole request, out [B,S,H,512] and lse float32, natural.
@@ -382,6 +382,7 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
         else:
             mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
     fence_async_shared()
+    ROTARY: gl.constexpr = rope is not None
     # Making a consumer the default partition costs 400 bytes of spills.
     gl.warp_specialize(
         [
@@ -389,10 +390,10 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
                         tiles, narrow, bars, PAGE, BOX, PARTS)),
             (consumer, (0, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
                         reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-                        bars, CAUSAL, PARTIAL, False, False, False, False, PARTS, HELD)),
+                        bars, CAUSAL, PARTIAL, False, False, False, False, PARTS, HELD, ROTARY)),
             (consumer, (1, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
                         reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-                        bars, CAUSAL, PARTIAL, False, False, False, False, PARTS, HELD)),
+                        bars, CAUSAL, PARTIAL, False, False, False, False, PARTS, HELD, ROTARY)),
         ],
         [4, 4],
         [REGS, REGS],

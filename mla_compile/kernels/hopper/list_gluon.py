@@ -23,9 +23,9 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
     """Absorbed decode attention over the keys of lists; grid (blocks of 64 heads x query tokens, splits, 1).
 
     Differs from ``mla_seesaw`` as follows. latent [B,T,512] or [P,LIST_PAGE,512] and rope are passed by strides that
-    are multiples of 8; indices int32 [B,S,entries] and mask uint8 [B,1,S,T] or None by any strides. ``tokens`` is B *
-    S. PAGE is LIST_PAGE, or 0 if the pages are consecutive in memory. Scratch: places int32 [tokens,blocks,64] and
-    words int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
+    are multiples of 8 (rope None as there); indices int32 [B,S,entries] and mask uint8 [B,1,S,T] or None by any
+    strides. ``tokens`` is B * S. PAGE is LIST_PAGE, or 0 if the pages are consecutive in memory. Scratch: places int32
+    [tokens,blocks,64] and words int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -37,6 +37,7 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
     for i in gl.static_range(BARRIERS + 1):
         mbarrier.init(bars.index(i), count=THREADS if i < FREE else 2 if i == Q_READY else 1)
     fence_async_shared()
+    ROTARY: gl.constexpr = rope is not None
     blocks = (entries + BN - 1) // BN
     gl.warp_specialize(
         [
@@ -45,10 +46,10 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
                              least, tiles, narrow, bars, PAGE, LIST_PAGE, CAUSAL)),
             (consumer, (0, query, None, sinks, None, None, None, words, o_part, lse_part, out, lse, scale, softcap,
                         None, query_b, query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats,
-                        bars, False, PARTIAL, True, True, True, False, 1, HELD)),
+                        bars, False, PARTIAL, True, True, True, False, 1, HELD, ROTARY)),
             (consumer, (1, query, None, sinks, None, None, None, words, o_part, lse_part, out, lse, scale, softcap,
                         None, query_b, query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats,
-                        bars, False, PARTIAL, True, True, True, False, 1, HELD)),
+                        bars, False, PARTIAL, True, True, True, False, 1, HELD, ROTARY)),
         ],
         [4, 4],
         [REGS, REGS],

@@ -124,7 +124,8 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
     if LIST_PAGE == 0:
         b = token // S
         latent += b.to(gl.int64) * (latent_b // 8 * 8)
-        rope += b.to(gl.int64) * (rope_b // 8 * 8)
+        if rope is not None:
+            rope += b.to(gl.int64) * (rope_b // 8 * 8)
     lo, hi, places = looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mask_b, mask_s, mask_t,
                                indices_b, indices_s, entries, reach, T, S, least, bars, LIST_PAGE, CAUSAL)  # fmt: skip
     for block in range(lo, hi):
@@ -139,4 +140,5 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
         _copy(latent, place, latent_b, latent_t, tiles.index(wide), bars.index(bar), HALF, PAGE, L)
         mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)
         _copy(latent + HALF, place, latent_b, latent_t, tiles.index(wide + 1), bars.index(bar + 1), HALF, PAGE, L)
-        _copy(rope, place, rope_b, rope_t, narrow.index(NARROW + stage), bars.index(bar + 2), ROPE, PAGE, L)
+        if rope is not None:
+            _copy(rope, place, rope_b, rope_t, narrow.index(NARROW + stage), bars.index(bar + 2), ROPE, PAGE, L)

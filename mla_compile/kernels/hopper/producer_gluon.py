@@ -19,7 +19,7 @@ HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF 
 ROPE = gl.constexpr(64)
 
 # Wide tiles [64,256]: 0, 1 the query, 2 + 2 * stage + half the cache. Narrow tiles [64,64]: 0 the query, 1 + stage the
-# cache.
+# cache and then P. Rows without a rotary part have no use for tile 0, nor for the barriers of such a part.
 TILE = gl.constexpr(2)
 NARROW = gl.constexpr(1)
 # Planes of a mask's list, as kernels/triton/tiles_triton.py writes them: tile numbers, visible keys, the count.
@@ -179,7 +179,8 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
             _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 0, PAGE, BOX, PARTS)
             mbarrier.wait(joint(bars.index(FREE + 2 * stage + 1)), phase)
             _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 1, PAGE, BOX, PARTS)
-            _copy(rope, narrow.index(NARROW + stage), bars.index(3 * stage + 2), table_row, b, page, row, i, length, 0,
-                  ROPE, 0, 1, PAGE, BOX)  # fmt: skip
+            if rope is not None:
+                _copy(rope, narrow.index(NARROW + stage), bars.index(3 * stage + 2), table_row, b, page, row, i, length,
+                      0, ROPE, 0, 1, PAGE, BOX)  # fmt: skip
             used0 += 1 - stage
             used1 += stage

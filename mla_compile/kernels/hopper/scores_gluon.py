@@ -32,7 +32,7 @@ def half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl
 
 @gluon.jit
 def scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, PARTS: gl.constexpr,
-            S_L: gl.constexpr):  # fmt: skip
+           ROTARY: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
     """Issue S = Q K^T of the block in a stage, in the order in which its parts arrive.
 
     ``held``: the rotary columns of the query in registers, or None.
@@ -47,9 +47,10 @@ def scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, 
                 query = query.slice(part * HALF // PARTS, HALF // PARTS, 1)
                 rows = rows.slice(part * HALF // PARTS, HALF // PARTS, 1)
             s = warpgroup_mma(query, rows.permute((1, 0)), s, use_acc=half + part > 0, is_async=True)
-    _arrived(bars, 3 * stage + 2, phase, True, COPIED)
-    if held is None:
-        s = warpgroup_mma(own(narrow.index(zero)), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
-    else:
-        s = warpgroup_mma(held, narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+    if ROTARY:
+        _arrived(bars, 3 * stage + 2, phase, True, COPIED)
+        if held is None:
+            s = warpgroup_mma(own(narrow.index(zero)), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+        else:
+            s = warpgroup_mma(held, narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
     return s

@@ -62,9 +62,9 @@ def begun(call: DecodeCall) -> Arguments:
     to.pointer("query", call.query)
     to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
     for name, rows in (("latent", call.latent), ("rope", call.rope)):
-        assert rows is not None
         to.pointer(name, rows)
-        to.strides({f"{name}_b": rows.stride(0), f"{name}_t": rows.stride(1)})
+        outer, row = (0, 0) if rows is None else rows.stride()[:2]
+        to.strides({f"{name}_b": outer, f"{name}_t": row})
     to.pointer("table", call.block_table)
     to.strides({"table_b": 0 if call.block_table is None else call.block_table.stride(0)})
     to.pointer("lengths", call.seq_lens)

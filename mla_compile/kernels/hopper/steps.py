@@ -57,14 +57,14 @@ def suits(call: DecodeCall, device: Device) -> bool:
 def takes(call: DecodeCall, device: Device) -> bool:
     """Whether the Hopper kernel supports the dtypes, widths and features, which the layers of a model have in common.
 
-    It supports rows of 512 + 64 columns in half precision whose latent is the values, with any H and S; pages of a
-    multiple of 16 rows; and a boolean mask that is the same for all query rows, because a list of tiles describes it
+    It supports rows of 512 + 64 or 512 columns in half precision whose latent is the values, with any H and S; pages of
+    a multiple of 16 rows; and a boolean mask that is the same for all query rows, because a list of tiles describes it
     completely. With index lists, a boolean mask must be the same for all heads. Rows are then copied one by one, so
     pages may have any size. That also holds for float8 rows, whose rope may be bfloat16. A query of another dtype than
     the products is rounded to bfloat16 only: for float16 it would have to be scaled. Sizes are not checked here.
     """
     z, rope = call.sizes, call.rope
-    if rope is None or call.values is not None:
+    if call.values is not None:
         return False
     dtype, converted = call.latent.dtype, fp8.takes(call)
     if converted:
@@ -77,9 +77,10 @@ def takes(call: DecodeCall, device: Device) -> bool:
         visible
         and device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
-        and (z.L, z.R) == (LATENT, ROPE)
+        and z.L == LATENT
+        and z.R in (ROPE, 0)
         and dtype in _HALF
-        and (converted or (rope.dtype == dtype and call.kv_scale is None))
+        and (converted or ((rope is None or rope.dtype == dtype) and call.kv_scale is None))
         and (call.query.dtype == dtype or dtype == torch.bfloat16)
         and min(z.B, z.S, z.H, z.T) > 0
     )
@@ -196,12 +197,15 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     whole = not ragged and plan.splits == 1
     # barriers of half a stage; the remaining one is for rope
     kind, parts = TYPES[call.latent.dtype][1:], (plan.barriers - 1) // 2
-    boxes, types, optional = {}, {}, {}
+    boxes, types = {}, {}
+    optional: dict[str, str | None] = {}
     for name, tensor, width in (
         ("latent", call.latent, LATENT // 2 // parts if rows == BLOCK else 64),
         ("rope", call.rope, ROPE),
     ):
-        assert tensor is not None
+        if tensor is None:
+            optional[name] = None
+            continue
         T, R, C = tensor.shape
         boxes[name] = Box((T, R, C), _strides(tensor), (1, rows, width), tensor.dtype)
         types[name] = f"tensordesc<{kind}{list(boxes[name].block)},{layout!r}>"
@@ -212,7 +216,7 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     optional |= dict.fromkeys(("o_part", "lse_part"), None if whole else "*fp32")
     final = ragged or whole
     optional |= {"out": TYPES[call.query.dtype] if final else None, "lse": "*fp32" if final else None}
-    buffers = {"q": "query", "latent": "latent", "rope": "rope"} | {
+    buffers = {"q": "query", **{name: name for name in boxes}} | {
         name: _BUFFERS.get(name, name) for name, of in optional.items() if of is not None
     }
     types |= {"q": TYPES[call.query.dtype]} | {name: of for name, of in optional.items() if of is not None}

@@ -169,7 +169,7 @@ class Masks(IndexReader):
             if not self.any_numbers:
                 raise
             return [Condition(shown, broadcast(shape(shown), place), negated=False, added=True), *parts], fill
-        # If the fills differ, a fully masked row shows which of them stands where.
+        # With two fills, the scores of a fully masked row differ, and so would its softmax.
         if other != fill:
             raise OpaqueError
         return [*more, *parts], fill

@@ -27,6 +27,7 @@ from torch import fx
 
 from mla_compile.core.sharing import Sharing
 from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.ir.merging import weights_of
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -94,8 +95,7 @@ class Exchange:
             sums = call(aten.clone.default, sums, memory_format=torch.contiguous_format)
             sums = call(aten.view.dtype, sums, val(lse).dtype)
         sums = call(aten.squeeze.dim, sums, 4)
-        empty = call(aten.eq.Scalar, sums, float("-inf"))
-        weight = call(aten.masked_fill.Scalar, call(aten.softmax.int, sums, 0), empty, 0.0)
+        weight, empty = weights_of(self.builder, sums)
         outs = self.builder.cast(outs, val(lse).dtype)
         outs = call(aten.masked_fill.Scalar, outs, call(aten.unsqueeze.default, empty, -1), 0.0)
         total = call(aten.mul.Tensor, outs, call(aten.unsqueeze.default, weight, -1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.merging import weights_of
 from mla_compile.passes.proof.memories import together
 from mla_compile.passes.rewrite.absorb import Operands, Whole
 from mla_compile.passes.rewrite.lengths import Lengths
@@ -54,24 +55,19 @@ class _ByHand(Whole):
 
 
 class _Memories(Whole):
-    """Rows in several memories: one operator call for each, merged by log-sum-exp.
-
-    The weight of each memory is ``exp(lse_i - lse)``, or 0 where none of its keys is visible
-    (:mod:`mla_compile.kernels.merge`).
-    """
+    """Rows in several memories: one operator call for each, merged as in :mod:`mla_compile.kernels.merge`."""
 
     def __init__(self, fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> None:
         super().__init__(replace(fusion.plan, visible=together(fusion.memories)), fake_mode, lengths)
         self.each = [Whole(plan, fake_mode, lengths) for plan in fusion.memories]
 
     def attend(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        call, seen = self.builder.call, [one.attend()[:2] for one in self.each]
-        lse = reduce(lambda a, b: call(aten.logaddexp.default, a, b), [one for _, one in seen])
-        nothing = call(aten.eq.Scalar, lse, float("-inf"))
-
-        def weighed(out: fx.Node, own: fx.Node) -> fx.Node:
-            weight = call(aten.exp.default, call(aten.sub.Tensor, own, lse))
-            weight = call(aten.unsqueeze.default, call(aten.masked_fill.Scalar, weight, nothing, 0.0), -1)
-            return call(aten.mul.Tensor, self.builder.cast(out, val(weight).dtype), weight)
-
-        return reduce(lambda a, b: call(aten.add.Tensor, a, b), [weighed(*one) for one in seen]), lse, None
+        call, (outs, each) = self.builder.call, zip(*(one.attend()[:2] for one in self.each), strict=True)
+        sums = call(aten.stack.default, each)
+        weights, _ = weights_of(self.builder, sums)
+        terms = []
+        for part, out in enumerate(outs):  # not stacked: those of a prompt are large
+            weight = call(aten.unsqueeze.default, call(aten.select.int, weights, 0, part), -1)
+            terms.append(call(aten.mul.Tensor, self.builder.cast(out, val(weight).dtype), weight))
+        total = reduce(partial(call, aten.add.Tensor), terms)
+        return total, call(aten.logsumexp.default, sums, [0]), None

@@ -28,6 +28,7 @@ def random_case(seed):
     if not case["page"] and how != 1:  # a schedule knows lengths alone
         case["mask"] = (None, "each", "all")[rng.integers(3)]
     case |= {"parts": int(rng.choice([1, 4])), "held": bool(rng.random() < 0.5)}
+    case |= {"rope": int(rng.choice([0, 64]))}
     if -(-case["H"] * case["S"] // 64) % 2 == 0:
         case["ctas"] = int(rng.choice([1, 2]))
     return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
@@ -63,6 +64,21 @@ def test_two_ctas_that_share_copies_give_the_reference(name, seed):
     simulate(load(SOURCE), seed, ctas=2, **PAIRS[name])
 
 
+NO_ROPE = {"rope": 0}
+WITHOUT = {
+    "window, sinks": {"lens": [290, 130, 0, 3], "H": 64, "window": 128, "sinks": True},
+    "causal tokens, splits": {"lens": [447, 130], "H": 20, "S": 2, "page": 48, "splits": 3},
+    "mask": {"lens": [300, 129, 70], "H": 12, "mask": "each", "sinks": True},
+    "fp16, schedule": {"lens": [65, 300, 1, 128, 0, 64], "H": 12, "page": 16, "partitions": 3, "dtype": "fp16"},
+    "9 barriers, cluster of 2": {"lens": [193, 100], "H": 128, "page": 64, "window": 130, "parts": 4, "ctas": 2},
+}
+
+
+@interleaved(WITHOUT, "causal tokens, splits")
+def test_rows_without_rope_give_the_reference(name, seed):
+    simulate(load(SOURCE), seed, **WITHOUT[name], **NO_ROPE)
+
+
 @pytest.mark.parametrize("draws", [range(4), *also("draws", range(4, 4 * INTERLEAVINGS))], ids=str)
 def test_random_batches(draws):
     loaded = load(SOURCE)
@@ -82,6 +98,8 @@ FREE_0, FREE_1, FREE_2 = (
 )
 ZEROED = ".to(tile.dtype))\n    fence_async_shared()\n\n\n"
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
+EARLY_P = "            own(narrow.index(NARROW + 1)).store(gl.zeros([ROWS * CTAS, BN], gl.float32, S_L))\n"
+ODD_ZERO = "        zero = t >> 29  # see _even_blocks\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
 # What TMA brought for a block that the other consumer scored.
 OTHERS = "        half_arrived(bars, {}, {}, True, COPIED, PARTS)\n"
@@ -104,8 +122,10 @@ HALF_PARTS = "    for part in gl.static_range(PARTS):\n        _arrived(bars"
 PAIR = {"lens": [447, 130], "H": 128, "page": 64, "ctas": 2}
 CLUSTERS = {"lens": [130], "H": 200, "page": 64, "ctas": 2}
 
+SHARED = SPLIT | NO_ROPE
+
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
-    "one product too few waited for": ("wait(2 * PARTS + 1, ", "wait(2 * PARTS + 2, ", SPLIT),
+    "one product too few waited for": ("wait(2 * PARTS + ROTARY, ", "wait(2 * PARTS + ROTARY + 1, ", SPLIT),
     "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
     "P read before it is there": (WAIT_P0, "", SPLIT),
     "even: the other's block not waited for": (f"        {EVEN_WAIT}", "        #", SPLIT),
@@ -151,6 +171,19 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     ),
     "cluster: copies not shared": ("_load(desc, at, bar, tile, multicast=True)", "_load(desc, at, bar, tile)", PAIR),
     "cluster: every CTA announces": ("mbarrier.expect(bar, size, from_cta=0)", "mbarrier.expect(bar, size)", PAIR),
+    "no rope: one product too few waited for": ("wait(2 * PARTS + ROTARY, ", "wait(2 * PARTS + 1, ", SHARED),
+    "no rope: P read before it is there": (WAIT_P0, "", SHARED),
+    "no rope: P written before the last one is applied": (
+        ODD_ZERO,
+        f"{ODD_ZERO}        if t > 0:\n{EARLY_P}            fence_async_shared()\n",
+        SHARED,
+    ),
+    "no rope: a part waited for that never comes": (
+        "    if ROTARY:\n        _arrived",
+        "    if True:\n        _arrived",
+        SHARED,
+    ),
+    "no rope: columns of the next query row": ("if W == 1 and ROTARY:", "if W == 1:", SHARED),
     "wrong slot": ("gl.load(slots + b) + gl.program_id(1)", "gl.load(slots + b)", CUT),
 }
 
@@ -166,7 +199,18 @@ MORE_BUGS = {  # of kinds that are among the others, in another place or form of
     "last odd block never freed": ("is_async=False)\n" + FREE_1, "is_async=False)\n", SCHEDULED),
     "9 barriers: the other's parts not waited for": (HALF_PARTS, HALF_PARTS.replace("PARTS)", "1)"), NINE),
     "9 barriers: the parts of the other stage": ("- 1 + 3 * (2 * stage + half)", "- 1 + 3 * half", NINE),
-    "9 barriers: one product too few waited for": ("wait(2 * PARTS + 1, ", "wait(2 * PARTS + 2, ", NINE),
+    "9 barriers: one product too few waited for": ("wait(2 * PARTS + ROTARY, ", "wait(2 * PARTS + ROTARY + 1, ", NINE),
+    "no rope: half freed before its product retired": (RETIRE_U + FREE_0, FREE_0 + RETIRE_U, SHARED),
+    "no rope: no fence after storing P": (
+        P_STORED.format("P_READY + 1"),
+        P_STORED.format("P_READY + 1").split("\n", 1)[1],
+        SHARED,
+    ),
+    "no rope, 9 barriers: the other's parts not waited for": (
+        HALF_PARTS,
+        HALF_PARTS.replace("PARTS)", "1)"),
+        NINE | NO_ROPE,
+    ),
     "9 barriers: the first boxes in place of all": ("boxes.index(c * (BN // BOX) + r)", "boxes.index(r)", NINE_SMALL),
     "9 barriers: columns of the first part": ("[page, row, COL + c * 64]", "[page, row, COL]", NINE),
     "held query: that of the latent columns": (

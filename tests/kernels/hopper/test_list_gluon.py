@@ -15,7 +15,7 @@ def random_case(seed):
     case = {"lens": lens, "H": int(rng.choice([16, 20, 64, 80])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
     case |= {"k": int(rng.choice([1, 63, 64, 65, 128, 150, 300])), "page": int(rng.choice([0, 16, 64]))}
     case |= {"causal": bool(rng.random() < 0.7), "splits": int(rng.integers(1, 5))}
-    case |= {"window": int(rng.choice([0, 0, 30, 100]))}
+    case |= {"window": int(rng.choice([0, 0, 30, 100])), "rope": int(rng.choice([0, 64]))}
     case |= {"kind": str(rng.choice(["mixed", "full", "holes"])), "apart": bool(case["page"] and seed % 3 == 0)}
     return case | ({} if case["page"] else {"mask": (None, "BS", "B")[rng.integers(3)]})
 
@@ -38,6 +38,7 @@ FREED = "\n        mbarrier.wait(bars.index(FREE + 2 * stage{}), phase)\n"
 FENCE = "    if COPIED:\n        fence_async_shared()\n"
 MANY = {"lens": [447, 430], "H": 20, "S": 2, "k": 400}
 CAUSAL = {"lens": [100, 120], "H": 20, "S": 3, "k": 120, "kind": "full"}
+SHARED = LIST_CASES["no rope, sinks"]
 PAGED = LIST_CASES["page 16"]
 APART = LIST_CASES["page 64, apart"]
 
@@ -58,6 +59,8 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "mask forgotten": ("mask=seen, other=0) != 0)", "mask=seen, other=0) >= 0)", LIST_CASES["mask"]),
     "list of the wrong token": ("s.to(gl.int64) * indices_s", "b.to(gl.int64) * indices_s", MANY),
     "distance of pages forgotten": ("* (stride_page // 8 * 8)", "* (PAGE * row)", APART),
+    "no rope: no fence after waiting for copied rows": (FENCE, "", SHARED),
+    "no rope: a half filled that is not free": (FREED.format(""), "\n", SHARED),
     "heads of the wrong block": ("first_row = heads * ROWS", "first_row = 0 * ROWS", LIST_CASES["128 heads"]),
 }
 

@@ -52,6 +52,11 @@ def mask(*shape: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.5
 
 
+def without_rope(given: DecodeCall, **changed: Any) -> DecodeCall:
+    """The same over rows that are keys and values at once."""
+    return given._replace(query=given.query[..., :512], rope=None)._replace(**changed)
+
+
 CALLS = {
     "contiguous": call(),
     "contiguous, float32 query": call(query=call().query.float()),
@@ -64,6 +69,8 @@ CALLS = {
     "pages in one piece": paged(64, 1),
     "pages of two layers": paged(16, 2, num_splits=2),
     "pages of a row": paged(1, 2),
+    "no rope, sinks, window": without_rope(call(), sinks=torch.linspace(-1, 3, 20), window=120),
+    "no rope, pages of two layers, splits": without_rope(paged(16, 2), num_splits=2),
 }
 
 
@@ -120,11 +127,22 @@ def taken(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (paged(1, 1), "mla_seesaw_lists"),
         (call(mask=mask(2, 1, 3, 300)), "mla_seesaw_lists"),
         (call(softcap=2.0, window=9), "mla_seesaw_lists"),
+        (without_rope(call()), "mla_seesaw_lists"),
         (call(H=16), "attend"),
         (call(mask=torch.zeros(2, 1, 1, 300)), "attend"),
         (call(latent=torch.zeros(2, 300, 577, dtype=torch.bfloat16)[..., 1:513]), "attend"),  # off a 16-byte step
     ],
-    ids=["contiguous", "pages", "single rows", "mask", "soft-cap, window", "few heads", "added mask", "off a step"],
+    ids=[
+        "contiguous",
+        "pages",
+        "single rows",
+        "mask",
+        "soft-cap, window",
+        "no rope",
+        "few heads",
+        "added mask",
+        "off a step",
+    ],
 )
 def test_which_kernel_runs(given: DecodeCall, kernel: str, taken: list[str]):
     pytest.importorskip("triton.experimental.gluon")

@@ -10,6 +10,7 @@ SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "producer waits for the wrong phase": ("used0, used1) & 1) ^ 1", "used0, used1) & 1)", SPLIT),
     "rope overwritten while P is read": (FREE_ROPE, "", SPLIT),
+    "no rope: the second half overwritten while it is read": (FREE_ROPE, "", SPLIT | {"rope": 0}),
     "tiles fetched that the list leaves out": ("i = place_of(listed, plane, block)", "i = block", CASES["mask"]),
     "slot past the length looked up": ("mask=inside, other=0)", "mask=token >= 0, other=0)", CASES["page 16"]),
 }

@@ -8,6 +8,7 @@ import torch
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.hopper import steps as hopper_steps
+from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.plan import plan
 from mla_compile.kernels.triton import schedule
 from tests.support import schedules
@@ -21,7 +22,10 @@ def call(
     B=3, S=2, H=20, T=200, page=0, L=512, R=64, dtype=BF16, query=None, row=None, pages=None, lengths=True, rope=None,
     **more,
 ):  # fmt: skip
-    """Meta tensors; ``row`` and ``pages`` are the cache's strides, ``rope`` is the dtype of one with its own."""
+    """Meta tensors; ``row`` and ``pages`` are the cache's strides, ``rope`` is the dtype of one with its own.
+
+    ``R`` 0: there is no rope.
+    """
 
     def empty(*shape, of=torch.int32):
         return torch.empty(shape, dtype=of, device="meta")
@@ -32,9 +36,9 @@ def call(
     cache = torch.empty_strided(
         (outer, rows, L + R), (rows * row if pages is None else pages, row, 1), dtype=dtype, device="meta"
     )
+    beside = (cache[..., L:] if rope is None else empty(outer, rows, R, of=rope)) if R else None
     return DecodeCall(
-        empty(B, S, H, L + R, of=query or dtype), cache[..., :L],
-        cache[..., L:] if rope is None else empty(outer, rows, R, of=rope), scale=0.1, causal=True,
+        empty(B, S, H, L + R, of=query or dtype), cache[..., :L], beside, scale=0.1, causal=True,
         block_table=empty(B, -(-T // page)) if page else None, seq_lens=empty(B) if page or lengths else None, **more,
     )  # fmt: skip
 
@@ -52,6 +56,10 @@ def call(
         {"B": 1, "pages": 7},  # a stride that is never used
         {"sinks": torch.zeros(20)},
         {"softcap": 1.0, "window": 5},
+        {"R": 0, "window": 128, "sinks": torch.zeros(20)},
+        {"R": 0, "page": 16, "dtype": FP16},
+        {"R": 0, "mask": torch.ones(3, 1, 1, 200, dtype=torch.bool)},
+        {"R": 0, "indices": LIST, "sinks": torch.zeros(20)},
         {"page": 64, "window": 500},
         {"indices": LIST, "softcap": 1.0, "window": 5},
         {"mask": torch.ones(1, 1, 1, 200, dtype=torch.bool)},
@@ -86,6 +94,11 @@ def test_takes(given):
         {"page": 8},
         {"L": 256},
         {"R": 32},
+        {"R": 0, "L": 576},
+        {"R": 0, "row": 516},
+        {"R": 0, "values": torch.empty(3, 200, 512, dtype=BF16, device="meta")},  # of another tensor than the keys
+        {"R": 0, "dtype": FP8, "query": BF16, "kv_scale": torch.ones(3, 200)},
+        {"R": 0, "dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "indices": LIST},
         {"row": 580},  # rows off a 16-byte step
         {"pages": 0},  # one cache expanded over the batch
         {"dtype": FP32},
@@ -152,6 +165,8 @@ def test_steps_name_only_buffers_that_exist():
         call(H=64, mask=mask),
         call(H=64, mask=mask[:1], lengths=False),
         call(H=64, page=64, softcap=2.0, window=9),
+        call(H=64, page=64, R=0, sinks=torch.zeros(64)),
+        call(H=64, R=0, indices=LIST),
         call(H=64, page=8, dtype=FP8, query=BF16, kv_scale=torch.ones(())),
         call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200), mask=mask, window=9),
         call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200, 4), mask=mask, rope=BF16),
@@ -180,6 +195,15 @@ def test_forms_are_the_plans(barriers, held):
             assert attention.constants["PARTS"] == parts
             assert attention.boxes["latent"].block[2] == min(columns, 256 // parts)
             assert attention.constants["REGS"] == (240 if held else 232)
+
+
+def test_rows_without_rope_have_none_to_hold():
+    given = call(H=64, page=64, R=0)
+    chosen = chosen_plan(given, H200)
+    assert (chosen.kernel, chosen.held) == ("gluon", False)
+    own = chosen_plan(given, H200, replace(chosen, barriers=9, held=True))
+    assert (own.barriers, own.held, own.smem) == (9, False, chosen.smem)
+    assert chosen_plan(call(H=64, page=64), H200, own).smem == own.smem  # P has the memory that rope would take
 
 
 def test_two_ctas_share_copies_where_both_have_query_rows(monkeypatch):

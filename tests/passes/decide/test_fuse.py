@@ -21,7 +21,7 @@ from tests.support.usual import usual
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator"),
+    pytest.mark.usefixtures("native_kernel"),
 ]
 
 

@@ -9,12 +9,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile.codes import Code
-from mla_compile.kernels.cpu import native
 from tests.support.programs import OP, error, export, optimized, run, seeded
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator"),
+    pytest.mark.usefixtures("native_kernel"),
 ]
 
 B, H, W, T, C = 2, 3, 8, 5, 7
@@ -134,6 +133,23 @@ def test_a_part_that_weighs_wrong_is_found(monkeypatch):
     monkeypatch.setattr(by_hand._Memories, "attend", wrong)
     done = optimized(export(Joined().eval(), GIVEN), lowering="op", verify=True)
     assert (done.fused, [site.code for site in done.report.sites]) == (0, [Code.VERIFY_FAILED])
+
+
+def test_large_scores_do_not_scale_the_result():
+    """A log-sum-exp of some hundreds is rounded by 1e-5 in float32, and so would its exponential be."""
+    worst = {}
+    for trial in range(40):
+        given = [8 * seeded(*x.shape, seed=3 * trial + k) for k, x in enumerate(GIVEN)]
+        module = Joined(APART["a list of the second"]).eval()
+        with torch.no_grad():
+            truth = module(*given)
+            module, given = module.float(), [x.float() for x in given]
+            done = optimized(export(module, given), lowering="op")
+            for name, found in (("ours", run(done.program, *given)[0]), ("own", module(*given))):
+                errors = (found - truth).norm(dim=-1) / truth.norm(dim=-1)
+                worst.setdefault(name, []).append(errors.flatten())
+    ours, own = (torch.cat(worst[name]).quantile(0.9) for name in ("ours", "own"))
+    assert ours < 2 * own, (ours, own)
 
 
 def test_one_more_row_costs_what_choosing_costs():

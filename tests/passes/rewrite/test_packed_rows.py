@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_compile
-from mla_compile.kernels.cpu import native
 from mla_compile.passes.rewrite import packed_rows
 from tests.support.tiers import also
 
@@ -21,7 +20,7 @@ B, T = 2, 70
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.skipif(native.load() is None, reason="without a C++ compiler rows are copied"),
+    pytest.mark.usefixtures("native_kernel"),
 ]
 
 
