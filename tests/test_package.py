@@ -207,7 +207,7 @@ ROOMS = {
     "passes.cache": "core passes.attention passes.cost passes.ir passes.linear passes.rewrite passes.sources",
     "passes.rewrite": """core ops passes.attention passes.cost passes.decide passes.dependence passes.ir passes.linear
         passes.proof passes.quantized passes.sources""",
-    "passes.verify": "passes.attention passes.decide passes.dependence passes.ir passes.sources",
+    "passes.verify": "core passes.attention passes.decide passes.dependence passes.ir passes.sources",
     "passes.report": "codes core passes.cost passes.decide passes.ir passes.rewrite passes.sources passes.verify",
     # From a model to what runs in its place.
     "report": "codes core errors passes.cost version",

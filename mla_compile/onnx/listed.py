@@ -22,8 +22,6 @@ from mla_compile.onnx.function import Signature, defined
 from mla_compile.onnx.op import DOMAIN, LISTED, LISTED_INPUTS, NAME
 from mla_compile.onnx.writer import Writer
 
-_INT64 = TensorProto.INT64
-
 
 @dataclass(frozen=True)
 class ListedSignature:

@@ -13,7 +13,7 @@ import torch
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.merge import merge
-from mla_compile.kernels.triton import schedule
+from tests.support import schedules
 from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Descriptor, Pointer, round_to
 
@@ -156,7 +156,7 @@ def simulate(
     sink = np.random.default_rng(seed).standard_normal(H).astype(np.float32) if sinks else None
     box = min(64, page & -page) if page else 64
     shown = unseen(cache, table, lens, reach) if window else table
-    plan = schedule.reference(lens, max(lens), partitions, reach) if partitions else None
+    plan = schedules.reference(lens, max(lens), partitions, reach) if partitions else None
     slots = plan.slots if plan else splits * B
     part, part_lse, out, lse = unwritten(slots, B, M)
     machine.launch(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mla_compile.kernels import reference
-from mla_compile.kernels.triton import schedule
+from tests.support import schedules
 from tests.support.gluon_cases import (
     NOWHERE,
     SOURCE,
@@ -94,7 +94,7 @@ def simulate_fp8(
     shown = unseen(cache, table, lens, reach, 1) if window else table
     rows, stands = stored(cache, scales, groups, rng, apart)
     sink = rng.standard_normal(H).astype(np.float32) if sinks else None
-    plan = schedule.reference(lens, max(lens), partitions, reach) if partitions else None
+    plan = schedules.reference(lens, max(lens), partitions, reach) if partitions else None
     part, part_lse, out, lse = unwritten(plan.slots if plan else splits * B, B, M)
     without = dict.fromkeys(("indices", "mask", "places"))
     without |= dict.fromkeys(("mask_b", "mask_s", "mask_t", "indices_b", "indices_s", "entries"), 0)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal
 
 import sympy
 
@@ -30,7 +30,6 @@ from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 
 Form = Literal["expanded", "chained", "sparse", "folded_query", "folded_output", "folded"]
-FORMS: tuple[Form, ...] = get_args(Form)
 CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 
 # Real, not integer: solve() would have to prove that a break-even is a whole number, and it is not.
@@ -41,7 +40,6 @@ K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with their own co
 E = sympy.Symbol("E", positive=True)  # bytes per element
 J = sympy.Symbol("J", positive=True)  # keys that each query has chosen
 
-PREFILL = {T: S}
 DECODE = {S: 1}
 
 
@@ -134,15 +132,9 @@ def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
 
 
 @cache
-def moved_bytes(form: Form, *, projections: bool = False) -> sympy.Expr:
-    """Return the bytes that one call moves, at E bytes per element; ``projections`` as in :func:`flops`."""
-    return E * sympy.Add(*(stage.weights + stage.activations for stage in _counted(form, projections=projections)))
-
-
-@cache
-def weight_values(form: Form) -> sympy.Expr:
-    """Return the weight values that one call reads, including W_qc and W_o (or their folds)."""
-    return sympy.Add(*(stage.weights for stage in stages(form)))
+def moved_bytes(form: Form) -> sympy.Expr:
+    """Return the bytes that one call moves within the attention core, at E bytes per element."""
+    return E * sympy.Add(*(stage.weights + stage.activations for stage in _counted(form, projections=False)))
 
 
 @cache
@@ -187,12 +179,6 @@ def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Exp
     B and H cancel, and for the chained form R does too, so the sign depends only on S, T, L, N, V and A.
     """
     return sympy.collect(sympy.expand((flops("expanded") - flops(form)) / (2 * B * H)), (S, T))
-
-
-@cache
-def sparse_break_even() -> sympy.Expr:
-    """Return the prompt length (S = T) from which the sparse form takes fewer FLOPs than the expanded one."""
-    return _root(sympy.expand((flops("expanded") - flops("sparse")).subs(PREFILL) / (B * H * S)), S)
 
 
 def _root(expression: sympy.Expr, letter: sympy.Symbol) -> sympy.Expr:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 import torch
 from torch import fx
 
+from mla_compile.core.alike import each, number_of
 from mla_compile.passes.ir.graph import argument, is_virtual, packet
 from mla_compile.passes.ir.stand_in import waits
 
@@ -111,13 +112,15 @@ def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Map every node to the first node that computes the same: the same operator on the same arguments."""
     first: dict[fx.Node, fx.Node] = {}
     known: dict[Hashable, fx.Node] = {}
+
+    def read(value: object) -> Hashable:
+        return first[value] if isinstance(value, fx.Node) else number_of(value)
+
     for node in graph.nodes:
         first[node] = node
         # torch counts random operators as impure. Nothing else is impure, because graphs are functional.
         if node.op in ("call_function", "get_attr") and not node.is_impure():
-            given = fx.map_arg((node.args, node.kwargs), first.__getitem__)
-            # The key is text, because arguments may be lists. It contains node names, which are unique.
-            first[node] = known.setdefault((node.target, repr(given)), node)
+            first[node] = known.setdefault((node.target, each(node.args, read), each(node.kwargs, read)), node)
     return first
 
 

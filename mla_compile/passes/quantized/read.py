@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.core.alike import constant_of, each, known_of, number_of
 from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import SPELLED, Builder, args_of, is_tensor, operator_name, packet, shape, val
@@ -140,9 +141,14 @@ class _Reader:
             return tuple(t for t in made if t is not None) if isinstance(made, (tuple, list)) else (made,)
 
         builder = Builder(node, self.fake_mode)
-        constants = fx.map_arg(told, lambda _: "a tensor")
-        alike = tuple((val(n).dtype, tuple(val(n).shape), val(n).stride(), str(val(n).device)) for n in operands)
-        key = (schema_name(call), known, repr(constants), alike, width, val(rows).dtype)
+        places = {node: place for place, node in enumerate(operands)}
+
+        def read(value: object) -> Hashable:
+            if isinstance(value, fx.Node):
+                return places[value], known_of(val(value), begins=False)
+            return constant_of(value)
+
+        key = (schema_name(call), known, each(told, read), number_of(width), val(rows).dtype)
         if key not in self.traced:
             self.traced[key] = builder.traced(compute, operands)
         found = builder.insert(self.traced[key], operands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ class Lengths:
     """Writes each length once: the layers of a model have equal masks, so later layers read the first layer's node."""
 
     def __init__(self) -> None:
-        self._written: dict[Any, fx.Node] = {}
+        self._written: dict[Hashable, fx.Node] = {}
 
     def write(self, plan: AbsorbPlan, builder: Builder, sizes: SizeSources) -> fx.Node | None:
         """Return the smallest of the plan's lengths for each batch entry, or None if all keys are within."""
@@ -73,7 +73,7 @@ def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: SizeSourc
     return arrange(builder, sizes, node, atoms, [plan.batch])
 
 
-def _key(length: Affine, plan: AbsorbPlan) -> Any:
+def _key(length: Affine, plan: AbsorbPlan) -> Hashable:
     """Return a key that is equal for equal lengths, although each site has atoms of its own."""
     terms = [
         (operand.node, factor, tuple(tuple(plan.batch.index(a) for a in axis) for axis in operand.axes))

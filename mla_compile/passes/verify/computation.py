@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import is_fake
 
+from mla_compile.core.alike import constant_of, each
 from mla_compile.passes.ir.collectives import is_collective
 from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor
 from mla_compile.passes.ir.sizes import Size, size
@@ -90,7 +91,7 @@ class Computations:
             return node.op, known, self._held(node)
         original = original_of(node)
         stands_for = None if original is None else self._places[self._identity(original)]
-        return node.target, self._told(args_of(node)), self._told(node.kwargs), known, stands_for
+        return node.target, each(args_of(node), self._told), each(dict(node.kwargs), self._told), known, stands_for
 
     def _held(self, node: fx.Node) -> Hashable:
         """Describe a function by its text and a constant by its numbers; weights of one kind are interchangeable."""
@@ -111,17 +112,8 @@ class Computations:
             return tuple(map(self._known, value))
         return self._size(size(value)) if isinstance(value, (int, torch.SymInt)) else str(type(value))
 
-    def _told(self, value: Any) -> Hashable:
-        """Describe an argument so that 1, 1.0 and True differ, and NaN equals itself."""
-        if isinstance(value, fx.Node):
-            return "node", self._places[self._identity(value)]
-        if isinstance(value, (tuple, list)):
-            return tuple(map(self._told, value))
-        if isinstance(value, Mapping):
-            return tuple((key, self._told(one)) for key, one in value.items())
-        if isinstance(value, slice):
-            return "slice", self._told((value.start, value.stop, value.step))
-        return type(value), str(value)
+    def _told(self, value: object) -> Hashable:
+        return self._places[self._identity(value)] if isinstance(value, fx.Node) else constant_of(value)
 
     def _size(self, number: Size) -> Hashable:
         if isinstance(number, int):

@@ -119,7 +119,7 @@ def content(result: Explained, title: str) -> Content:
         verdict=verdict,
         advice=_advice(model),
         notes=(*result.notes, *model.messages),
-        sites=tuple(_site(group, model) for group in grouped(model.sites)),
+        sites=tuple(_site(group) for group in grouped(model.sites)),
         cache_chart=_cache_chart(result.cache) if result.cache else None,
         cache_table=_cache_table(result) if result.cache else None,
         cache_note=model.own_cache(),
@@ -192,7 +192,7 @@ def _facts(model: Facts, dtype: str) -> tuple[str, ...]:
     return (*said, f"weights and cache in {dtype}")
 
 
-def _site(group: SiteGroup, model: Facts) -> SiteView:
+def _site(group: SiteGroup) -> SiteView:
     site = group.site
     count = sum(site.stands_for for site in group.sites)
     quoted = ("source", "because of")

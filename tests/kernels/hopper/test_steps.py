@@ -11,6 +11,7 @@ from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.plan import plan
 from mla_compile.kernels.triton import schedule
+from tests.support import schedules
 
 H200 = PRESETS["sm_90"]
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -148,7 +149,7 @@ def test_scratch_of_a_schedule_holds_every_piece():
     shapes = {name: shape for name, (shape, _) in hopper_steps.scratch(given, chosen, H200).items()}
     count = schedule.partitions(H200.sms, 128)
     assert shapes["items"] == (count + 1, 2)
-    assert shapes["part"][0] == schedule.reference([9000] * 40, 9000, count).slots
+    assert shapes["part"][0] == schedules.reference([9000] * 40, 9000, count).slots
     assert not hopper_steps.scheduled(given, planned(given, deterministic=True))
     assert not hopper_steps.scheduled(given, planned(given, splits=3))
 

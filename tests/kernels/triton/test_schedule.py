@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_compile.kernels.triton import schedule
+from tests.support import schedules
 
 BATCHES = [[1], [0], [64, 65], [0, 0, 0], [20, 900, 64], [5000, 1, 0, 130, 64], [100] * 37, [64 * 40, 1, 1, 1]]
 COUNTS = [1, 2, 7, 16]
@@ -28,7 +29,7 @@ def pieces(plan, lengths, reach=None):
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("lengths", BATCHES)
 def test_every_block_once_in_slots_of_its_own(lengths, count, reach):
-    plan = schedule.reference(lengths, 10**6, count, reach)
+    plan = schedules.reference(lengths, 10**6, count, reach)
     walked, used = {b: [] for b in range(len(lengths))}, set()
     for p, b, lo, hi in pieces(plan, lengths, reach):
         walked[b].append((lo, hi))
@@ -46,7 +47,7 @@ def test_every_block_once_in_slots_of_its_own(lengths, count, reach):
 
 def test_partitions_are_equal():
     lengths = torch.randint(1, 20_000, (64,), generator=torch.Generator().manual_seed(3)).tolist()
-    plan = schedule.reference(lengths, 10**6, 66)
+    plan = schedules.reference(lengths, 10**6, 66)
     work = [0] * 66
     for p, _, lo, hi in pieces(plan, lengths):
         work[p] += hi - lo + schedule.OVERHEAD
@@ -54,7 +55,7 @@ def test_partitions_are_equal():
 
 
 def test_lengths_are_cut_to_the_capacity():
-    assert torch.equal(schedule.reference([900, -3], 128, 4).items, schedule.reference([128, 0], 128, 4).items)
+    assert torch.equal(schedules.reference([900, -3], 128, 4).items, schedules.reference([128, 0], 128, 4).items)
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 132), (64, 132), (65, 66), (128, 66), (10**6, 1)])

@@ -10,7 +10,7 @@ from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.hopper import steps
 from mla_compile.kernels.merge import merge
-from mla_compile.kernels.triton import schedule
+from tests.support import schedules
 
 BATCHES = [[1], [0], [64, 65], [0, 0, 0], [20, 900, 64], [5000, 1, 0, 130, 64], [100] * 37, [64 * 40, 1, 1, 1]]
 COUNTS = [1, 2, 7, 16]
@@ -34,7 +34,7 @@ def combined(lengths, count, H, sinks):
     from mla_compile.kernels.triton import schedule_triton
 
     generator = torch.Generator().manual_seed(5)
-    B, V, plan = len(lengths), 64, schedule.reference(lengths, 10**6, count)
+    B, V, plan = len(lengths), 64, schedules.reference(lengths, 10**6, count)
     part = torch.full((max(1, plan.slots), H, V), torch.nan)
     part_lse = torch.full((max(1, plan.slots), H), torch.nan)
     out, lse = torch.full((B, H, V), 7.0), torch.full((B, H), 7.0)
@@ -60,7 +60,7 @@ def combined(lengths, count, H, sinks):
 def test_the_kernel_follows_the_rule(run):
     for lengths in BATCHES:
         for count, window in zip(COUNTS, (0, 200, 1, 0), strict=True):
-            plan = schedule.reference(lengths, 4096, count, window or None)
+            plan = schedules.reference(lengths, 4096, count, window or None)
             got = run(on_device, lengths, 4096, count, window)
             for x, want in zip(got, (plan.items, plan.shift, plan.first, plan.count), strict=True):
                 assert torch.equal(x, want), (lengths, count, window)
