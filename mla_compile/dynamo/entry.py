@@ -52,7 +52,11 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
 
 
 def _begin(ctx: ComptimeContext) -> None:
-    (begin_with_one if sizes_so_far() is None else begin_apart)(ctx)
+    history = sizes_so_far()
+    if history is None:
+        begin_with_one(ctx)
+    else:
+        begin_apart(ctx, history)
     output = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     remember_results(output)
     remember_lines(output)

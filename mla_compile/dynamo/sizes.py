@@ -25,7 +25,7 @@ from mla_compile.dynamo.kept import seen, source_name
 from mla_compile.passes.ir.graph import argument
 
 
-def begin_apart(ctx: ComptimeContext) -> None:
+def begin_apart(ctx: ComptimeContext, history: History) -> None:
     """For ``comptime``, before the trace reads a tensor that fills and drains: its layout is as open as its length.
 
     What is left of a tensor is a view with an offset, and with the strides of the whole. Dynamo takes the strides of
@@ -47,6 +47,11 @@ def begin_apart(ctx: ComptimeContext) -> None:
             for axis in (one for one in axes if tensor.shape[one] == 1):
                 context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
             return fake(tensor, **given)
+        name = source_name(given["source"])
+        for axis in axes:
+            # Code asks whether there is a row at all. What has never had one is what it is, empty.
+            if tensor.shape[axis] == 0 and not history.filled(name, axis):
+                context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
         for axis in range(max(axes)):
             if context.dynamic_strides[axis] is DimDynamic.INFER_STRIDE:
                 context.dynamic_strides[axis] = DimDynamic.DYNAMIC
@@ -123,6 +128,10 @@ class History:
             _name(node): tuple(map(seen, value.shape)) for node, value in values if isinstance(value, torch.Tensor)
         }
         self._graphs.append(sizes)
+
+    def filled(self, name: str, axis: int) -> bool:
+        """Whether an input had a row along an axis in any graph."""
+        return any(sizes[name][axis] for sizes in self._graphs if axis < len(sizes.get(name, ())))
 
     def of(self, node: fx.Node, axis: int) -> tuple[int | None, ...]:
         """The sizes of an input along one axis; ``None`` where a graph does not have it."""

@@ -155,6 +155,7 @@ def test_a_thousand_tokens_compile_nothing_after_130(
     layers: tuple[str, ...], batch: int, prompt: int, last: int, most: int
 ) -> None:
     torch.compiler.reset()
+    counters.clear()
     rates = {SPARSE: 4, HEAVY: 128}
     model = tiny(*layers, sliding_window=128, compress_rates=rates, index_topk=16, max_position_embeddings=2048)
     fast = mla_compile.optimize(model, codegen="eager", strict=True)
@@ -175,6 +176,7 @@ def test_plain_torch_compile_makes_more_graphs_of_as_many_tokens() -> None:
     found = {}
     for name in ("plain", "ours"):
         torch.compiler.reset()
+        counters.clear()
         model = tiny(SLIDING, SPARSE, HEAVY)
         fast = mla_compile.optimize(model, codegen="eager") if name == "ours" else torch.compile(model, backend="eager")
         cache, tokens = DynamicCache(config=model.config), torch.randint(1, 67, (2, 5))
