@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.server import alone, until, words
+from tests.support.server import alone, idle, words
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the server's dependencies
 
@@ -54,7 +54,7 @@ def test_a_stream_that_is_closed_is_cancelled(client, served):
     stream = client.completions.create(model="tiny", prompt="w5 w6", max_tokens=400, stream=True)
     next(iter(stream))
     stream.close()
-    until(lambda: not served[0].loaded.manager.batch_processor.scheduler.active_requests)
+    idle(served[0])
     assert served[0].desk.live == 0
 
 

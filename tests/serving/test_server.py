@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import mla_compile
 from mla_compile.serving.ranks import ServerRanks
 from mla_compile.serving.server import Server
-from tests.support.server import alone, another, complete, post, running, settings, until, words
+from tests.support.server import alone, another, complete, idle, post, running, settings, until, words
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the server's dependencies
 
@@ -187,7 +187,8 @@ def test_health_models_and_routes_that_are_not_there(served):
 
 
 def test_figures(served, model):
-    _, address = served
+    server, address = served
+    idle(server)
     before = mla_compile.metrics()
     prompt = words(7, seed=4)
     complete(address, prompt, 5)

@@ -117,3 +117,8 @@ def until(holds: Any, seconds: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def idle(server: Server) -> None:
+    """Wait until nothing is generated, not even for a client that has left."""
+    until(lambda: not server.loaded.manager.batch_processor.scheduler.active_requests)
