@@ -117,9 +117,21 @@ MASKED = Case(
 )  # fmt: skip
 
 
-def test_how_rows_are_made_is_no_reason() -> None:
-    check(MASKED)
-    assert {str(t.code) for t in reasons(MASKED) if t.part == "keys"} == {"mask_depends_on_keys"}
+# A softmax over heads, which read two normalised latents, made of a hidden state that is hardly wider.
+OVER_HEADS = Case(
+    D=9, H=2, L=3, R=7, V=7, up="batched", bias=True, rope="none", share="repeat", layout="heads_last", core="matmul",
+    mask="keep", softmax="cast", cache="none", fault="softmax_over_heads", latents=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "code"),
+    [(MASKED, "keys", "mask_depends_on_keys"), (OVER_HEADS, "both", "softmax_axis")],
+    ids=["mask", "softmax"],
+)
+def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> None:
+    check(case)
+    assert {str(t.code) for t in reasons(case) if t.part == part} == {code}
 
 
 class Mixed(MLA):

@@ -63,8 +63,8 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
             found = None if source is None else explained(source, search)
             # If all heads share K and V, as in MQA, nothing can depend on the head.
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
-                # If the attention cannot be rewritten anyway, its problem is the reason, and not the cache.
-                return site.problem if found.code == "expanded_cache" and site.problem is not None else found
+                # If the attention cannot be rewritten anyway, its problem is the reason, and not how K and V are made.
+                return site.problem or found
     if too_wide is not None:
         return too_wide
     of_heads = not _shared_by_heads(site, maps)
