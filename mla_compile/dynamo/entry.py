@@ -44,10 +44,10 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
         settings["isolate_recompiles"] = True
     if package is not None:
         package.begin(own)
-        settings["nopython"] = settings.pop("fullgraph", False)
-        recorded: Callable[..., Any] = torch._dynamo.optimize(compiler, package=package, **settings)(own)
-        return recorded
-    compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
+        settings["package"] = package
+    settings["nopython"] = settings.pop("fullgraph", False)
+    # torch.compile() returns the function as it is, uncompiled for good, while any thread is inside torch.export.
+    compiled: Callable[..., Any] = torch._dynamo.optimize(compiler, **settings)(own)
     return compiled
 
 
