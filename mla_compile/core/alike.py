@@ -39,7 +39,20 @@ def constant_of(value: Any) -> Hashable:
     """A key that tells 1, 1.0 and True apart and equates NaN with itself; any other object equals only itself."""
     if isinstance(value, (float, complex)):
         return type(value), str(value)
-    return (type(value), value) if isinstance(value, PLAIN) else ("object", id(value))
+    return (type(value), value) if isinstance(value, PLAIN) else Itself(value)
+
+
+class Itself:
+    """Equals only what holds the same object, which it keeps, so that no later object can have its ``id``."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def number_of(value: Any) -> Hashable:

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.core.alike import constant_of, each, known_of
+from mla_compile.core.alike import Itself, constant_of, each, known_of
 from mla_compile.core.layers import CALL, WEIGHT
 from mla_compile.passes.ir.axes import Atom, Axis, Split, fixed_size, substitute
 from mla_compile.passes.ir.graph import Builder, val
@@ -203,7 +203,7 @@ def _key(op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[st
 
     def read(value: object) -> Hashable:
         told = known_of(value) if type(value) in (FakeTensor, torch.nn.Parameter) else constant_of(value)
-        if isinstance(told, tuple) and told[0] == "object":
+        if isinstance(told, Itself):
             objects.append(value)
         return told
 
