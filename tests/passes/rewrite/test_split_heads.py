@@ -343,7 +343,7 @@ class Interleaved(SomeHeads):
 MEETING = {
     NormsOverHeads: Code.NONLINEAR,
     TalkingHeads: Code.UNSUPPORTED_OP,
-    SoftmaxOverHeads: Code.HEAD_DEPENDENT_LATENT,
+    SoftmaxOverHeads: Code.SOFTMAX_AXIS,
     Returned: Code.HEAD_DEPENDENT_LATENT,
     Interleaved: Code.HEAD_DEPENDENT_LATENT,
 }
