@@ -30,7 +30,8 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
 
     What is left of a tensor is a view with an offset, and with the strides of the whole. Dynamo takes the strides of
     the tensor that it sees for those of all lengths, and an offset of 0 or 1 for a constant, so each layout would have
-    a graph of its own. One token, or one request, stays a constant.
+    a graph of its own. The first row of a batch lies as it was made, and later ones token by token, so the stride along
+    the length is open, too. One token, or one request, stays a constant.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -52,7 +53,7 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
             # Code asks whether there is a row at all. What has never had one is what it is, empty.
             if tensor.shape[axis] == 0 and not history.filled(name, axis):
                 context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
-        for axis in range(max(axes)):
+        for axis in range(max(axes) + 1):
             if context.dynamic_strides[axis] is DimDynamic.INFER_STRIDE:
                 context.dynamic_strides[axis] = DimDynamic.DYNAMIC
         env.settings = any_offset
