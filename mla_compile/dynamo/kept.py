@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -39,8 +40,18 @@ class Kept:
     rows: frozenset[str]
 
 
+_known: WeakKeyDictionary[fx.GraphModule, Kept] = WeakKeyDictionary()
+"""Graphs that are compiled now: two readers ask for what each of them keeps."""
+
+
 def kept(gm: fx.GraphModule) -> Kept:
     """Called inside a backend: what the traced code keeps."""
+    if gm not in _known:
+        _known[gm] = _kept(gm)
+    return _known[gm]
+
+
+def _kept(gm: fx.GraphModule) -> Kept:
     effects: Any = InstructionTranslator.current_tx().output.side_effects
     new = {name: value for var in effects.id_to_variable.values() for name, value in _written(effects, var)}
     made = {name: shape for name, value in new.items() if (shape := _shape(value)) is not None}
