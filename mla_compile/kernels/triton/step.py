@@ -78,18 +78,21 @@ class Arguments:
         self.types: dict[str, str] = {}
         self.aligned: set[str] = set()
 
-    def pointer(self, name: str, tensor: Tensor | None, *, bits: bool = False) -> None:
-        """Add a tensor of the call; ``bits``: float8 is passed as bytes."""
+    def pointer(self, name: str, tensor: Tensor | None, buffer: str | None = None, *, bits: bool = False) -> None:
+        """Add a tensor of the call, in the buffer of this name by default; ``bits``: float8 is passed as bytes."""
         if tensor is None:
             self.constants[name] = None
             return
-        self.buffers[name] = name
+        self.buffers[name] = buffer or name
         self.types[name] = "*u8" if bits and tensor.dtype.itemsize == 1 else TYPES[tensor.dtype]
         if tensor.data_ptr() % 16 == 0:
             self.aligned.add(name)
 
-    def scratch(self, name: str, buffer: str, kind: str) -> None:
-        """Add a buffer of ours, which torch's allocator aligns."""
+    def scratch(self, name: str, buffer: str, kind: str, *, used: bool = True) -> None:
+        """Add a buffer of ours, which torch's allocator aligns; None if it is not used."""
+        if not used:
+            self.constants[name] = None
+            return
         self.buffers[name] = buffer
         self.types[name] = kind
         self.aligned.add(name)
