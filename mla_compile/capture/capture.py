@@ -153,7 +153,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
     return _finish(Program(traced, tuple(mutated), weights, original=functional, autocast=autocast))
 
 
-def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
+def _functionalize(gm: fx.GraphModule, values: list[object]) -> Program:
     """Make the graph functional, then restore parameters and buffers as get_attr nodes under their old names."""
     try:
         with levels_restored():
@@ -284,7 +284,7 @@ def _get_attrs(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="get_attr"))
 
 
-def _is_module_state(source: Any) -> bool:
+def _is_module_state(source: object) -> bool:
     """Whether Dynamo reached an input through the parameters or buffers of a module."""
     while source is not None:
         if isinstance(source, UnspecializedParamBufferSource):

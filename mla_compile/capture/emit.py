@@ -275,7 +275,7 @@ def _return_shares(program: Program) -> None:
     graph.output_node().args = (tuple(outputs),)
 
 
-def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:
+def _view_again(graph: fx.Graph, value: fx.Node, new: object, written: fx.Node) -> fx.Node:
     """Repeat the chain of views from ``new`` to ``value`` on ``written``."""
     chain = []
     node: fx.Node | None = value

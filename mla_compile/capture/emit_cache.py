@@ -26,7 +26,7 @@ from mla_compile.errors import InputError
 
 def rows_in_place(
     program: Program, change: CacheChange, gm: fx.GraphModule
-) -> tuple[dict[str, list[fx.Node]], list[Any]]:
+) -> tuple[dict[str, list[fx.Node]], list[object]]:
     """The row placeholders of each old cache input, and the flat outputs, in ``gm``, a module made from the program.
 
     A list of rows replaces each K or V among the outputs.
@@ -59,7 +59,7 @@ def order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
 
 def new_signature(
     program: Program, change: CacheChange, signature: ExportGraphSignature
-) -> tuple[dict[str, list[fx.Node]], list[Any]]:
+) -> tuple[dict[str, list[fx.Node]], list[object]]:
     """Write the row inputs and outputs into ``signature`` and the program's graph; return :func:`rows_in_place`."""
     inputs, outputs = rows_in_place(program, change, program.gm)
     specs: list[InputSpec] = []
@@ -96,7 +96,7 @@ def _with_written_rows(program: Program, signature: ExportGraphSignature) -> lis
 
 def rows_in_graph_module(
     gm: fx.GraphModule, program: Program, change: CacheChange, original: fx.GraphModule
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Order the inputs of ``gm``; return its outputs, one for each output of the original, with rows in tuples."""
     if type(original.graph._codegen) is not fx.graph.CodeGen:
         raise InputError(
@@ -132,11 +132,11 @@ def new_calls(
 
 
 def new_examples(
-    example_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    example_inputs: tuple[tuple[object, ...], dict[str, object]] | None,
     in_spec: pytree.TreeSpec,
     user_inputs: Sequence[str],
     change: CacheChange,
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> tuple[tuple[Any, ...], dict[str, object]] | None:
     """Example inputs of the new signature, with rows of zeros in place of K and V."""
     if example_inputs is None:
         return None

@@ -159,7 +159,7 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
 
 
 def _named_like(
-    signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[Any]
+    signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[object]
 ) -> ExportGraphSignature:
     """A copy of ``signature`` with the names of the inputs and results in a copy of its graph.
 

@@ -37,7 +37,7 @@ class _Piece:
     origins: dict[fx.Node, int]
 
 
-def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+def traced_by_kind(gm: fx.GraphModule, values: Sequence[object]) -> Functional | None:
     """The functional graph of ``gm`` for ``values``, one per placeholder; each kind of stretch is traced once.
 
     ``gm`` is as Dynamo or ``torch.export`` makes it, with ``meta["example_value"]`` or ``meta["val"]`` on every call.
@@ -115,7 +115,7 @@ class _Unrolled:
     """Builds the graph of all stretches, in order."""
 
     def __init__(
-        self, fakes: Sequence[Any], inputs: dict[fx.Node, int], sizes: Sequence[fx.Node], found: Sequence[Stretch]
+        self, fakes: Sequence[object], inputs: dict[fx.Node, int], sizes: Sequence[fx.Node], found: Sequence[Stretch]
     ) -> None:
         self.graph = fx.Graph()
         self.inputs = inputs
@@ -216,7 +216,7 @@ def _memory(node: fx.Node) -> int | None:
     return memory_of(seen) if isinstance(seen, Tensor) else None
 
 
-def _as_traced(name: str, value: Any) -> Any:
+def _as_traced(name: str, value: Any) -> object:
     """A label of a node in the form of a trace, in which classes of modules are names."""
     if name != "nn_module_stack":
         return value

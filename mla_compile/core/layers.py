@@ -89,11 +89,11 @@ class CalledLayer:
             vars(made)["forward"] = types.MethodType(self.inner, made)
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CalledLayer:
+    def __deepcopy__(self, memo: dict[int, object]) -> CalledLayer:
         layer, plain = copy.deepcopy((self.layer, self.plain), memo)
         return CalledLayer(layer, plain, self.inner, self.width, self.parts)  # the copies are still incomplete
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return CalledLayer, (self.layer, self.plain, self.inner, self.width, self.parts)
 
 
@@ -164,7 +164,7 @@ def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
     return torch.empty_like(weights[0])
 
 
-def flops(rows: Any, weights: Any, layer: str, **_: Any) -> int:
+def flops(rows: Any, weights: object, layer: str, **_: Any) -> int:
     """2KO for each row, as torch counts a product."""
     count = 2 * find(layer).width
     for size in rows:

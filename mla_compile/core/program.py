@@ -162,7 +162,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+def graph_module(root: torch.nn.Module | dict[str, object], graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph that generates its Python on the first run: most are traced or rewritten, never run."""
     return _LazyGraphModule(root, graph)
 

@@ -333,7 +333,7 @@ class Compiler:
 def _outside_autocast(call: Call) -> Call:
     """``call`` with autocast off: its graph contains the casts, and products that are float32 on purpose stay so."""
 
-    def outside(*inputs: Any) -> Any:
+    def outside(*inputs: object) -> Any:
         with without_autocast():
             return call(*inputs)
 

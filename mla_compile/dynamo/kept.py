@@ -84,7 +84,7 @@ def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
             yield name, tuple(map(seen, value.shape))
 
 
-def _shape(value: Any) -> Shape | None:
+def _shape(value: object) -> Shape | None:
     """The sizes of a tensor that the code writes, in this call."""
     made = value.as_proxy().node.meta.get("example_value") if isinstance(value, TensorVariable) else None
     return tuple(map(seen, made.shape)) if isinstance(made, torch.Tensor) else None
@@ -113,7 +113,7 @@ def _held(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
         return
     for attribute, value in effects.store_attr_mutations.get(var, {}).items():
         yield f"{name}.{attribute}", value
-    items: Iterable[tuple[Any, Any]] = enumerate(var.items) if isinstance(var, ListVariable) else ()
+    items: Iterable[tuple[object, object]] = enumerate(var.items) if isinstance(var, ListVariable) else ()
     if isinstance(var, ConstDictVariable):
         keys = ((key.vt, value) for key, value in var.items.items())
         items = ((key.as_python_constant(), value) for key, value in keys if key.is_python_constant())

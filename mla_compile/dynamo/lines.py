@@ -15,7 +15,7 @@ def remember_lines(output: Any) -> None:
     tracer = output.current_tracer
     create = tracer.create_node
 
-    def create_node(kind: str, *given: Any, **named: Any) -> Any:
+    def create_node(kind: str, *given: Any, **named: object) -> Any:
         node, lines, frame = create(kind, *given, **named), list[str](), output.current_tx
         while frame is not None and kind != "output":
             key = id(frame.f_code), frame.lineno, frame.current_instruction.positions

@@ -46,8 +46,8 @@ class Step:
     def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
         """``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
         signature: dict[str, str] = {}
-        constants: dict[tuple[int], Any] = {}
-        attributes: dict[tuple[int], Any] = {}
+        constants: dict[tuple[int], object] = {}
+        attributes: dict[tuple[int], object] = {}
         for i, name in enumerate(self.fn.arg_names):
             if name in self.buffers:
                 signature[name] = self.types[name]
@@ -61,7 +61,7 @@ class Step:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         return self.fn, signature, constants, attributes, self.options
 
-    def arguments(self, buffers: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, buffers: dict[str, object]) -> dict[str, object]:
         """Every argument by name, pointers from ``buffers``."""
         given: dict[str, Any] = {**self.scalars, **self.constants}
         given.update((argument, buffers[name]) for argument, name in self.buffers.items())

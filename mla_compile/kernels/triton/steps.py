@@ -260,7 +260,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
     return to.step("attend", fn, grid, options)
 
 
-def combine_step(call: DecodeCall, plan: Plan, fn: Any) -> Step:
+def combine_step(call: DecodeCall, plan: Plan, fn: object) -> Step:
     """The launch that combines the splits of every request."""
     z = call.sizes
     to = Arguments()

@@ -20,7 +20,7 @@ from mla_compile.passes.ir.graph import Builder, val
 aten = torch.ops.aten
 
 
-def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, Any]:
+def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, object]:
     """Return the arguments of the operator that ``call`` runs, by name; views are added before it.
 
     Raises ``ValueError`` with the name of an argument that is another part of its base.

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
@@ -32,29 +32,29 @@ aten, ops = torch.ops.aten, torch.ops
 
 
 def _bitsandbytes_4bit(
-    *, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str, bias: Any,
-    absmax_8bit: Any, absmax_code: Any, absmax_offset: Any, **_: Any,
-) -> Any:  # fmt: skip
+    *, B: Tensor, shapeB: Sequence[int], absmax: Tensor, blocksize: int, quant_type: str, bias: Tensor | None,
+    absmax_8bit: Tensor | None, absmax_code: Tensor | None, absmax_offset: Tensor | None, **_: object,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if absmax_8bit is not None:  # the scales are quantized themselves, in blocks of 256 (QLoRA, section 3)
         scales = ops.bitsandbytes.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)
         absmax = scales + absmax_offset
     return ops.bitsandbytes.dequantize_4bit(B, absmax, blocksize, quant_type, list(shapeB), torch.float32), bias
 
 
-def _bitsandbytes_8bit(*, CB: Any, SCB: Any, bias: Any, **_: Any) -> Any:
+def _bitsandbytes_8bit(*, CB: Tensor, SCB: Tensor, bias: Tensor | None, **_: object) -> tuple[Tensor, Tensor | None]:
     return ops.bitsandbytes.int8_vectorwise_dequant(CB, SCB), bias
 
 
-def _weight_int8(*, mat2: Any, scales: Any, **_: Any) -> Any:
+def _weight_int8(*, mat2: Tensor, scales: Tensor, **_: object) -> Tensor:
     return mat2.float() * scales.float()[:, None]
 
 
-def _quanto(*, B: Any, scales: Any, **_: Any) -> Any:
+def _quanto(*, B: Tensor, scales: Tensor, **_: object) -> Tensor:
     """int8 or float8 values [out, in], with one scale per output [out, 1] or a single scale."""
     return B.float() * scales.float()
 
 
-def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
+def _float8_blocks(*, B: Tensor, Bs: Tensor, block_size: Sequence[int] | None = None, **_: object) -> Tensor:
     """float8 values [out, in], with scales per block (DeepSeek-V3, section 3.3), per 32 columns of a row, or one."""
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
     if scales.numel() == 1:
