@@ -29,7 +29,7 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Keep Dynamo out of a function that its guards call; later releases do so themselves, at no cost per call."""
+    """Keep Dynamo from tracing a function that its guards call. From torch 2.13 on, Dynamo itself does not trace it."""
     return function if TorchVersion(torch.__version__) >= "2.13" else torch.compiler.disable(function)
 
 
