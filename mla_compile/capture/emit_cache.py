@@ -20,7 +20,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.cache_change import CacheChange
-from mla_compile.core.program import Program
+from mla_compile.core.program import Program, results_of
 from mla_compile.errors import InputError
 
 
@@ -35,7 +35,7 @@ def rows_in_place(
     assert cache is not None
     nodes = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     inputs = {t.name: [nodes[cache.rows[t.rows[i]]] for i in t.holds] for t in change.inputs}
-    values: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple by construction
+    values = list(results_of(gm.graph))
     # ``gm`` may already write the new values of inputs instead of returning them
     values = [*[None] * (len(program.outputs) - len(values)), *values]
     appended = {at for rows in cache.outputs.values() for at in rows}

@@ -37,6 +37,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import stateless
 
 from mla_compile.capture.autocast import is_active
+from mla_compile.core.program import results_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _by_aot_export(gm: fx.GraphModule, values: Sequence[object]) -> Functional:
     places = {name: place for place, name in enumerate((*state, *placeholders[len(state) :]))}
     changed = (signature.parameters_to_mutate, signature.buffers_to_mutate, signature.user_inputs_to_mutate)
     owners: dict[str, str] = {new: name for one in changed for new, name in one.items()}
-    returned: Any = graph.output_node().args[0]
+    returned = results_of(graph)
     new = returned[tokens : len(returned) - len(signature.user_outputs)]
     return Functional(traced, tuple(places[owners[value.name]] for value in new), tokens)
 

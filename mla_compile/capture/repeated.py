@@ -22,7 +22,7 @@ from torch.fx.proxy import _COPY_META_FIELDS
 
 from mla_compile.capture.functional import Functional, fake_inputs, traced_once
 from mla_compile.core.alike import known_of
-from mla_compile.core.program import copy_graph, graph_module
+from mla_compile.core.program import copy_graph, graph_module, results_of
 from mla_compile.repeats.stretches import Stretch, alone, is_closed, memory_of, stretches
 
 _LABELS = ("stack_trace", *_COPY_META_FIELDS)
@@ -97,7 +97,7 @@ def _traced(one: Stretch) -> _Piece | None:
     traced = traced_once(module, [node.meta["val"] for node in one.inputs])
     if traced is None:
         return None
-    results: Any = traced.gm.graph.output_node().args[0]
+    results = results_of(traced.gm.graph)
     for place, result in zip(one.outputs, results[len(traced.written) :], strict=True):
         made = result.meta["val"] if isinstance(result, fx.Node) else result
         if known_of(made, begins=False) != known_of(one.steps[place].meta["val"], begins=False):
@@ -146,7 +146,7 @@ class _Unrolled:
                 inside[node] = self._call(node, one, piece, inside)
             elif node.op == "get_attr":
                 inside[node] = self._attribute(node, one, piece)
-        results: Any = source.output_node().args[0]
+        results = results_of(source)
         new = [inside.get(value, value) if isinstance(value, fx.Node) else value for value in results]
         returned = Counter(_memory(one.steps[place]) for place in one.outputs)
         for place, value in zip(piece.traced.written, new, strict=False):

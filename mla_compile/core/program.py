@@ -21,6 +21,11 @@ Call = Callable[..., Any]
 """A graph that is called with its flat inputs as separate arguments and returns one flat sequence."""
 
 
+def results_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """The values that a graph returns, in a tuple or list: nodes and constants."""
+    return tuple(graph.output_node().args[0])  # type: ignore[arg-type]  # never a single value
+
+
 @dataclass(frozen=True)
 class FoldedWeight:
     """A product of weights that a graph takes as an extra input instead of computing it in every call.
@@ -138,8 +143,7 @@ class Program:
     @property
     def outputs(self) -> tuple[Any, ...]:
         """The values of the output node: new values of the mutated inputs, then the caller's values."""
-        (flat,) = self.gm.graph.output_node().args
-        return tuple(flat)  # type: ignore[arg-type]  # a tuple by construction
+        return results_of(self.gm.graph)
 
     def named(self) -> dict[str, fx.Node]:
         """The nodes by name, for repeated look-ups."""

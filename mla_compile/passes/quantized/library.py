@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -147,7 +147,7 @@ _DEQUANTIZE = {
 
 def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe ``x / scale + zero``, rounded, whose scale was chosen for exactly these rows."""
-    names, told = _QUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
+    names, told = _QUANTIZE[schema_name(node)], named_arguments(node)
     x, scale = told[names.x], told[names.scale]
     if not is_tensor(x) or tracker.is_weight(x) or not is_tensor(scale) or is_tensor(told.get("quant_min")):
         return None
@@ -156,7 +156,7 @@ def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     length = block(scale, x)
     if choice is None or length is None or not covers(_as_wide(scale, x), shape(x)):
         return None
-    chosen = cast("dict[str, Any]", named_arguments(by))
+    chosen = named_arguments(by)
     if chosen[choice.rows] is not x or chosen.get("block_size") != told.get("block_size", chosen.get("block_size")):
         return None
     low, high = _range(told, told[names.dtype])
@@ -199,7 +199,7 @@ def _as_wide(scale: fx.Node, x: fx.Node) -> tuple[Size, ...]:
 
 def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe ``(q - zero) * scale`` as the rows, if the scale and the zero point are those that quantized them."""
-    names, told = _DEQUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
+    names, told = _DEQUANTIZE[schema_name(node)], named_arguments(node)
     x, scale = tracker.of(told[names.x]), told[names.scale]
     if x is None or len(x.scales) != 1 or x.scales[0].exponent != -1 or x.scales[0].root is not scale:
         return None
@@ -212,7 +212,7 @@ def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told = cast("dict[str, Any]", named_arguments(node))
+    told = named_arguments(node)
     x, steps = told["self"], told["quant_max"] - told["quant_min"] + 1
     # A fixed scale is a number or a calibrated weight. A computed scale would differ from call to call.
     calibrated = all(not isinstance(told[n], fx.Node) or tracker.is_weight(told[n]) for n in ("scale", "zero_point"))
@@ -223,7 +223,7 @@ def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe the first of three results: whole numbers up to 127, scaled by each row's maximum, the second result."""
     whole, at = args_of(node)
-    told: Any = named_arguments(whole)
+    told = named_arguments(whole)
     x, stats = told["A"], next((n for n in whole.users if args_of(n)[1:] == (1,)), None)
     # With a threshold, some columns are set to zero here and computed elsewhere.
     if at != 0 or told["threshold"] or stats is None or tracker.is_weight(x):
@@ -237,7 +237,7 @@ def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     x, stats = tracker.of(told["A"]), told["row_stats"]
     # The rule holds for a weight with scales: int8 values times the largest number of each row, divided by 127.
     if x is None or not (tracker.is_weight(told["B"]) and tracker.is_weight(told["col_stats"])):
@@ -249,7 +249,7 @@ def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _int_scaled(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     x = tracker.of(told["a"])
     if x is None or not tracker.is_weight(told["b"]):
         return None
@@ -258,7 +258,7 @@ def _int_scaled(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _int_matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     x = tracker.of(told["a"])
     found = (
         tracker.product(node, x, told["b"], transposed=False)
@@ -270,12 +270,12 @@ def _int_matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 def _scaled_mm(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe ``(a * scale_a) @ (b * scale_b) + bias``, with one scale per tensor, per row, or per block of 128."""
-    return _scaled_product(tracker, node, cast("dict[str, Any]", named_arguments(node)))
+    return _scaled_product(tracker, node, named_arguments(node))
 
 
 def _scaled_mm_v2(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Like ``_scaled_mm``, with lists of scales; only one scale per tensor or per row is known (recipes 0 and 1)."""
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     if told["contraction_dim"] or any([*told[f"recipe_{side}"]] not in ([0], [1]) for side in "ab"):
         return None
     return _scaled_product(tracker, node, {**told, **{f"scale_{side}": told[f"scale_{side}"][0] for side in "ab"}})
