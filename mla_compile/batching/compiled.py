@@ -80,7 +80,7 @@ class Compiled:
 
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)
-        examples: list[Any] = []
+        examples: list[torch.Tensor] = []
         for index, (node, value) in enumerate(zip(self._program.placeholders, inputs, strict=True)):
             kinds = [DimDynamic.STATIC] * value.dim()
             for k, axis in self._open:
