@@ -17,7 +17,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +163,7 @@ def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
     return torch.empty_like(weights[0])
 
 
-def flops(rows: Any, weights: object, layer: str, **_: Any) -> int:
+def flops(rows: torch.Size, weights: object, layer: str, **_: object) -> int:
     """2KO for each row, as torch counts a product."""
     count = 2 * find(layer).width
     for size in rows:
