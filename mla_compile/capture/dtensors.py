@@ -161,7 +161,7 @@ def _touched(graph: fx.Graph, objects: dict[fx.Node, object]) -> list[fx.Node]:
         node
         for node in graph.nodes
         if node.op in ("call_function", "call_method", "call_module")
-        and (any(map(is_dtensor, _leaves(node))) or any(_is_read(n, objects) for n in node.all_input_nodes))
+        and any(_is_read(n, objects) for n in (node, *node.all_input_nodes))
     ]
 
 
