@@ -30,6 +30,10 @@ from mla_compile.saved.record import Recording
 
 Calls = Callable[[Any], object]
 """A function that calls a model as it will be called."""
+_DRAINS = (
+    "its cache fills and drains, and a few tokens do not show all its sizes; give run=, a function of the model that "
+    "generates until each has come twice"
+)
 
 
 def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
@@ -43,6 +47,8 @@ def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
     )
     only_whole(twin, ExportError)
     recording = _recorded(twin, run or _generate)
+    if run is None and forward_of(twin).recompiles.drains:
+        raise ExportError(f"{type(twin).__name__} cannot be saved by itself: {_DRAINS}")
     code = of_code(recording.traced)
     written = _tried(twin, recording, run or _generate)
     written[REPORT] = pickled(vars(twin)["mla_report"], {})

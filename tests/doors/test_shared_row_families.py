@@ -6,6 +6,8 @@ past the number of them that an indexer picks; every attention of a step is the 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -195,6 +197,44 @@ def test_steps_settle_with_torch_compile_too() -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         assert steps(model, fast, prompt, 24) < 1e-6
+
+
+KINDS = {"eager": (SLIDING, SPARSE, HEAVY), "inductor": (SPARSE,)}
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def generations(model: torch.nn.Module, *sizes: tuple[int, int]) -> list[torch.Tensor]:
+    """The tokens of generations of (tokens of the prompt, new tokens)."""
+    prompts = ((torch.arange(prompt)[None] * 7 % 61 + 3, new) for prompt, new in sizes)
+    return [model.generate(ids, max_new_tokens=new, **GREEDY) for ids, new in prompts]
+
+
+def save_code(path: str, codegen: str) -> None:
+    fast = mla_compile.optimize(tiny(*KINDS[codegen], dtype=torch.float32), codegen=codegen)
+    with pytest.raises(ExportError, match="its cache fills and drains"):
+        mla_compile.save(fast, path)
+    mla_compile.save(fast, path, lambda model: generations(model, (21, 40), (12, 30)))
+
+
+def load_code(path: str, codegen: str) -> None:
+    model = tiny(*KINDS[codegen], dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    fast = mla_compile.load(path, model)
+    sizes = ((17, 60), (30, 40))
+    assert all(map(torch.equal, generations(fast, *sizes), generations(model, *sizes)))
+    assert not counters["frames"]
+
+
+@pytest.mark.full("inductor")
+@pytest.mark.parametrize("codegen", KINDS)
+def test_saved_code_runs_in_another_process_with_other_weights(tmp_path: Path, codegen: str) -> None:
+    """All kinds of layers; with Inductor, which takes long, one that has a cache of each kind."""
+    for name in ("save_code", "load_code"):
+        call = f"{name}({str(tmp_path / 'code')!r}, {codegen!r})"
+        code = f"from tests.doors import test_shared_row_families as here; here.{call}"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.full("family")
