@@ -30,10 +30,6 @@ from mla_compile.saved.record import Recording
 
 Calls = Callable[[Any], object]
 """A function that calls a model as it will be called."""
-_DRAINS = (
-    "its cache fills and drains, and a few tokens do not show all its sizes; give run=, a function of the model that "
-    "generates until each has come twice"
-)
 
 
 def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
@@ -47,8 +43,6 @@ def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
     )
     only_whole(twin, ExportError)
     recording = _recorded(twin, run or _generate)
-    if run is None and forward_of(twin).recompiles.drains:
-        raise ExportError(f"{type(twin).__name__} cannot be saved by itself: {_DRAINS}")
     code = of_code(recording.traced)
     written = _tried(twin, recording, run or _generate)
     written[REPORT] = pickled(vars(twin)["mla_report"], {})
@@ -114,6 +108,11 @@ def _generate(model: Any) -> None:
             f"{type(model).__name__} has no generate(): give run=, a function that calls the model as it will be called"
         )
     model.warm_up(batch=1)
+    if forward_of(model).recompiles.drains:
+        raise ExportError(
+            f"{type(model).__name__} has a cache that fills and drains, and a few tokens do not show all its sizes: "
+            "give run=, a function of the model that generates until each has come twice"
+        )
     model.warm_up(batch=2)
 
 
