@@ -220,24 +220,6 @@ def first_token(*, deepest: bool = False) -> str:
     return table(head, lines) + ("" if deepest else f"\n\n{where(about)}.")
 
 
-def peers_cpu() -> str:
-    """Steps and prompts of whole models beside other programs: the best and the median of each."""
-    about = data("peers_cpu")
-    names = list(dict.fromkeys(name for r in about["rows"] for name in r["ms"]))
-
-    def cell(row: Mapping[str, Any], name: str) -> str:
-        if (ms := row["ms"].get(name)) is None:
-            return ""
-        if row["kind"] == "prompt":
-            return f"{1e3 * row['batch'] * row['tokens'] / ms['median']:,.0f} tokens/s"
-        return f"{ms['best']:.1f} / {ms['median']:.1f}"
-
-    rows = [(r["kind"], f"{r['tokens']:,}", r["batch"], *(cell(r, name) for name in names)) for r in about["rows"]]
-    errors = {name: error for r in about["rows"] for name, error in r["error"].items()}
-    last = ("error", "", "", *(f"{errors[name]:.3f}" for name in names))
-    return f"{table(('', 'tokens', 'batch', *names), [*rows, last])}\n\n{where(about)}."
-
-
 def index_scores() -> str:
     """The scores of an indexer: as the model writes them, compiled, and as one operator."""
     about = data("index_scores")
@@ -726,7 +708,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "layers_once": layers_once,
     "first_token": first_token,
     "first_token short": lambda: first_token(deepest=True),
-    "peers_cpu": peers_cpu,
     "prompt_memory": prompt_memory,
     "prompt_memory_long": lambda: prompt_memory("prompt_memory_long"),
     "onnx": onnx,
