@@ -237,8 +237,9 @@ class ColumnsProduct {
     int64_t i = 0;
     const W* later = column + std::max<int64_t>(COLUMNS, AHEAD / int64_t(sizeof(W)) / n) * stride;
     for (; i + VL <= n; i += VL) {
+      // Into the second-level cache: columns at a power of two of bytes share sets of the first.
 #pragma GCC unroll 4
-      for (int r = 0; r < COLUMNS; ++r) __builtin_prefetch(later + r * stride + i, 0, 2);  // columns share sets of the L1
+      for (int r = 0; r < COLUMNS; ++r) __builtin_prefetch(later + r * stride + i, 0, 2);
       step<M, COLUMNS>(column + i, stride, x, sums + i);
     }
     if (i == n) return;
