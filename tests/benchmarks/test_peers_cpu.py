@@ -32,7 +32,7 @@ def spin(seconds):
             pass
     threading.Thread(target=turn).start()
     return end
-serve({"half": half, "spin": spin, "end": lambda: os._exit(3)})
+serve({"half": half, "spin": spin, "waits": lambda: os.environ.get("OMP_WAIT_POLICY"), "end": lambda: os._exit(3)})
 """
 
 
@@ -54,6 +54,13 @@ def test_a_peer_answers_and_tells_its_errors(peer: Peer) -> None:
         peer.ask("end")
     with pytest.raises(PeerError, match="ended with 3"):
         peer.ask("half", number=1)
+
+
+def test_threads_of_a_peer_wait_as_its_libraries_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    started = Peer([sys.executable, "-c", ANSWERS])
+    assert started.ask("waits") is None
+    started.close()
 
 
 def test_a_peer_rests_once_its_threads_have_ended_their_work(peer: Peer) -> None:
