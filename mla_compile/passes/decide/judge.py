@@ -31,7 +31,7 @@ from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on, reachable
-from mla_compile.passes.linear.records import Maps, Term
+from mla_compile.passes.linear.records import Maps, Piece, Term
 from mla_compile.passes.proof.plan import make_plan
 from mla_compile.passes.sources.cached import are_cached
 from mla_compile.passes.sources.readers import narrower_readers, other_reader, tokens_read
@@ -175,19 +175,20 @@ class _Judge:
             else:
                 return verdicts
 
-    def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
+    def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, tuple[fx.Node, ...]], ...] | None:
         """Return the nodes to make alone so that no expanded column is wasted; None if that is impossible."""
         assert verdict.plan is not None
         paths = {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
-        made: dict[tuple[fx.Node, fx.Node], None] = {}
+        made: dict[tuple[fx.Node, tuple[fx.Node, ...]], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
                 # If both sides are absorbed, only lengths and a few tokens may still be read.
                 columns = verdict.plan.part
-                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths, columns=columns)
+                rows = _added_to(verdict, node, source)
+                found = narrower_readers(node, rows, self.maps, alive.reads, alive.nodes, paths, columns=columns)
                 if found is None:
                     return None
-                made.update(((f, source), None) for f in found)
+                made.update(((f, rows), None) for f in found)
         return tuple(made)
 
     def _instead(
@@ -336,6 +337,20 @@ def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
     return found
 
 
+def _added_to(verdict: Verdict, node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...]:
+    """Return ``source``, which ``node`` projects, and the rows of the images that are added to that projection."""
+    assert verdict.plan is not None
+    sums: dict[tuple[int | None, int], list[Piece]] = {}
+    for t in verdict.plan.terms:  # the terms of a sum have the same columns
+        sums.setdefault((t.product, t.start), []).append(t.piece)
+    rows = [source]
+    for pieces in sums.values():
+        for paths in ([p.path for p in pieces], [p.before for p in pieces]):
+            if any(visit.node is node for path in paths for visit in path):
+                rows += [path[0].node for path in paths if path]
+    return tuple(dict.fromkeys(rows))
+
+
 def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | None:
     """Return a projection that makes K or V and is still computed: the side and the node."""
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
@@ -383,14 +398,15 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
             code = Code.MASK_DEPENDS_ON_KEYS
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     source = next(source for _, made, source in _expansions(verdict) if made is node)
+    rows = _added_to(verdict, node, source)
     if (stop := _read_by_its_own_rows(verdict, node, source, alive, maps)) is not None:
         return replace(verdict, code=Code(stop.code), reason=stop.detail, blame=stop.node)
-    if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
+    if (part := tokens_read(node, rows, maps, alive.reads, alive.nodes)) is not None:
         made = f"the product that makes the {which}"  # of which the other side may be the other half
         reason = f"some tokens of {made} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
-    reader = other_reader(node, alive.reads, alive.nodes)
+    reader = other_reader(node, rows, maps, alive.reads, alive.nodes)
     if reader.op == "output":
         return replace(
             verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node
