@@ -25,7 +25,7 @@ from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.recompiles import Recompiles, running
 from mla_compile.dynamo.trace import trace
-from mla_compile.dynamo.wrappers import take_off
+from mla_compile.dynamo.wrappers import counted, take_off
 from mla_compile.errors import InputError, MlaCompileError, warn
 from mla_compile.options import Options
 from mla_compile.report.report import NOTHING_YET, Report
@@ -76,6 +76,7 @@ class CompiledForward(OwnForward):
             options, mode, on_report=tell, recompiles=self.recompiles, compilations=self.compilations
         )
         self._warned: set[str] = set()
+        self.unseen = ""
         # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
         self._replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
@@ -140,6 +141,7 @@ class CompiledForward(OwnForward):
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             done = self._run(self.module, args, kwargs, self._replaced)
+        self._tell_unseen()
         if self.compiler.finishing.happened:  # Dynamo would treat the sizes of the replaced weights as dynamic
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
@@ -225,7 +227,9 @@ class CompiledForward(OwnForward):
         paths = {module: path for path, module in self.module.named_modules()}
         found = ((paths.get(part.module, ""), part.compiler.reports) for part in all_parts)
         report = Report.merged(one.within(path) for path, reports in found for one in reports)
-        first = () if any(part.compiler.graphs for part in all_parts) else (NOTHING_YET,)
+        first = tuple(part.unseen for part in all_parts if part.unseen)
+        if not first and not any(part.compiler.graphs for part in all_parts):
+            first = (NOTHING_YET,)
         told = [note for part in all_parts for note in (*part.recompiles.notes, *part.recompiles.left_out)]
         notes = dict.fromkeys((*first, *report.messages, *told))
         vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
@@ -254,6 +258,14 @@ class CompiledForward(OwnForward):
             return False
         self._warn_once(_GLOBAL_HOOKS)
         return True
+
+    def _tell_unseen(self) -> None:
+        """Warn once if no graph of a call had an attention, and forwards that Dynamo does not trace may have some."""
+        left = self.compiler.wrapped.left if self.compiler.wrapped else None
+        if left and not self.unseen and not any(report.sites for report in self.compiler.reports):
+            self.unseen = f"no attention was compiled, and Dynamo leaves out some forwards: {'; '.join(counted(left))}"
+            self._warn_once(self.unseen)
+            self._report()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

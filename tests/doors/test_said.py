@@ -65,6 +65,47 @@ def test_attention_without_a_latent_however_many_graphs_have_it(door):
     assert message == "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
 
 
+class Broken(Plain):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("door", [through_optimize, through_backend])
+@torch.no_grad()
+def test_graphs_behind_a_break_are_of_the_same_model(door):
+    """Their weights are others. A second model is told for itself."""
+    layers = [torch.nn.Sequential(*(Broken(32, 3 * 4 * 8) for _ in range(3))) for _ in range(2)]
+    for model in layers:
+        torch._dynamo.reset()  # which would take the code of an equal model
+        fast = door(model.eval())
+        (message,) = said(lambda fast=fast: [fast(torch.randn(1, tokens, 32)) for tokens in (5, 6)])
+        assert message.startswith("nothing was absorbed: this attention is MHA")
+
+
+@pytest.mark.parametrize("around", [False, True])
+@torch.no_grad()
+def test_a_forward_that_dynamo_leaves_out_is_named(around):
+    """The attention is in no graph, so no site can say so; ``around``: a graph without it is compiled."""
+    inner = Toy().eval()
+    inner.forward = torch.compiler.disable(inner.forward)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, rows):
+            return self.inner(x * 2 if around else x, rows)
+
+    fast, given = mla_compile.optimize(Model().eval(), codegen="eager"), decode_inputs(queries=1)
+    (message,) = said(lambda: [fast(*given), fast(*given)])
+    assert "no attention was compiled" in message
+    assert "forward of Toy is under torch.compiler.disable" in message
+    assert message in fast.mla_report.messages
+    assert "nothing was compiled yet" not in str(fast.mla_report)
+
+
 def test_a_report_before_the_first_call_and_after_one_without_attention():
     fast = mla_compile.optimize(Toy().eval(), codegen="eager")
     assert "nothing was compiled yet" in str(fast.mla_report)
