@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -53,10 +54,12 @@ def mla(
 
 def _model_called() -> nn.Module | None:
     """The outermost module in whose call a graph is compiled: graphs behind a break have other weights."""
-    found, frame = None, sys._getframe()
-    while (frame := frame.f_back) is not None:
+    found: nn.Module | None = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             found = frame.f_locals["self"]
+        frame = frame.f_back
     return found
 
 
