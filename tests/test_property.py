@@ -50,7 +50,8 @@ def test_generated_attention(part: int) -> None:
 # than both); rows with a gate, of which a static cache shows a part, where the slice was known before the gate; and a
 # token of values that is read beside the attention, of rows that are multiplied by a number. Keys that are returned and
 # that no step is given, which carry the hidden states that they are made of. A token that is read beside, by a weight
-# that is dequantized once.
+# that is dequantized once. A latent for each group of heads, which is an axis of its own. A latent of one value: its
+# keys, rotated, are an image of it by cos and by sin.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -84,6 +85,13 @@ FOUND = [
          door="dynamo", forms="absorbed", fold="always", lowering="aten", latents=2),
     Case(B=3, T=2, H=4, L=7, N=6, R=5, V=7, steps=1, chunk=2, up="batched", weight="dequant", bias=True,
          latent_norm=False, rope="none", join="sum", core="einsum_heads_last", extra="softcap", seed=7, reads=True),
+    Case(T=1, D=2, H=2, L=2, N=2, V=2, groups=2, dtype="float32", up="two", weight="dequant", key_scale="heads",
+         rope="complex", share="repeat_interleave", join="assign", layout="heads_last", scale="query", factor=1.0,
+         mask="add", mask_rank=3, cache="index_copy", cut=True, fault="latent_per_head", lowering="aten", seed=4,
+         library="flash"),
+    Case(T=1, D=1, H=5, L=1, N=2, R=0, V=1, up="blocks", key_scale="vector", query_scale="norm", rope="none",
+         share="repeat_interleave", join="assign", layout="heads_last", scale="query", factor=0.37, mask="keep",
+         mask_rank=3, cache="joint", fault="rope_on_keys", door="dynamo", fold="never", seed=8, library="xformers"),
 ]  # fmt: skip
 
 
@@ -153,6 +161,9 @@ def _check_verdict(case: Case, report: Report) -> None:
         sound |= case.fault == "keys_returned" and case.door == "dynamo"
         if case.fault == "latent_per_head" and case.groups > 1:  # several queries to a head of K: absorbed head by head
             sound |= bool(site.parts) and all(part.startswith("heads ") for part in site.parts)
+            sound |= not site.parts and site.dims is not None and site.dims.G == case.H
+        if case.fault == "rope_on_keys":  # an image of two rows that all heads share: the latent by cos, and by sin
+            sound |= not site.parts and site.dims is not None and site.dims.A > 0
         if case.fault == "latent_per_head" and case.beside != "none":  # each head is a group with latents of its own
             sound |= site.parts == ("keys", "values")
         assert site.verdict != "absorbed" or sound, f"{said} {site.parts}"

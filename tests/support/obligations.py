@@ -59,10 +59,15 @@ class Obligations:
         }
 
     def _copied(self, side: Side) -> set[str]:
-        """Whether tokens are mixed by the last product with a weight behind what is copied to all heads."""
-        if not side.copies:
-            return set()
-        return Side(self, side.side, nearest=True, copies=False).broken() & {"mixed"}
+        """Whether tokens are mixed behind what is copied, to heads or to tokens, or between rows made of each other."""
+        sides = [Side(self, side.side, furthest=True)]
+        if side.copies:
+            sides.append(Side(self, side.side, nearest=True, copies=False))
+        rows = {r.node for r in side.rows}
+        first = frozenset(n for n in rows if rows.isdisjoint(reachable(n.all_input_nodes, lambda m: m.all_input_nodes)))
+        if first != rows:
+            sides.append(Side(self, side.side, cuts=first))
+        return {"mixed"} if any("mixed" in of.broken() for of in sides) else set()
 
     def _joint(self, side: str, rows: Iterable[fx.Node]) -> set[str]:
         """What one side breaks as a function of the rows of the other, as far as it is made of them."""

@@ -44,6 +44,7 @@ class Side:
         *,
         nearest: bool = False,
         copies: bool = True,
+        furthest: bool = False,
         cuts: frozenset[fx.Node] = frozenset(),
     ) -> None:
         self.of, self.side = of, side
@@ -54,6 +55,7 @@ class Side:
         self.heads = self.lead // self.batch
         self.products: set[fx.Node] = set()
         self.copies: set[fx.Node] = set()
+        self.furthest = furthest
         self.rows = self._found(cuts, nearest=nearest, copies=copies)
         nodes = [r.node for r in self.rows]
         self.through = of.between(nodes, of.operands(side))
@@ -67,7 +69,8 @@ class Side:
         """The rows: what is behind an operator that makes more of it than there is, and inputs that none reads.
 
         ``nearest``: or behind any product with a weight, or what the model returns, which may be a cache. ``copies``:
-        copies of what all heads share are such operators, too. ``cuts``: these are the rows, and inputs that none of
+        copies of what all heads share are such operators, too. ``furthest``: and what makes more of something narrower
+        still is no row. ``cuts``: these are the rows, and inputs that none of
         them is made of.
         """
         of, found = self.of, dict[fx.Node, Rows]()
@@ -88,12 +91,21 @@ class Side:
                 pending += [] if stops else [(n, weighed) for n in inputs]
             elif (before < of.size(node) and (product or copied)) or (nearest and product):
                 (self.products if product else self.copies).add(node)
+                if self.furthest and self._widens(inputs[0]):
+                    pending.append((inputs[0], weighed or product))
+                    continue
                 found[inputs[0]] = Rows(inputs[0], product, product or weighed or inputs[0] in of.made)
             elif node.op in ("placeholder", "get_attr") or (nearest and node in of.returned):
                 found[node] = Rows(node, False, weighed)
             else:
                 pending += [(n, weighed or product) for n in inputs]
         return list(found.values())
+
+    def _widens(self, node: fx.Node) -> bool:
+        """Whether a node makes more numbers of what one operand holds: a product, or copies."""
+        inputs = [n for n in node.all_input_nodes if n in self.of.moving]
+        more = len(inputs) == 1 and self.of.size(inputs[0]) < self.of.size(node)
+        return more and (is_contraction(node) or isinstance(decode(node), Repeat))
 
     def values(self, given: Mapping[fx.Node, Tensor], seed: int = 0) -> Tensor:
         return self.of.lines(self.of.run(given, self.through, seed), self.side)

@@ -42,6 +42,12 @@ from mla_compile.passes.sources.sources import choose_sources
 aten = torch.ops.aten
 
 
+_OF_A_SIDE = {
+    Code.NONLINEAR, Code.POSITION_DEPENDENT, Code.TOKEN_MIXING, Code.HEAD_DEPENDENT_LATENT, Code.UNSUPPORTED_WEIGHT,
+}  # fmt: skip
+"""What operators on the way to one side do, which says nothing of the other side."""
+
+
 def judge(
     graph: fx.Graph,
     sites: Sequence[AttentionSite],
@@ -214,7 +220,7 @@ class _Judge:
                 rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]
                 about = _made_with(site, which, final.blame) and not _behind(rows, final.blame)
                 why = final if about and final.code not in SYMPTOMS else read
-                stops = [Stop(v.blame or node, v.code.value, v.reason) for v in (why, final)]
+                stops = [_stop_of(side, v, node) for side, v in zip(sides, (why, final), strict=True)]
                 tried = (self.part(final, stop, self.maps, (side,)) for side, stop in zip(sides, stops, strict=True))
                 options[site.node] = [*(v for v in tried if v.absorb), final]
         return options[site.node].pop(0)
@@ -364,6 +370,12 @@ def _behind(nodes: Iterable[fx.Node], node: fx.Node | None) -> bool:
     return node is not None and any(n is node or depends_on(n, [node]) for n in nodes)
 
 
+def _stop_of(side: Side, verdict: Verdict, node: fx.Node) -> Stop:
+    """What a verdict says of one side, whose product ``node`` may be needed for the other side alone."""
+    told = verdict.code in _OF_A_SIDE and not _made_with(verdict.site, side, verdict.blame)
+    return Stop(verdict.blame or node, (Code.UNSUPPORTED_OP if told else verdict.code).value, verdict.reason)
+
+
 def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, maps: Maps) -> Verdict:
     for mask in (m.operand.node for m in verdict.site.masks):
         if depends_on(mask, [node]):
@@ -371,9 +383,7 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     source = next(source for _, made, source in _expansions(verdict) if made is node)
     if (stop := _read_by_its_own_rows(verdict, node, source, alive, maps)) is not None:
-        # Where these are rows of the other side, nothing is wrong with this one.
-        code = Code(stop.code) if _made_with(verdict.site, which, stop.node) else Code.UNSUPPORTED_OP
-        return replace(verdict, code=code, reason=stop.detail, blame=stop.node)
+        return replace(verdict, code=Code(stop.code), reason=stop.detail, blame=stop.node)
     if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
         made = f"the product that makes the {which}"  # of which the other side may be the other half
         reason = f"some tokens of {made} are read outside the attention, and cannot be made alone"
