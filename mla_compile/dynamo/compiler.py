@@ -179,7 +179,10 @@ class Compiler:
             self.compilations.stage("passes")
             with without_autocast():
                 name, left = str(gm.meta.get("dynamo_compile_id", "")), dict[str, str]()
-                run = partial(self._outcome, name=name, left=left)
+
+                def run(program: Program, inputs: Inputs) -> tuple[Outcome, FoldedWeights | None]:
+                    return self._outcome(program, inputs, name, left)
+
                 alone = self.beside and ranks is None and sharing is None and self.options.cache == "latent"
                 done = with_rows_beside(program, example_inputs, run) if alone else None
                 if done is None:
