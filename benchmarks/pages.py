@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"<!-- begin ([^>]+?) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
 NAMES = {"v2lite": "DeepSeek-V2-Lite", "minicpm3": "MiniCPM3", "v3": "DeepSeek-V3"}
+FORMS = {"inductor": "`torch.compile`", "optimize": "`optimize`", "saved": "`load` of a saved folder"}
 SCALES = ("plain", "sharp", "outlier", "offset")
 WORDS = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
 
@@ -202,17 +203,39 @@ def layers_once() -> str:
     return f"{first}\n\n{second}\n\n{where(about)}."
 
 
-def warm_start() -> str:
-    """CPU seconds of processes that find caches empty, and filled."""
-    about = data("warm_start")
-    seconds = {(r["layers"], r["form"]): (sum(r["cold"]), [sum(one) for one in r["warm"]]) for r in about["rows"]}
-    rows = [
-        (layers, {"inductor": "Inductor", "once": "mla"}[form], f"{cold:.1f}",
-         f"{statistics.median(warm):.1f} [{min(warm):.1f}-{max(warm):.1f}]",
-         f"{statistics.median(warm) / statistics.median(seconds[layers, 'inductor'][1]):.2f}")
-        for (layers, form), (cold, warm) in seconds.items()
-    ]  # fmt: skip
-    return table(("layers", "backend", "cold s", "warm s", "warm / Inductor's"), rows) + f"\n\n{where(about)}."
+def first_token(*, deepest: bool = False) -> str:
+    """CPU seconds until the first and the second token, where a process finds caches empty, and filled."""
+    about = data("first_token")
+    seconds = {(r["layers"], r["form"], r["caches"]): r["cpu_seconds"] for r in about["rows"]}
+    depths = sorted({layers for layers, *_ in seconds})
+    lines = []
+    for layers in depths[-1:] if deepest else depths:
+        for form, name in FORMS.items():
+            # What the first process of a saved folder takes is the work of save().
+            cold = seconds[layers, form, "cold"] if form != "saved" else ()
+            warm = seconds[layers, form, "warm"]
+            cells = [*(f"{s:.1f}" for s in cold), *("",) * (2 - len(cold)), *(f"{s:.1f}" for s in warm)]
+            lines.append((layers, name, *cells))
+    head = ("layers", "", "first token, cold s", "second, cold s", "first, warm s", "second, warm s")
+    return table(head, lines) + ("" if deepest else f"\n\n{where(about)}.")
+
+
+def peers_cpu() -> str:
+    """Steps and prompts of whole models beside other programs: the best and the median of each."""
+    about = data("peers_cpu")
+    names = list(dict.fromkeys(name for r in about["rows"] for name in r["ms"]))
+
+    def cell(row: Mapping[str, Any], name: str) -> str:
+        if (ms := row["ms"].get(name)) is None:
+            return ""
+        if row["kind"] == "prompt":
+            return f"{1e3 * row['batch'] * row['tokens'] / ms['median']:,.0f} tokens/s"
+        return f"{ms['best']:.1f} / {ms['median']:.1f}"
+
+    rows = [(r["kind"], f"{r['tokens']:,}", r["batch"], *(cell(r, name) for name in names)) for r in about["rows"]]
+    errors = {name: error for r in about["rows"] for name, error in r["error"].items()}
+    last = ("error", "", "", *(f"{errors[name]:.3f}" for name in names))
+    return f"{table(('', 'tokens', 'batch', *names), [*rows, last])}\n\n{where(about)}."
 
 
 def index_scores() -> str:
@@ -701,7 +724,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "features": features,
     "few_rows": few_rows,
     "layers_once": layers_once,
-    "warm_start": warm_start,
+    "first_token": first_token,
+    "first_token short": lambda: first_token(deepest=True),
+    "peers_cpu": peers_cpu,
     "prompt_memory": prompt_memory,
     "prompt_memory_long": lambda: prompt_memory("prompt_memory_long"),
     "onnx": onnx,

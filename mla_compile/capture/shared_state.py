@@ -14,9 +14,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_SETS = ("set_", "shallow_copy_data_")
+"""What ``a.data = b`` is in a graph of Dynamo: the second from torch 2.14 on."""
+
 
 def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
-    """Remove every ``a.set_(b)`` from ``gm`` in which ``a`` already has the memory of ``b``; ``values``: its inputs."""
+    """Remove every ``a.data = b`` in which ``a`` already has the memory of ``b``; ``values``: the inputs of ``gm``."""
     for node, one, other in _sets(gm, values):
         if _memory(one) is None or _memory(one) != _memory(other):
             continue
@@ -36,10 +39,10 @@ def replaced_weights(gm: fx.GraphModule, values: Sequence[object]) -> list[torch
 
 
 def _sets(gm: fx.GraphModule, values: Sequence[object]) -> Iterator[tuple[fx.Node, object, object]]:
-    """Every ``a.set_(b)`` of ``gm``, with the values of a and b if they are inputs."""
+    """Every ``a.data = b`` of ``gm``, with the values of a and b if they are inputs."""
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), values, strict=True))
     for node in list(gm.graph.nodes):
-        if getattr(node.target, "__name__", node.target) == "set_" and len(node.args) == 2:
+        if getattr(node.target, "__name__", node.target) in _SETS and len(node.args) == 2:
             one, other = node.args
             yield node, given.get(one), given.get(other)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import utils as dynamo_utils
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
@@ -30,6 +30,10 @@ def remember_results(output: Any) -> None:
     run = dynamo_utils.run_node
 
     def run_node(tracer: Any, node: torch.fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        if tracer is output and getattr(node.target, "__name__", "") == "shallow_copy_data_":
+            # ``a.data = b`` from torch 2.14 on. A result from torch's cache would leave the shape of ``a`` as it is.
+            with disable_fake_tensor_cache(output.fake_mode):
+                return run(tracer, node, args, kwargs, nnmodule)
         key, given = _key(node, args, kwargs) if tracer is output else (None, [])
         if key is None:
             return run(tracer, node, args, kwargs, nnmodule)

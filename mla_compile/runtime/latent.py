@@ -49,10 +49,9 @@ class LatentTensor(torch.Tensor):
     @staticmethod
     def __new__(cls: type[LatentTensor], cell: Cell, tokens: int, span: tuple[int, int] | None = None) -> LatentTensor:
         """A tensor that shows a cell; :meth:`of` creates one from rows."""
-        if cell.full is not None:
-            like = cell.full if span is None else cell.full.narrow(tokens, span[0], span[1] - span[0])
-            shape: tuple[int, ...] = like.shape
-            dtype = like.dtype
+        if cell.full is not None:  # slices of K itself are plain tensors
+            assert span is None
+            like, shape, dtype = cell.full, tuple(cell.full.shape), cell.full.dtype
         else:
             assert cell.recipe is not None
             like, at = cell.rows[0], cell.recipe.token_axis

@@ -31,3 +31,18 @@ def test_weights_without_memory():
         with torch.autograd._unsafe_preserve_version_counter(weight):  # as FSDP fills it again
             weight.copy_(values)
     assert torch.equal(k + 0, before)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_slice_of_tokens_has_their_shape_whether_rows_are_kept_or_not(written: bool) -> None:
+    model, cache = latent_modules.Model(), latent_modules.Cache()
+    with torch.no_grad():
+        mla_compile.optimize(model, codegen="eager")(seeded(2, 7, latent_modules.D), cache, 0)
+        k = cache.keys[0]
+        assert isinstance(k, LatentTensor)
+        want = (k + 0)[:, :, 3:5]
+        if written:
+            k[:, :, :1] += 0  # K takes the place of its rows
+        part = k[:, :, 3:5]
+    assert part.shape == want.shape
+    torch.testing.assert_close(part + 0, want)
