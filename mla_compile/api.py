@@ -39,15 +39,17 @@ _DYNAMO_SETTINGS = ("dynamic", "fullgraph")
 
 @overload
 def optimize(
-    obj: torch.export.ExportedProgram, example_inputs: Any = None, *, progress: bool | None = None, **options: Any
+    obj: torch.export.ExportedProgram, example_inputs: object = None, *, progress: bool | None = None, **options: object
 ) -> torch.export.ExportedProgram: ...
 
 
 @overload
-def optimize(obj: Module, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Module: ...
+def optimize(
+    obj: Module, example_inputs: object = None, *, progress: bool | None = None, **options: object
+) -> Module: ...
 
 
-def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Any:
+def optimize(obj: object, example_inputs: object = None, *, progress: bool | None = None, **options: Any) -> object:
     """The same model with absorbed decode, sharing the original's weights; the original is not changed.
 
     * ``nn.Module``: a new object of the same class with the same parameters, buffers and layers, whose forward is
@@ -111,7 +113,7 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
 
 
 @one_at_a_time()
-def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
+def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Report:
     """Report what would be rewritten in a model, and why the rest would not, without changing or running the model.
 
     A module is traced on fake tensors: nothing is computed, no cache is written to, and a model on the meta device (too
@@ -153,7 +155,7 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
         return pipeline.run(program, options, draw=True).report
 
 
-def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
+def migrate_cache(optimized: object, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
     """Converts an existing cache of K and V to the rows that a program optimized with ``cache="latent"`` takes.
 
     Args:
@@ -222,7 +224,7 @@ def with_forward(
     module: Module,
     options: Options,
     mode: str | None,
-    settings: dict[str, Any],
+    settings: dict[str, object],
     report: Report | None = None,
     *,
     progress: bool | None = None,
@@ -260,7 +262,7 @@ def plain_copy(module: Module) -> Module:
     return fast
 
 
-def _arguments(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(example_inputs: object) -> tuple[tuple[object, ...], dict[str, object]]:
     if isinstance(example_inputs, Mapping):
         if not all(isinstance(name, str) for name in example_inputs):
             raise InputError(f"example_inputs by keyword need names, got {list(example_inputs)}")
@@ -309,7 +311,7 @@ def _optimize_graph_module(gm: fx.GraphModule, example_inputs: object, options: 
     return result
 
 
-def _flat_inputs(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+def _flat_inputs(gm: fx.GraphModule, args: Sequence[object]) -> list[object]:
     """One value per placeholder; nested inputs are flattened by the graph's own codegen."""
     try:
         return list(gm.graph.process_inputs(*args))
@@ -333,7 +335,7 @@ def _artifact(program: Program, options: Options) -> _Artifact:
         return _Artifact(made, report, folded_values(made), change)
 
 
-def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
+def _artifact_options(given: Mapping[str, object], **defaults: object) -> Options:
     """Options for a saved program: nothing tracks its weights, so values derived from them are not kept by default."""
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:

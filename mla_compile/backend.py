@@ -26,12 +26,12 @@ _recent: deque[Report] = deque(maxlen=_KEPT)
 
 def mla(
     gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[object],
     *,
     mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     **more: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """The backend. Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor."""
     from mla_compile.dynamo.compiler import Compiler  # on use: imports all passes
     from mla_compile.dynamo.recompiles import parameters_of

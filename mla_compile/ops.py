@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mla_compile.core import layers
@@ -106,7 +106,9 @@ def _fake_index(call: IndexCall) -> Tensor:
     return call.query.new_empty(*call.query.shape[:2], call.keys.shape[1], dtype=dtype)
 
 
-def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest: Any, **named: Any) -> int:
+def _flops(
+    query: Size, latent: Size, rope: Size | None = None, values: Size | None = None, *rest: Any, **named: Any
+) -> int:
     """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum; T is k where indices choose k keys.
 
     Hidden keys count, as in torch's own formulas.
@@ -116,24 +118,26 @@ def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest:
     return int(2 * B * S * H * _looked_at(latent[1], rest[4:], named) * (K + width))
 
 
-def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: Any, *rest: Any, **named: Any) -> int:
+def _paged_flops(
+    query: Size, latent_pages: Size, rope_pages: Size | None, block_table: Size, *rest: Any, **named: Any
+) -> int:
     """As :func:`_flops` with T = maxpages * page, the capacity of the table: a formula sees shapes, not the lengths."""
     B, S, H, K = query
     return int(2 * B * S * H * _looked_at(block_table[1] * latent_pages[1], rest[3:], named) * (K + latent_pages[2]))
 
 
-def _index_flops(query: Any, keys: Any, *rest: Any, **named: Any) -> int:
+def _index_flops(query: Size, keys: Size, *_: object, **__: object) -> int:
     """2BSJTD for the products and 2BSJT for their weighted sum."""
     B, S, J, D = query
     return int(2 * B * S * J * keys[1] * (D + 1))
 
 
-def _rows_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _rows_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
     """2KO for each row, as torch counts a product."""
     return int(2 * math.prod(x) * weight[0])
 
 
-def _heads_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _heads_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
     """2KO for each row."""
     return int(2 * math.prod(x) * weight[1])
 
@@ -174,13 +178,13 @@ def _register() -> torch.library.Library:
     return library
 
 
-def _of(call: Callable[..., _OperatorCall], run: Callable[[_OperatorCall], Any]) -> Callable[..., Any]:
+def _of(call: Callable[..., _OperatorCall], run: Callable[[_OperatorCall], object]) -> Callable[..., object]:
     """``run``, called with the record that ``call`` makes from the arguments of a schema."""
     return lambda *tensors, **numbers: run(call(*tensors, **numbers))
 
 
 def _register_op(
-    library: torch.library.Library, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+    library: torch.library.Library, name: str, schema: str, run: Callable[..., object], fake: Callable[..., object]
 ) -> None:
     short = name.split("::")[1]
     # flexible_layout: the kernels take any strides, so Inductor need not copy a strided cache before the call.
@@ -191,7 +195,7 @@ def _register_op(
 
 
 def _refuse_gradient(library: torch.library.Library, name: str) -> None:
-    def no_gradient(*_: Any, **__: Any) -> NoReturn:
+    def no_gradient(*_: object, **__: object) -> NoReturn:
         checks.refuse_gradient(name)
 
     torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)

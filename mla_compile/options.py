@@ -89,7 +89,7 @@ class Options:
     context_parallel: Any = None
     verify: bool = False
     strict: bool = False
-    inductor: Mapping[str, Any] = field(default_factory=dict)
+    inductor: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
@@ -163,7 +163,7 @@ class Options:
         return cls(**ours)
 
 
-def _check_inductor(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
+def _check_inductor(given: Mapping[str, object], ours: tuple[str, ...]) -> None:
     # On use: imports all of Inductor, which is needed only if one of its options is set.
     from torch._inductor import config, list_options
 

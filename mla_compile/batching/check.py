@@ -33,7 +33,7 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
     lengths = [sum(pieces) for pieces in _PIECES]
     ids = [torch.randint(vocabulary, (n + _STEPS,), generator=generator).to(device) for n in lengths]
     got: list[list[torch.Tensor]] = []
-    tables: Any = torch.arange(pages_needed(), device=device).reshape(len(ids), -1)
+    tables = torch.arange(pages_needed(), device=device).reshape(len(ids), -1)
     for row, pieces, table in zip(ids, _PIECES, tables, strict=True):
         start = 0
         logits: list[torch.Tensor] = []

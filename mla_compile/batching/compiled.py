@@ -42,7 +42,7 @@ class Compiled:
         self._made: list[tuple[Callable[[Sizes], bool], Call]] = []
         self._known: dict[Sizes, Call] = {}
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any) -> object:
         """Return the graph's results."""
         given = list(inputs)
         for index in {k for k, _ in self._open}:
@@ -51,7 +51,7 @@ class Compiled:
         call = self._known.get(sizes)
         return (call or self._find(sizes, given))(*given)
 
-    def _find(self, sizes: Sizes, inputs: Sequence[Any]) -> Call:
+    def _find(self, sizes: Sizes, inputs: Sequence[object]) -> Call:
         call = self._fitting(sizes) or self._made_for(sizes, inputs)
         if len(self._known) > 4096:  # prompt lengths are unbounded
             self._known.clear()
@@ -62,7 +62,7 @@ class Compiled:
         return next((call for holds, call in self._made if holds(sizes)), None)
 
     @one_at_a_time()
-    def _made_for(self, sizes: Sizes, inputs: Sequence[Any]) -> Call:
+    def _made_for(self, sizes: Sizes, inputs: Sequence[object]) -> Call:
         call = self._fitting(sizes)  # another thread may have compiled it meanwhile
         if call is None and self.count < self.limit:
             self.count += 1
@@ -80,7 +80,7 @@ class Compiled:
 
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)
-        examples: list[Any] = []
+        examples: list[torch.Tensor] = []
         for index, (node, value) in enumerate(zip(self._program.placeholders, inputs, strict=True)):
             kinds = [DimDynamic.STATIC] * value.dim()
             for k, axis in self._open:

@@ -15,7 +15,7 @@ GAUGES = {
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch(manager: Any) -> None:
+def watch(manager: object) -> None:
     """Include this manager's requests and pages in the figures."""
     _managers.add(manager)
 

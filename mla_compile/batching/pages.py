@@ -143,10 +143,10 @@ class LatentPages(PagedAttentionCache):
         """Let a step read any number of rows: attention finds them by block tables and needs no read indices."""
         self.max_tokens_read = 1 << 62
 
-    def extend_read_and_write_indices(self, *_: Any) -> None:
+    def extend_read_and_write_indices(self, *_: object) -> None:
         """Do nothing: see :meth:`read_all`."""
 
-    def update(self, *_: Any) -> Any:
+    def update(self, *_: object) -> Any:
         """Never called, because the graphs write the rows."""
         raise NotImplementedError("latent pages are written by the compiled decode step")
 

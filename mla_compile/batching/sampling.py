@@ -58,7 +58,7 @@ class Sampling:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators.get(device)
 
-    def __deepcopy__(self, _: dict[int, Any]) -> Sampling:
+    def __deepcopy__(self, _: dict[int, object]) -> Sampling:
         return self  # a request that is put back into the queue continues its random sequence
 
 

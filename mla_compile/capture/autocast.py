@@ -190,7 +190,7 @@ def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
     """The operators of ``call(operator, *arguments)`` as a graph over the node's inputs."""
     inputs = node.all_input_nodes
 
-    def function(*values: Any) -> Any:
+    def function(*values: Any) -> object:
         env = dict(zip(inputs, values, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         # Without this, the pre-dispatch tracing mode would record the operator itself once more.
@@ -275,7 +275,7 @@ def _is_floating(node: fx.Node) -> bool:
     return any(v.is_floating_point() for v in leaves) and not any(map(free_unbacked_symbols, leaves))
 
 
-def _evaluated(node: fx.Node) -> Any:
+def _evaluated(node: fx.Node) -> object:
     values = (v for n in node.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val")))
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
     assert callable(node.target)

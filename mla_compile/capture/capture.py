@@ -30,7 +30,7 @@ from mla_compile.capture.inline import calls_written_out, levels_restored, writt
 from mla_compile.capture.repeated import traced_by_kind
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
-from mla_compile.core.program import Program, copy_graph, graph_module, view_source
+from mla_compile.core.program import Program, copy_graph, graph_module, results_of, view_source
 from mla_compile.errors import CaptureError, InputError, brief
 
 _Given = ParamSpec("_Given")
@@ -153,7 +153,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
     return _finish(Program(traced, tuple(mutated), weights, original=functional, autocast=autocast))
 
 
-def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
+def _functionalize(gm: fx.GraphModule, values: list[object]) -> Program:
     """Make the graph functional, then restore parameters and buffers as get_attr nodes under their old names."""
     try:
         with levels_restored():
@@ -188,7 +188,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     inputs = graph.find_nodes(op="placeholder")
     if len(inputs) != len(state) + len(values):
         raise CaptureError("an input or a weight is a tensor subclass that takes several tensors in the graph")
-    outputs: Any = graph.output_node().args[0]
+    outputs = results_of(graph)
     if len(set(outputs[: len(traced.written)])) != len(traced.written):
         raise CaptureError(f"the same value is written to several of {len(traced.written)} inputs of the graph")
 
@@ -264,10 +264,10 @@ def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
     """
     tokens = graph.find_nodes(op="placeholder")[:count]
     output = graph.output_node()
-    returned: Any = output.args[0]
+    returned = results_of(graph)
     if list(returned[:count]) != tokens or any(len(token.users) != 1 for token in tokens):
         return False
-    output.args = (tuple(returned[count:]),)
+    output.args = (returned[count:],)
     for token in tokens:
         graph.erase_node(token)
     return True
@@ -284,7 +284,7 @@ def _get_attrs(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="get_attr"))
 
 
-def _is_module_state(source: Any) -> bool:
+def _is_module_state(source: object) -> bool:
     """Whether Dynamo reached an input through the parameters or buffers of a module."""
     while source is not None:
         if isinstance(source, UnspecializedParamBufferSource):

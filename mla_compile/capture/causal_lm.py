@@ -223,7 +223,7 @@ def _tensors(short: Any, long: Any) -> Iterator[CacheTensor]:
             yield CacheTensor(layer, attribute, key, axis, (None, *shape[1:]), y.dtype, squeezed)
 
 
-def _slots(layer: Any) -> Iterator[tuple[str, int | None, torch.Tensor]]:
+def _slots(layer: object) -> Iterator[tuple[str, int | None, torch.Tensor]]:
     for name, value in vars(layer).items():
         if isinstance(value, torch.Tensor):
             yield name, None, value
@@ -237,7 +237,7 @@ def _read(layer: Any, attribute: str, key: int | None) -> torch.Tensor:
     return tensor
 
 
-def _copied(layer: Any) -> Any:
+def _copied(layer: object) -> object:
     result = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, (dict, list)):

@@ -79,7 +79,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
         else:
             done.values.append(value)
 
-    def enter(node: fx.Node, value: Any) -> Any:
+    def enter(node: fx.Node, value: Any) -> object:
         if node in objects:
             return objects[node]
         return value if node not in specs else _whole(value, specs[node])
@@ -88,7 +88,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
     for region in _regions(touched):
         found: dict[fx.Node, Any] = {}
 
-        def leave(node: fx.Node, value: Any, found: dict[fx.Node, Any] = found) -> Any:
+        def leave(node: fx.Node, value: Any, found: dict[fx.Node, object] = found) -> Any:
             if is_dtensor(value):
                 found[node], value = value._spec, value._local_tensor
             # The alias gives each its own node: one tensor may be both the local part of a DTensor and a plain tensor.
@@ -144,28 +144,28 @@ def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
     return part
 
 
-def _whole(local: torch.Tensor, spec: Any) -> Any:
+def _whole(local: torch.Tensor, spec: object) -> object:
     from torch.distributed.tensor import DTensor  # on use: all of torch.distributed
 
     # Built like the results of DTensor's own dispatcher: `from_local` would compute sizes that the spec already has.
     return DTensor(local, spec, requires_grad=False)
 
 
-def _leaves(node: fx.Node) -> list[Any]:
+def _leaves(node: fx.Node) -> list[object]:
     return pytree.tree_leaves(node.meta.get("example_value"))
 
 
-def _touched(graph: fx.Graph, objects: dict[fx.Node, Any]) -> list[fx.Node]:
+def _touched(graph: fx.Graph, objects: dict[fx.Node, object]) -> list[fx.Node]:
     """The operators that read or make a DTensor, or read a Python object."""
     return [
         node
         for node in graph.nodes
         if node.op in ("call_function", "call_method", "call_module")
-        and (any(map(is_dtensor, _leaves(node))) or any(_is_read(n, objects) for n in node.all_input_nodes))
+        and any(_is_read(n, objects) for n in (node, *node.all_input_nodes))
     ]
 
 
-def _is_read(node: fx.Node, objects: dict[fx.Node, Any]) -> bool:
+def _is_read(node: fx.Node, objects: dict[fx.Node, object]) -> bool:
     return node in objects or any(map(is_dtensor, _leaves(node)))
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from mla_compile.capture import autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.emit_cache import new_calls, new_examples, new_guards, new_signature, rows_in_graph_module
-from mla_compile.core.program import Program, view_source
+from mla_compile.core.program import Program, results_of, view_source
 from mla_compile.errors import CaptureError
 from mla_compile.passes.ir.graph import Builder
 
@@ -80,7 +80,7 @@ def to_plain_graph_module(
         attribute.meta = node.meta
         node.replace_all_uses_with(attribute)
         gm.graph.erase_node(node)
-    flat: Any = gm.graph.output_node().args[0]
+    flat = results_of(gm.graph)
     if change is not None:
         flat = rows_in_graph_module(gm, program, change, original)
     origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
@@ -275,7 +275,7 @@ def _return_shares(program: Program) -> None:
     graph.output_node().args = (tuple(outputs),)
 
 
-def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:
+def _view_again(graph: fx.Graph, value: fx.Node, new: object, written: fx.Node) -> fx.Node:
     """Repeat the chain of views from ``new`` to ``value`` on ``written``."""
     chain = []
     node: fx.Node | None = value

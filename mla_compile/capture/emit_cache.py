@@ -20,13 +20,13 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.cache_change import CacheChange
-from mla_compile.core.program import Program
+from mla_compile.core.program import Program, results_of
 from mla_compile.errors import InputError
 
 
 def rows_in_place(
     program: Program, change: CacheChange, gm: fx.GraphModule
-) -> tuple[dict[str, list[fx.Node]], list[Any]]:
+) -> tuple[dict[str, list[fx.Node]], list[object]]:
     """The row placeholders of each old cache input, and the flat outputs, in ``gm``, a module made from the program.
 
     A list of rows replaces each K or V among the outputs.
@@ -35,7 +35,7 @@ def rows_in_place(
     assert cache is not None
     nodes = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     inputs = {t.name: [nodes[cache.rows[t.rows[i]]] for i in t.holds] for t in change.inputs}
-    values: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple by construction
+    values = list(results_of(gm.graph))
     # ``gm`` may already write the new values of inputs instead of returning them
     values = [*[None] * (len(program.outputs) - len(values)), *values]
     appended = {at for rows in cache.outputs.values() for at in rows}
@@ -59,7 +59,7 @@ def order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
 
 def new_signature(
     program: Program, change: CacheChange, signature: ExportGraphSignature
-) -> tuple[dict[str, list[fx.Node]], list[Any]]:
+) -> tuple[dict[str, list[fx.Node]], list[object]]:
     """Write the row inputs and outputs into ``signature`` and the program's graph; return :func:`rows_in_place`."""
     inputs, outputs = rows_in_place(program, change, program.gm)
     specs: list[InputSpec] = []
@@ -96,7 +96,7 @@ def _with_written_rows(program: Program, signature: ExportGraphSignature) -> lis
 
 def rows_in_graph_module(
     gm: fx.GraphModule, program: Program, change: CacheChange, original: fx.GraphModule
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Order the inputs of ``gm``; return its outputs, one for each output of the original, with rows in tuples."""
     if type(original.graph._codegen) is not fx.graph.CodeGen:
         raise InputError(
@@ -132,11 +132,11 @@ def new_calls(
 
 
 def new_examples(
-    example_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    example_inputs: tuple[tuple[object, ...], dict[str, object]] | None,
     in_spec: pytree.TreeSpec,
     user_inputs: Sequence[str],
     change: CacheChange,
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> tuple[tuple[Any, ...], dict[str, object]] | None:
     """Example inputs of the new signature, with rows of zeros in place of K and V."""
     if example_inputs is None:
         return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -28,6 +27,7 @@ from torch.utils import _pytree as pytree
 from mla_compile.capture.functional import traced_once
 from mla_compile.capture.inline import levels_restored
 from mla_compile.capture.repeated import traced_by_kind
+from mla_compile.core.program import results_of
 
 
 def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
@@ -47,7 +47,7 @@ def _as_it_is(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> tor
     gm.graph.eliminate_dead_code()
     gm.recompile()
     inputs = gm.graph.find_nodes(op="placeholder")
-    results: Any = gm.graph.output_node().args[0]
+    results = results_of(gm.graph)
     return _around(exported, gm, _named_like(exported.graph_signature, inputs, results))
 
 
@@ -74,7 +74,7 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
     if traced is None or traced.gm.graph.find_nodes(op="get_attr"):
         return None
     inputs = traced.gm.graph.find_nodes(op="placeholder")
-    results: Any = traced.gm.graph.output_node().args[0]
+    results = results_of(traced.gm.graph)
     for node, origin in zip(inputs, given, strict=True):
         node._rename(origin.name)
         node.target = node.name
@@ -137,7 +137,7 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
     """
     first, *rest = exported.module_call_graph
     assert first.signature is not None  # the first entry is the whole program's
-    results: Any = gm.graph.output_node().args[0]
+    results = results_of(gm.graph)
     graph_signature = _named_like(exported.graph_signature, gm.graph.find_nodes(op="placeholder"), results)
     names = [spec.arg.name for spec in graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     signature = dataclasses.replace(
@@ -159,7 +159,7 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
 
 
 def _named_like(
-    signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[Any]
+    signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[object]
 ) -> ExportGraphSignature:
     """A copy of ``signature`` with the names of the inputs and results in a copy of its graph.
 

@@ -10,8 +10,8 @@ import torch
 
 def traced_program(
     module: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
     *,
     dynamic_shapes: Any = None,
     deferred: bool = False,

@@ -37,6 +37,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import stateless
 
 from mla_compile.capture.autocast import is_active
+from mla_compile.core.program import results_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Functional:
     tokens: int
 
 
-def functionalized(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
+def functionalized(gm: fx.GraphModule, values: Sequence[object]) -> Functional:
     """The functional graph of ``gm`` for ``values``, one per placeholder; raises whatever an operator raises."""
     return traced_once(gm, values) or _by_aot_export(gm, values)
 
@@ -67,7 +68,7 @@ def _whole_operators() -> Iterator[None]:
         yield
 
 
-def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
+def _by_aot_export(gm: fx.GraphModule, values: Sequence[object]) -> Functional:
     traced: Any
     with _whole_operators():
         traced, signature = aot_export_module(gm, values, trace_joint=False, pre_dispatch=True)
@@ -78,7 +79,7 @@ def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     places = {name: place for place, name in enumerate((*state, *placeholders[len(state) :]))}
     changed = (signature.parameters_to_mutate, signature.buffers_to_mutate, signature.user_inputs_to_mutate)
     owners: dict[str, str] = {new: name for one in changed for new, name in one.items()}
-    returned: Any = graph.output_node().args[0]
+    returned = results_of(graph)
     new = returned[tokens : len(returned) - len(signature.user_outputs)]
     return Functional(traced, tuple(places[owners[value.name]] for value in new), tokens)
 
@@ -88,11 +89,11 @@ class FakeInputs:
     """The inputs of a trace: a fake value for each parameter, buffer and placeholder, and their mode."""
 
     state: tuple[str, ...]
-    fakes: list[Any]
+    fakes: list[object]
     mode: FakeTensorMode
 
 
-def fake_inputs(gm: fx.GraphModule, values: Sequence[Any]) -> FakeInputs | None:
+def fake_inputs(gm: fx.GraphModule, values: Sequence[object]) -> FakeInputs | None:
     """The inputs of a trace of ``gm`` for ``values``; None for a graph or values that need torch's own trace."""
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
     given = [*state.values(), *values]
@@ -104,7 +105,7 @@ def fake_inputs(gm: fx.GraphModule, values: Sequence[Any]) -> FakeInputs | None:
     return FakeInputs(tuple(state), fakes, mode)
 
 
-def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+def traced_once(gm: fx.GraphModule, values: Sequence[object]) -> Functional | None:
     """The functional graph, traced once; None if torch might trace another one. Raises whatever an operator raises."""
     given = fake_inputs(gm, values)
     if given is None:
@@ -153,7 +154,7 @@ def _has_streams(graph: fx.Graph) -> bool:
     return any(getattr(node.target, "namespace", None) == "streams" for node in graph.nodes)
 
 
-def _fake(mode: FakeTensorMode, value: Any, *, of_module: bool) -> Any:
+def _fake(mode: FakeTensorMode, value: object, *, of_module: bool) -> object:
     """``value`` as a fake tensor of ``mode``: the one that Dynamo made, if any."""
     if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
         return value
@@ -170,7 +171,7 @@ def _constants(mode: FakeTensorMode) -> int:
     return sum(1 for value in known.values() if value.is_number)
 
 
-def _apart(fakes: Sequence[Any]) -> list[Any]:
+def _apart(fakes: Sequence[object]) -> list[object]:
     """Detach repeated tensors, so that a trace can tell which of two tied inputs is read."""
     first = {id(fake): place for place, fake in reversed(list(enumerate(fakes)))}
     return [
@@ -185,7 +186,7 @@ def _share_memory(fakes: Sequence[Any], written: Sequence[int]) -> bool:
     return any(storages[fakes[place].untyped_storage()._cdata] > 1 for place in written)
 
 
-def _replaced(functionals: Sequence[Any], fakes: Sequence[Any]) -> bool:
+def _replaced(functionals: Sequence[object], fakes: Sequence[object]) -> bool:
     """Whether the shape or the memory of an input was replaced."""
     return any(
         has_metadata_mutation(one, fake, check_only_storage_mutation=False)

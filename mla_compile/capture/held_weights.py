@@ -12,7 +12,6 @@ then, and values computed ahead of time from it are checked against it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,7 +28,7 @@ _SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.exp}
 """The operators that turn scores into probabilities; ``exp`` covers a softmax that is written out."""
 
 
-def is_held(source: Any) -> bool:
+def is_held(source: object) -> bool:
     """Whether Dynamo reached an input through a module: as an attribute, as an item of a list in one, and so on."""
     while source is not None:
         if isinstance(source, NNModuleSource):

@@ -22,7 +22,7 @@ from torch.fx.proxy import _COPY_META_FIELDS
 
 from mla_compile.capture.functional import Functional, fake_inputs, traced_once
 from mla_compile.core.alike import known_of
-from mla_compile.core.program import copy_graph, graph_module
+from mla_compile.core.program import copy_graph, graph_module, results_of
 from mla_compile.repeats.stretches import Stretch, alone, is_closed, memory_of, stretches
 
 _LABELS = ("stack_trace", *_COPY_META_FIELDS)
@@ -37,7 +37,7 @@ class _Piece:
     origins: dict[fx.Node, int]
 
 
-def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+def traced_by_kind(gm: fx.GraphModule, values: Sequence[object]) -> Functional | None:
     """The functional graph of ``gm`` for ``values``, one per placeholder; each kind of stretch is traced once.
 
     ``gm`` is as Dynamo or ``torch.export`` makes it, with ``meta["example_value"]`` or ``meta["val"]`` on every call.
@@ -97,7 +97,7 @@ def _traced(one: Stretch) -> _Piece | None:
     traced = traced_once(module, [node.meta["val"] for node in one.inputs])
     if traced is None:
         return None
-    results: Any = traced.gm.graph.output_node().args[0]
+    results = results_of(traced.gm.graph)
     for place, result in zip(one.outputs, results[len(traced.written) :], strict=True):
         made = result.meta["val"] if isinstance(result, fx.Node) else result
         if known_of(made, begins=False) != known_of(one.steps[place].meta["val"], begins=False):
@@ -115,7 +115,7 @@ class _Unrolled:
     """Builds the graph of all stretches, in order."""
 
     def __init__(
-        self, fakes: Sequence[Any], inputs: dict[fx.Node, int], sizes: Sequence[fx.Node], found: Sequence[Stretch]
+        self, fakes: Sequence[object], inputs: dict[fx.Node, int], sizes: Sequence[fx.Node], found: Sequence[Stretch]
     ) -> None:
         self.graph = fx.Graph()
         self.inputs = inputs
@@ -146,7 +146,7 @@ class _Unrolled:
                 inside[node] = self._call(node, one, piece, inside)
             elif node.op == "get_attr":
                 inside[node] = self._attribute(node, one, piece)
-        results: Any = source.output_node().args[0]
+        results = results_of(source)
         new = [inside.get(value, value) if isinstance(value, fx.Node) else value for value in results]
         returned = Counter(_memory(one.steps[place]) for place in one.outputs)
         for place, value in zip(piece.traced.written, new, strict=False):
@@ -216,7 +216,7 @@ def _memory(node: fx.Node) -> int | None:
     return memory_of(seen) if isinstance(seen, Tensor) else None
 
 
-def _as_traced(name: str, value: Any) -> Any:
+def _as_traced(name: str, value: Any) -> object:
     """A label of a node in the form of a trace, in which classes of modules are names."""
     if name != "nn_module_stack":
         return value

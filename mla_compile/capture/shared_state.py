@@ -51,7 +51,7 @@ def state_beside_parameters(inputs: Sequence[fx.Node], values: Sequence[object])
     """The names of inputs held by an object that also holds a tensor in the memory of a parameter."""
     parameters = {_memory(v) for v in values if isinstance(v, torch.nn.Parameter)} - {None}
     bases = {node.name: getattr(getattr(node, "_dynamo_source", None), "base", None) for node in inputs}
-    holders: list[Any] = [
+    holders: list[object] = [
         bases[node.name]
         for node, value in zip(inputs, values, strict=True)
         if not isinstance(value, torch.nn.Parameter) and _memory(value) in parameters

@@ -39,7 +39,7 @@ class _Rebuild:
         self.inner = [_Rebuild(v) if is_traceable_wrapper_subclass(v) else None for v in inner]
         self.count: int = sum([1 if r is None else r.count for r in self.inner])
 
-    def __call__(self, *plain: torch.Tensor) -> Any:
+    def __call__(self, *plain: torch.Tensor) -> object:
         values: dict[str, Any] = {}
         left = list(plain)
         for name, rebuild in zip(self.names, self.inner, strict=True):
@@ -49,7 +49,7 @@ class _Rebuild:
         return self.kind.__tensor_unflatten__(values, self.context, self.size, self.stride)
 
 
-def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[Any], list[Opened]]:
+def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[object], list[Opened]]:
     """Make ``gm`` take plain tensors for each subclass among ``values``; return the new values and the subclasses."""
     plain: list[Any] = []
     opened: list[Opened] = []

@@ -23,8 +23,12 @@ class UnrolledExperts(TorchFunctionMode):
         self._every: torch.Tensor | None = None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Replace ``nonzero`` and the iteration over its result; everything else runs unchanged."""
         given = dict(kwargs or {})
         if func in (torch.nonzero, torch.Tensor.nonzero) and not given.get("as_tuple") and _is_vector(args):

@@ -11,7 +11,7 @@ PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.me
 """Types of constants that are equal if their values are."""
 
 
-def known_of(value: Any, *, begins: bool = True) -> Hashable:
+def known_of(value: object, *, begins: bool = True) -> Hashable:
     """The key of a value: its sizes as expressions, its layout in memory, and with ``begins`` its storage offset."""
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
@@ -35,7 +35,7 @@ def each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
     return read(value)
 
 
-def constant_of(value: Any) -> Hashable:
+def constant_of(value: object) -> Hashable:
     """A key that tells 1, 1.0 and True apart and equates NaN with itself; any other object equals only itself."""
     if isinstance(value, (float, complex)):
         return type(value), str(value)
@@ -55,7 +55,7 @@ class Itself:
         return id(self.value)
 
 
-def number_of(value: Any) -> Hashable:
+def number_of(value: object) -> Hashable:
     """The key of a number: the expression of a symbolic one, else its value."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         expression = value.node.expr

@@ -18,7 +18,7 @@ def cache_argument(model: torch.nn.Module) -> str:
     return NEW if NEW in inspect.signature(model.forward).parameters else OLD
 
 
-def cache_of(out: Any) -> Any:
+def cache_of(out: object) -> Any:
     """The cache in the result of ``forward``, or None."""
     # Try the newer name first: later releases warn about the older one.
     cache = getattr(out, NEW, None)

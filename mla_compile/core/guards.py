@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 Holds = Callable[[Sequence[Any]], bool]
 
 
-def guards_of(env: ShapeEnv, placeholders: Sequence[Any], *, ignore_static: bool = True) -> Holds:
+def guards_of(env: ShapeEnv, placeholders: Sequence[object], *, ignore_static: bool = True) -> Holds:
     """A predicate: whether values in place of ``placeholders`` (fake tensors or symbolic numbers) satisfy the guards.
 
     ``ignore_static``: sizes that were constants when the graph was made are not checked.

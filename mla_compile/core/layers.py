@@ -17,7 +17,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,11 +88,11 @@ class CalledLayer:
             vars(made)["forward"] = types.MethodType(self.inner, made)
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CalledLayer:
+    def __deepcopy__(self, memo: dict[int, object]) -> CalledLayer:
         layer, plain = copy.deepcopy((self.layer, self.plain), memo)
         return CalledLayer(layer, plain, self.inner, self.width, self.parts)  # the copies are still incomplete
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return CalledLayer, (self.layer, self.plain, self.inner, self.width, self.parts)
 
 
@@ -164,7 +163,7 @@ def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
     return torch.empty_like(weights[0])
 
 
-def flops(rows: Any, weights: Any, layer: str, **_: Any) -> int:
+def flops(rows: torch.Size, weights: object, layer: str, **_: object) -> int:
     """2KO for each row, as torch counts a product."""
     count = 2 * find(layer).width
     for size in rows:

@@ -66,7 +66,7 @@ def require_compiler() -> None:
         ) from None
 
 
-def timed(call: Callable[[], Any]) -> float:
+def timed(call: Callable[[], object]) -> float:
     """The seconds that one call takes."""
     start = time.perf_counter()
     call()

@@ -58,10 +58,10 @@ class HookOf:
     Hooks may remove themselves.
     """
 
-    hooks: dict[int, Callable[..., Any]]
+    hooks: dict[int, Callable[..., object]]
     key: int
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """The result of the hook; None, which changes nothing, once the original hook is gone."""
         hook = self.hooks.get(self.key)
         return None if hook is None else hook(*args, **kwargs)

@@ -82,7 +82,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
                 yield from ((Place(path, (key, *keys)), tensor) for keys, tensor in _items(value))
 
 
-def _items(value: object) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
     """The tensors in nested lists and dicts, with the keys that lead to them."""
     left: list[tuple[tuple[Any, ...], object]] = [((), value)]
     seen: set[int] = set()
@@ -92,7 +92,7 @@ def _items(value: object) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
             yield keys, one
         elif type(one) in (list, dict) and id(one) not in seen:
             seen.add(id(one))
-            pairs: Iterable[tuple[Any, Any]] = one.items() if isinstance(one, dict) else enumerate(one)  # type: ignore[arg-type]
+            pairs: Iterable[tuple[object, Any]] = one.items() if isinstance(one, dict) else enumerate(one)  # type: ignore[arg-type]
             left += [((*keys, key), part) for key, part in pairs]
 
 

@@ -21,6 +21,11 @@ Call = Callable[..., Any]
 """A graph that is called with its flat inputs as separate arguments and returns one flat sequence."""
 
 
+def results_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """The values that a graph returns, in a tuple or list: nodes and constants."""
+    return tuple(graph.output_node().args[0])  # type: ignore[arg-type]  # never a single value
+
+
 @dataclass(frozen=True)
 class FoldedWeight:
     """A product of weights that a graph takes as an extra input instead of computing it in every call.
@@ -141,8 +146,7 @@ class Program:
     @property
     def outputs(self) -> tuple[Any, ...]:
         """The values of the output node: new values of the mutated inputs, then the caller's values."""
-        (flat,) = self.gm.graph.output_node().args
-        return tuple(flat)  # type: ignore[arg-type]  # a tuple by construction
+        return results_of(self.gm.graph)
 
     def named(self) -> dict[str, fx.Node]:
         """The nodes by name, for repeated look-ups."""
@@ -165,7 +169,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+def graph_module(root: torch.nn.Module | dict[str, object], graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph that generates its Python on the first run: most are traced or rewritten, never run."""
     return _LazyGraphModule(root, graph)
 

@@ -42,7 +42,7 @@ class OwnForward:
     def __func__(self) -> Function:
         """A function of the module and its arguments, for libraries that expect a bound method."""
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
             return self(*args, **kwargs)  # type: ignore[operator]
 
         forward.own = self  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def _placing(module: nn.Module) -> _Placing | None:
     return None
 
 
-def _of_accelerate(hook: Any, below: Any) -> _Placing:
+def _of_accelerate(hook: Any, below: object) -> _Placing:
     """The wrapper of ``add_hook_to_module``: a hook before and after the module's former forward."""
     devices, moves = set[str](), ""
     for one in getattr(hook, "hooks", (hook,)):
@@ -274,7 +274,7 @@ class _WrappedCall:
     def __init__(self, called: CalledLayer) -> None:
         self.called = called
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: object) -> Any:
         """Call the operator if Dynamo traces without gradients; else call the original."""
         if len(args) != 1 or kwargs or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.called.layer.forward(*args, **kwargs)

@@ -84,9 +84,9 @@ class CodeGenerator:
         return any(self.patches.get(name, default) for default, name in settings)
 
 
-def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
+def _inductor_patches(mode: str | None, options: Options) -> dict[str, object]:
     """The Inductor settings of a mode, overridden by explicit Inductor options."""
-    patches: dict[str, Any] = {}
+    patches: dict[str, object] = {}
     if mode is not None and not isinstance(mode, str):
         raise OptionError(f"mode is {mode!r}, expected a string")
     if mode is not None and mode != "default":

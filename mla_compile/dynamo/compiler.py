@@ -171,11 +171,12 @@ class Compiler:
             share_lengths(gm, sizes_so_far())
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
+            written = {*program.mutations, *capture.replaced(program)}
             mark_handed_over(gm, program.placeholders)
             if ranks is not None and sharing is not None and not sharing.heads:
                 sharing = replace(sharing, heads=not ranks.alike(program, ranks_of(self.options)))
             program.sharing, program.shared = sharing, frozenset(shared)
-            program.own = self._own_buffers(program, example_inputs, latents)
+            program.own = frozenset(written & self._rows_of_buffers(program, example_inputs, latents))
             self.compilations.stage("passes")
             with without_autocast():
                 name, left = str(gm.meta.get("dynamo_compile_id", "")), dict[str, str]()
@@ -222,13 +223,13 @@ class Compiler:
         if self.on_report is not None:
             self.on_report()
 
-    def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
-        """The buffers of the module that the graph writes to or replaces, and that are, or may be, kept as rows."""
+    def _rows_of_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> set[str]:
+        """The inputs that are buffers of the module which are, or may be, kept as rows."""
         known = {name for name, tensor in latents.items() if tensor.is_own and tensor.recipe is not None}
         if self.buffers is not None:
             named = zip(program.placeholders, example_inputs, strict=True)
             known |= {node.name for node, value in named if value in self.buffers}
-        return frozenset(known & {*program.mutations, *capture.replaced(program)})
+        return known
 
     def _outcome(
         self, program: Program, example_inputs: Inputs, name: str, left: Mapping[str, str]
@@ -329,7 +330,7 @@ class Compiler:
 def _outside_autocast(call: Call) -> Call:
     """``call`` with autocast off: its graph contains the casts, and products that are float32 on purpose stay so."""
 
-    def outside(*inputs: Any) -> Any:
+    def outside(*inputs: object) -> Any:
         with without_autocast():
             return call(*inputs)
 

@@ -21,7 +21,7 @@ from mla_compile.dynamo.sizes import begin_apart, begin_with_one
 _numbers = itertools.count()
 
 
-def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings: Any) -> Callable[..., Any]:
+def compiled_entry(compiler: Callable[..., object], package: Any = None, **settings: Any) -> Callable[..., object]:
     """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class; ``compiler``: a backend.
 
     ``package`` is told of everything that Dynamo compiles, as Dynamo's own ``CompilePackage`` is.
@@ -31,7 +31,7 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
     object. Where torch supports it (2.13 and later), functions that are called after a graph break are kept apart, too.
     """
 
-    def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
+    def entry(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], forward: Any = None) -> object:
         comptime(_begin)
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
@@ -47,7 +47,7 @@ def compiled_entry(compiler: Callable[..., Any], package: Any = None, **settings
         settings["package"] = package
     settings["nopython"] = settings.pop("fullgraph", False)
     # torch.compile() returns the function as it is, uncompiled for good, while any thread is inside torch.export.
-    compiled: Callable[..., Any] = torch._dynamo.optimize(compiler, **settings)(own)
+    compiled: Callable[..., object] = torch._dynamo.optimize(compiler, **settings)(own)
     return compiled
 
 

@@ -14,7 +14,7 @@ from mla_compile.runtime.latent_calls import example_in_order
 
 def examples_of(
     program: Program, captured: Program, example_inputs: Inputs, layouts: Mapping[str, Sequence[int]]
-) -> list[Any]:
+) -> list[object]:
     """Example inputs of a rewritten program: those of the captured one, and fake tensors for added inputs.
 
     ``layouts``: the order of the axes in memory of inputs that were made by another graph.
@@ -30,7 +30,7 @@ def examples_of(
     return [_as_sizes_say(v) for v in values] if grown else values
 
 
-def _as_sizes_say(value: Any) -> Any:
+def _as_sizes_say(value: object) -> object:
     """A symbolic number with its current expression: Inductor knows only the current symbols of sizes."""
     if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
         return value

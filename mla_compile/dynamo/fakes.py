@@ -29,7 +29,7 @@ def remember_results(output: Any) -> None:
     known: dict[Hashable, _Made | None] = {}
     run = dynamo_utils.run_node
 
-    def run_node(tracer: Any, node: torch.fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+    def run_node(tracer: Any, node: torch.fx.Node, args: object, kwargs: Any, nnmodule: object) -> object:
         if tracer is output and getattr(node.target, "__name__", "") == "shallow_copy_data_":
             # ``a.data = b`` from torch 2.14 on. A result from torch's cache would leave the shape of ``a`` as it is.
             with disable_fake_tensor_cache(output.fake_mode):
@@ -51,7 +51,7 @@ def remember_results(output: Any) -> None:
     output.add_cleanup_hook(restore)
 
 
-def _key(node: torch.fx.Node, args: Any, kwargs: Any) -> tuple[Hashable | None, list[FakeTensor]]:
+def _key(node: torch.fx.Node, args: object, kwargs: object) -> tuple[Hashable | None, list[FakeTensor]]:
     """All that the metadata of a result follow from, None if more than that might matter; the tensors in it."""
     if not _is_of_torch(node) or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
         return None, []
@@ -75,7 +75,7 @@ def _is_of_torch(node: torch.fx.Node) -> bool:
     return of_torch and not target.__name__.startswith("_") and not target.__name__.endswith("_")
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a value is described by its key: a tensor of known sizes and unknown numbers, or a constant."""
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided and not value.is_quantized
@@ -89,12 +89,12 @@ def _kernels() -> Hashable:
     return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
 
 
-def _read(values: list[Any], value: Any) -> Hashable:
+def _read(values: list[Any], value: object) -> Hashable:
     values.append(value)
     return (value.is_inference(), known_of(value)) if isinstance(value, torch.Tensor) else number_of(value)
 
 
-def _maker(result: Any, given: list[FakeTensor]) -> _Made | None:
+def _maker(result: object, given: list[FakeTensor]) -> _Made | None:
     """What makes the same result of other tensors; None for a result that is not made of metadata alone."""
     leaves, tree = pytree.tree_flatten(result)
     if not leaves or not all(isinstance(one, torch.Tensor) and _is_plain(one) for one in leaves):

@@ -86,7 +86,7 @@ class CompiledForward(OwnForward):
         self._unwrapped: Unwrapped | None = None
         self._buffers = self._own_buffers()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the module's forward; compiled, unless gradients are needed or another compiler is tracing it."""
         if _is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
@@ -97,7 +97,7 @@ class CompiledForward(OwnForward):
         finally:
             share_marks(self._copies)
 
-    def _placed(self, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _placed(self, device: torch.device | None, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if device is None:
             return self._called(args, kwargs)
         if (hook := vars(self.module).get("_hf_hook")) is None:
@@ -129,11 +129,11 @@ class CompiledForward(OwnForward):
                 part.compiler.wrapped = found
             self._unwrapped = found
 
-    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+    def _plainly(self, *args: object, **kwargs: object) -> object:
         forward = self._replaced or functools.partial(type(self.module).forward, self.module)
         return forward(*args, **kwargs)
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self._trains() or self._is_watched():
             return self._plainly(*args, **kwargs)
         with self.recompiles.settings(), self.compilations.of_this_thread():
@@ -191,7 +191,7 @@ class CompiledForward(OwnForward):
             mask = torch.ones_like(ids)
             model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
-    def below(self, forward: Callable[..., Any] | None) -> None:
+    def below(self, forward: Callable[..., object] | None) -> None:
         """Set the module's own forward; None stands for that of its class."""
         self._replaced = forward
         self._buffers = self._own_buffers()
@@ -238,7 +238,7 @@ class CompiledForward(OwnForward):
         """Whether the call comes from the outer model, whose compiler then handles it."""
         return self.outer is not None and running() is not None
 
-    def call_module(self, *_: Any) -> Callable[..., Any]:
+    def call_module(self, *_: object) -> Callable[..., object]:
         """Replaces ``get_compiled_call`` of transformers, so that ``generate()`` does not compile a second time."""
         return self.module.__call__
 
@@ -260,12 +260,12 @@ class CompiledForward(OwnForward):
             self._warned.add(message)
             warn(message)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+    def __deepcopy__(self, memo: dict[int, object]) -> CompiledForward:
         module, replaced, outer = copy.deepcopy((self.module, self._replaced, self.outer), memo)
         settings, shown = dict(self.settings), self.compilations.show
         return CompiledForward(module, self.options, self.mode, settings, replaced, outer, progress=shown)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         made = functools.partial(CompiledForward, progress=self.compilations.show)
         return made, (self.module, self.options, self.mode, self.settings, self._replaced, self.outer)
 

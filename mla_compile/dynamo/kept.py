@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -39,8 +40,18 @@ class Kept:
     rows: frozenset[str]
 
 
+_known: WeakKeyDictionary[fx.GraphModule, Kept] = WeakKeyDictionary()
+"""Graphs that are compiled now: two readers ask for what each of them keeps."""
+
+
 def kept(gm: fx.GraphModule) -> Kept:
     """Called inside a backend: what the traced code keeps."""
+    if gm not in _known:
+        _known[gm] = _kept(gm)
+    return _known[gm]
+
+
+def _kept(gm: fx.GraphModule) -> Kept:
     effects: Any = InstructionTranslator.current_tx().output.side_effects
     new = {name: value for var in effects.id_to_variable.values() for name, value in _written(effects, var)}
     made = {name: shape for name, value in new.items() if (shape := _shape(value)) is not None}
@@ -73,7 +84,7 @@ def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
             yield name, tuple(map(seen, value.shape))
 
 
-def _shape(value: Any) -> Shape | None:
+def _shape(value: object) -> Shape | None:
     """The sizes of a tensor that the code writes, in this call."""
     made = value.as_proxy().node.meta.get("example_value") if isinstance(value, TensorVariable) else None
     return tuple(map(seen, made.shape)) if isinstance(made, torch.Tensor) else None
@@ -102,7 +113,7 @@ def _held(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
         return
     for attribute, value in effects.store_attr_mutations.get(var, {}).items():
         yield f"{name}.{attribute}", value
-    items: Iterable[tuple[Any, Any]] = enumerate(var.items) if isinstance(var, ListVariable) else ()
+    items: Iterable[tuple[object, object]] = enumerate(var.items) if isinstance(var, ListVariable) else ()
     if isinstance(var, ConstDictVariable):
         keys = ((key.vt, value) for key, value in var.items.items())
         items = ((key.as_python_constant(), value) for key, value in keys if key.is_python_constant())

@@ -11,11 +11,11 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 def remember_lines(output: Any) -> None:
     """From now on, nodes of Dynamo's ``output`` get the ``stack_trace`` that torch would write, from lines known."""
     # With the code of a line, since the identity of code that is gone may be that of other code.
-    known: dict[Any, tuple[str, Any]] = {}
+    known: dict[object, tuple[str, object]] = {}
     tracer = output.current_tracer
     create = tracer.create_node
 
-    def create_node(kind: str, *given: Any, **named: Any) -> Any:
+    def create_node(kind: str, *given: Any, **named: object) -> Any:
         node, lines, frame = create(kind, *given, **named), list[str](), output.current_tx
         while frame is not None and kind != "output":
             key = id(frame.f_code), frame.lineno, frame.current_instruction.positions

@@ -40,7 +40,7 @@ Told = dict[int, dict[str, Any]]
 _SLICE = timedelta(seconds=5)
 """The longest single wait on the store, during which Python handles no signal."""
 
-_met: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_met: WeakKeyDictionary[object, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """Store -> how often the ranks of each group have met."""
 _lock = threading.Lock()
 
@@ -252,7 +252,7 @@ def _mark(weights: Iterable[torch.Tensor | None]) -> str:
     return found.hexdigest()
 
 
-def _said_of(site: SiteReport) -> dict[str, Any]:
+def _said_of(site: SiteReport) -> dict[str, object]:
     absorbed = site.verdict == "absorbed"
     form = f"{site.form} {' '.join(site.parts)}".strip() if absorbed else site.verdict
     return {

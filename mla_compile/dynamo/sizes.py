@@ -40,7 +40,7 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
     given_settings = env.settings
     any_offset = dataclasses.replace(given_settings, specialize_zero_one=False)
 
-    def from_tensor(tensor: Tensor, **given: Any) -> Any:
+    def from_tensor(tensor: Tensor, **given: Any) -> object:
         context = given.get("symbolic_context")
         if not isinstance(context, StatefulSymbolicContext) or not (axes := _open_axes(context)):
             return fake(tensor, **given)
@@ -78,7 +78,7 @@ def begin_with_one(ctx: ComptimeContext) -> None:
     env, fake = mode.shape_env, mode.from_tensor
     known: dict[tuple[int, int], Any] = {}
 
-    def from_tensor(tensor: Tensor, **given: Any) -> Any:
+    def from_tensor(tensor: Tensor, **given: Any) -> object:
         axis = _opened(given.get("symbolic_context")) if tensor.is_floating_point() else None
         if axis is None:
             return fake(tensor, **given)

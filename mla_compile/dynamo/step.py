@@ -50,7 +50,7 @@ def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
     named = {id(tensor): name for name, tensor in zip(_names(len(lm.caches)), tensors, strict=True)}
     made: list[Program] = []
 
-    def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    def capture(gm: fx.GraphModule, example_inputs: Sequence[object]) -> object:
         made.append(_like_exported(from_dynamo(gm, example_inputs), example_inputs, named))
         _check_sizes(made[-1], dict(zip(named.values(), opened, strict=True)))
         return _end
@@ -71,7 +71,7 @@ def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
     raise CaptureError(f"{name}, whose weights several ranks hold, computes nothing that Dynamo sees")
 
 
-def _end(*_: Any) -> Any:
+def _end(*_: object) -> object:
     raise _CapturedError
 
 
@@ -79,7 +79,7 @@ def _names(caches: int) -> list[str]:
     return [*INPUTS, *(f"caches_{index}" for index in range(caches))]
 
 
-def _like_exported(program: Program, values: Sequence[Any], named: Mapping[int, str]) -> Program:
+def _like_exported(program: Program, values: Sequence[object], named: Mapping[int, str]) -> Program:
     """Give ``program`` the inputs of an exported one: weights as plain tensors first, then those in ``named``."""
     if program.mutations:
         raise CaptureError(f"a step writes to {', '.join(program.mutations)}")

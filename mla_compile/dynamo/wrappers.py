@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import fx
@@ -28,8 +27,8 @@ def take_off(module: torch.nn.Module) -> Unwrapped:
     return unwrap(module, is_known, _is_captured)
 
 
-def _is_captured(forward: Callable[..., Any], rows: torch.Tensor) -> bool:
-    def backend(gm: fx.GraphModule, example_inputs: Inputs) -> Callable[..., Any]:
+def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
+    def backend(gm: fx.GraphModule, example_inputs: Inputs) -> Callable[..., object]:
         capture.from_dynamo(gm, example_inputs)
         return gm
 

@@ -7,8 +7,6 @@ to the current stream: after one call of the same kind, a call can be captured i
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from mla_compile.kernels.triton.index_steps import BUFFERS, index_step
 from mla_compile.kernels.triton.runner import Launch
 
 _PLACES = {name: i for i, name in enumerate((*BUFFERS, "T", "keys_b"))}  # positions in the argument list of a launch
-_bound: dict[Any, Launch] = {}
+_bound: dict[object, Launch] = {}
 
 
 def run(call: IndexCall) -> Tensor:
@@ -68,12 +66,12 @@ def launched(call: IndexCall) -> Tensor:
     return out
 
 
-def _form(x: Tensor) -> tuple[Any, ...]:
+def _form(x: Tensor) -> tuple[object, ...]:
     """The properties of a tensor on which a launch depends."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() & 15
 
 
-def _grown(keys: Tensor) -> tuple[Any, ...]:
+def _grown(keys: Tensor) -> tuple[object, ...]:
     """The same for keys, of which a growing cache holds more in every call (kernels/kinds.py)."""
     (B, T, D), (outer, *inner) = keys.shape, keys.stride()
     # Strides of 0 and 1 are constants to the compiler; of others it knows divisibility by 16 and whether they need 64

@@ -32,7 +32,7 @@ class Grown(NamedTuple):
     """
 
     most: int
-    forms: tuple[Any, ...]
+    forms: tuple[object, ...]
     scalars: tuple[int, ...]
 
 

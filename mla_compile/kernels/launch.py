@@ -63,8 +63,8 @@ class _Bound(NamedTuple):
 _Binder = Callable[
     [DecodeCall, int, Plan | None, int], _Bound
 ]  # call, device index, the caller's own plan, largest number of tokens
-_bound: dict[Any, _Bound] = {}  # by all sizes: most calls need only this look-up
-_kinds: dict[Any, _Bound] = {}  # by kind, which does not change as a cache grows
+_bound: dict[object, _Bound] = {}  # by all sizes: most calls need only this look-up
+_kinds: dict[object, _Bound] = {}  # by kind, which does not change as a cache grows
 
 
 @lru_cache(maxsize=1)
@@ -196,7 +196,7 @@ def _found(key: tuple[Any, ...], call: DecodeCall, index: int) -> _Bound:
     return bound._replace(scalars=rows.scalars)
 
 
-def _remember(known: dict[Any, _Bound], key: Any, bound: _Bound) -> None:
+def _remember(known: dict[object, _Bound], key: object, bound: _Bound) -> None:
     if len(known) >= REMEMBERED:
         known.clear()
     known[key] = bound

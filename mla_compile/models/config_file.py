@@ -31,7 +31,7 @@ def read(source: str) -> tuple[Any, tuple[str, ...]]:
     return parse(raw, path)
 
 
-def read_raw(source: str) -> tuple[dict[str, Any], Path]:
+def read_raw(source: str) -> tuple[dict[str, object], Path]:
     """The fields of the config in a file or in the directory of a model, with sizes checked, and the path of the file.
 
     Raises :class:`InputError`.
@@ -53,7 +53,7 @@ def read_raw(source: str) -> tuple[dict[str, Any], Path]:
     return raw, path
 
 
-def check_sizes(raw: Mapping[str, Any], where: str) -> None:
+def check_sizes(raw: Mapping[str, object], where: str) -> None:
     """Refuse sizes that no model has, nested ones too: building would take forever, or fail far from the cause."""
     for name, value in raw.items():
         if name.startswith("rope_"):  # rope_* fields are factors, not sizes
@@ -117,7 +117,7 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
         raise InputError(f"transformers does not read {path}: {in_one_line(error)}") from error
 
 
-def _of_architecture(library: Any, raw: Mapping[str, Any]) -> Any:
+def _of_architecture(library: object, raw: Mapping[str, object]) -> Any:
     """The config class of the first architecture that the config names; ``None`` if transformers does not have it."""
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None

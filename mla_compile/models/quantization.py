@@ -18,7 +18,7 @@ from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 from mla_compile.models.weights import Tensor
 
-_DTYPES: Mapping[Any, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES: Mapping[object, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Fields(dict[str, Any]):
     def part(self, name: str) -> _Fields:
         return _Fields(self._checked(name, {}, "an object", lambda v: isinstance(v, Mapping)))
 
-    def _checked(self, name: str, default: Any, expected: str, good: Callable[[Any], bool]) -> Any:
+    def _checked(self, name: str, default: object, expected: str, good: Callable[[object], bool]) -> Any:
         value = self.get(name)
         if value is None:
             return default
@@ -158,7 +158,7 @@ class _Fields(dict[str, Any]):
         return value
 
 
-def _is_group(value: Any) -> bool:
+def _is_group(value: object) -> bool:
     return type(value) is int and (value == -1 or value > 0)
 
 
@@ -166,7 +166,7 @@ def _is_pair(value: Any) -> bool:
     return _is_list_of(value, int) and len(value) == 2 and min(value) > 0
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
+def _is_list_of(value: object, kind: type) -> bool:
     return isinstance(value, (list, tuple)) and all(type(v) is kind for v in value)
 
 

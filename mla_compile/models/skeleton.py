@@ -70,7 +70,7 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
     raise InputError(f"transformers builds no causal language model from a config of type {kind!r}: {errors[-1]}")
 
 
-def _makers(config: Any) -> Iterator[tuple[Callable[[Any], nn.Module], Any]]:
+def _makers(config: Any) -> Iterator[tuple[Callable[[object], nn.Module], Any]]:
     """The constructors that transformers may offer for a config or its text part, with that part; likeliest first."""
     library = transformers()
     text = config.get_text_config()
@@ -125,11 +125,11 @@ class _Returned:
     def watch(self, layer: nn.Module) -> None:
         self.handle = layer.register_forward_hook(self._look)
 
-    def _look(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+    def _look(self, _layer: nn.Module, _inputs: object, output: object) -> None:
         self.others = len(output) - 1 if isinstance(output, tuple) else None
         self.handle.remove()
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> _Returned:
+    def __deepcopy__(self, _memo: dict[int, object]) -> _Returned:
         return self
 
 
@@ -141,7 +141,7 @@ class _HandOn(nn.Module):
         vars(self).update(_plain(layer))
         self.returned = returned or _Returned()
 
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> object:
         others = self.returned.others
         return hidden_states if others is None else (hidden_states, *[None] * others)
 
@@ -187,13 +187,13 @@ def _unable(model: nn.Module, path: str, error: Exception) -> str:
     return f"{name} does not run on the meta device: {in_one_line(error)}" + (f" (in {path})" if path else "")
 
 
-def to_untouched_memory(model: nn.Module, cache: Any) -> None:
+def to_untouched_memory(model: nn.Module, cache: object) -> None:
     """Move model and cache from the meta device to the CPU, in place. Unwritten memory takes no physical pages."""
     model.to_empty(device="cpu")
     _replace_tensors(cache, "cpu")
 
 
-def _replace_tensors(cache: Any, device: str) -> None:
+def _replace_tensors(cache: object, device: str) -> None:
     """Replace the tensors of a cache by tensors without values."""
     for slot in getattr(cache, "layers", ()):
         for name, value in vars(slot).items():
@@ -201,13 +201,13 @@ def _replace_tensors(cache: Any, device: str) -> None:
                 setattr(slot, name, torch.empty(value.shape, dtype=value.dtype, device=device))
 
 
-def _prefill(model: nn.Module, context: int) -> Any:
+def _prefill(model: nn.Module, context: int) -> object:
     ids = torch.zeros(1, context, dtype=torch.long, device="meta")
     with torch.no_grad():
         return cache_of(model(input_ids=ids, use_cache=True))
 
 
-def _fake_prefill(model: nn.Module, context: int) -> Any:
+def _fake_prefill(model: nn.Module, context: int) -> object:
     """As :func:`_prefill`, on fake tensors, for code that reads values unless it detects that it is traced."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -61,13 +61,13 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
     return _assemble(model, report, skeleton.LayerList("", ()), (), weights_of(model), ())
 
 
-def survey_config(config: Any, dtype: str = "bf16", notes: tuple[str, ...] = ()) -> Survey:
+def survey_config(config: object, dtype: str = "bf16", notes: tuple[str, ...] = ()) -> Survey:
     """Survey the causal language model of a transformers config. Raises :class:`InputError`."""
     quantized, more = quantization.read(config)
     return _of_language_model(skeleton.build(config, _DTYPES[dtype]), notes + more, quantized)
 
 
-def _parts(made: Any, source: str) -> tuple[nn.Module, Sequence[Any] | None, Mapping[str, Any]]:
+def _parts(made: object, source: str) -> tuple[nn.Module, Sequence[object] | None, Mapping[str, object]]:
     model, *inputs = made if isinstance(made, tuple) and made else (made,)
     if not isinstance(model, nn.Module):
         raise InputError(f"{source!r} returned {type(model).__name__}, expected an nn.Module, or one with its inputs")
@@ -118,7 +118,7 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
     return surveyed._replace(facts=replace(surveyed.facts, stored=stored))
 
 
-def _step_explained(model: nn.Module, cache: Any) -> Report:
+def _step_explained(model: nn.Module, cache: object) -> Report:
     """The report on a decode step of a model that we built on the meta device, with its cache."""
 
     def on(device: str) -> Report:
@@ -202,7 +202,7 @@ def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: R
 
 
 def _cached_layers(
-    cache: Any,
+    cache: object,
     layers: skeleton.LayerList,
     slots: Sequence[HeldRows],
     picked: Mapping[int, SiteReport],
@@ -243,7 +243,7 @@ def _picked(report: Report, layers: skeleton.LayerList) -> dict[int, SiteReport]
     return {int(layer[1]): site for layer, site in found if layer and site.chosen}
 
 
-def _not_counted(cache: Any, cached: Sequence[CachedLayers], each: Sequence[HeldRows]) -> tuple[str, ...]:
+def _not_counted(cache: object, cached: Sequence[CachedLayers], each: Sequence[HeldRows]) -> tuple[str, ...]:
     """Notes on cache contents that do not grow by the same amount per token, or that are counted only roughly."""
     slots = list(getattr(cache, "layers", ()))
     notes = []

@@ -134,12 +134,12 @@ def _experts(model: nn.Module) -> tuple[int, int]:
     return count or 0, first_int(config, ("zero_expert_num",)) or 0
 
 
-def text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> object:
     """The config of the language model, if there is one."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def first_int(config: Any, names: Iterable[str]) -> int | None:
+def first_int(config: object, names: Iterable[str]) -> int | None:
     """The first of several fields that is an integer in the config: model families name such fields differently."""
     return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)

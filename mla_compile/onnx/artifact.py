@@ -7,7 +7,6 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -15,7 +14,7 @@ import onnx_ir as ir
 from mla_compile.core.files import umask
 from mla_compile.errors import TargetError
 from mla_compile.onnx.files import sha256
-from mla_compile.onnx.manifest import WEIGHTS
+from mla_compile.onnx.manifest import WEIGHTS, FileEntry
 
 REPORT = "report.json"
 _INLINE = 1024  # bytes; smaller tensors stay in the graph's file, where tools show them
@@ -71,17 +70,12 @@ def _take_place(stage: Path, target: Path) -> None:
             shutil.rmtree(old.parent, ignore_errors=not target.exists())
 
 
-@dataclass(frozen=True)
-class FileRecords:
-    """The files of a directory by name: size in bytes and SHA-256."""
+def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> dict[str, FileEntry]:
+    """Save graphs under their file names, with all large weights in one file and equal weights stored once.
 
-    files: Mapping[str, tuple[int, str]]
-
-
-def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> FileRecords:
-    """Save graphs under their file names, with all large weights in one file and equal weights stored once."""
-    weights = _Weights(directory / WEIGHTS)
-    with weights:
+    Return the entries of a manifest for the written files, by name.
+    """
+    with _Weights(directory / WEIGHTS) as weights:
         for model in graphs.values():
             for name in sorted(model.graph.initializers):
                 value = model.graph.initializers[name]
@@ -92,7 +86,7 @@ def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> FileRecords
         model.metadata_props["mla_compile.weights_sha256"] = digest
         ir.save(model, directory / file)
     paths = {name: directory / name for name in sorted((*graphs, WEIGHTS))}
-    return FileRecords({name: (path.stat().st_size, sha256(path)) for name, path in paths.items()})
+    return {name: FileEntry(path.stat().st_size, sha256(path)) for name, path in paths.items()}
 
 
 class _Weights:

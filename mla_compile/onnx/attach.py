@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -45,7 +44,7 @@ class _Functions:
         inner = (self._overload(NAME, whole, function), self._overload(NAME, listed.gathered, function))
         return self._overload(LISTED, listed, lambda *rest: listed_function(rest[0], inner, *rest[1:]))
 
-    def _overload(self, name: str, key: Any, write: Callable[..., onnx.FunctionProto]) -> str:
+    def _overload(self, name: str, key: object, write: Callable[..., onnx.FunctionProto]) -> str:
         known = self.overloads.setdefault(name, {})
         if key not in known:
             known[key] = f"v{len(known)}" if known else ""

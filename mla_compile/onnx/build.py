@@ -160,7 +160,7 @@ def _told(wanted: list[Variant], done: Iterable[tuple[Cubin, bool, float]], say:
 
 def _manifest(
     archs: Sequence[str], dims: Sequence[NodeWidths], dtypes: Sequence[str], wanted: list[Variant], made: list[Cubin]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     import triton  # imported on use; a machine that builds a library has it
 
     sources = hashlib.sha256()
@@ -245,7 +245,9 @@ def _quoted(text: str) -> str:
     return "\n  ".join(json.dumps(piece) for piece in pieces)
 
 
-def _link(compiler: list[str], wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any], path: Path) -> None:
+def _link(
+    compiler: list[str], wanted: list[Variant], made: list[Cubin], manifest: dict[str, object], path: Path
+) -> None:
     table, images = _table(wanted, made, manifest)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         Path(folder, "table.c").write_text(table)

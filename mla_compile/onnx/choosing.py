@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
-from mla_compile.onnx.op import ALIKE, ALIKE_INPUTS, DOMAIN, INDEX, INDEX_INPUTS
+from mla_compile.onnx.op import ALIKE, ALIKE_INPUTS, INDEX, INDEX_INPUTS
 from mla_compile.onnx.writer import Writer
 
 _FLOAT, _DOUBLE, _INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT32
@@ -46,7 +46,7 @@ def index_function(signature: IndexScoresSignature, opset: int, overload: str = 
     products = body.shaped(products, body.size("query", 0, 3), -1)  # [B,S,J,T]
     two = body.ints(2)
     body.result(body.op("Squeeze", body.op("MatMul", body.op("Unsqueeze", weights, two), products), two), "scores")
-    return _function(INDEX, INDEX_INPUTS, "scores", body, ["scale"], {}, opset, overload)
+    return body.function(INDEX, INDEX_INPUTS, ["scores"], opset, overload, read=["scale"], ignored={})
 
 
 def alike_function(signature: Alike, opset: int, overload: str = "") -> onnx.FunctionProto:
@@ -66,7 +66,7 @@ def alike_function(signature: Alike, opset: int, overload: str = "") -> onnx.Fun
     )
     read, others = (["lowest"], {"fill": 0.0}) if signature.mask is None else (["lowest", "fill"], {})
     given = 6 if signature.used else 3 if signature.mask is None else 5
-    return _function(ALIKE, ALIKE_INPUTS[:given], "weighed", body, read, others, opset, overload)
+    return body.function(ALIKE, ALIKE_INPUTS[:given], ["weighed"], opset, overload, read=read, ignored=others)
 
 
 class _Mean(Writer):
@@ -112,23 +112,3 @@ class _Mean(Writer):
         total = self.shaped(total, each, -1)
         share = self.op("Div", total, self.op("ReduceSum", weights, self.ints(-1)))
         return self.op("Transpose", share, perm=[0, 2, 1, 3])
-
-
-def _function(
-    name: str,
-    inputs: tuple[str, ...],
-    output: str,
-    body: Writer,
-    attributes: list[str],
-    others: dict[str, float],
-    opset: int,
-    overload: str,
-) -> onnx.FunctionProto:
-    """``others``: attributes that are accepted but not read."""
-    result = helper.make_function(
-        DOMAIN, name, inputs, [output], body.nodes, [helper.make_opsetid("", opset)], attributes=attributes
-    )
-    result.attribute_proto.extend(helper.make_attribute(key, value) for key, value in others.items())
-    if overload:
-        result.overload = overload
-    return result

@@ -25,14 +25,14 @@ from mla_compile.options import Options
 
 @one_at_a_time()
 def export_onnx(
-    model: Any,
+    model: object,
     path: str | Path,
     *,
     profile: str = "portable",
     prefill: bool = True,
     dtype: str | torch.dtype | None = None,
-    example_inputs: Any = None,
-    dynamic_shapes: Any = None,
+    example_inputs: object = None,
+    dynamic_shapes: object = None,
     fold: str = "auto",
     sparse: str = "auto",
     verify: bool = True,
@@ -128,7 +128,7 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
     return copy.deepcopy(model).to(dtype)
 
 
-def _traced(model: Any, example_inputs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
+def _traced(model: object, example_inputs: Any, dynamic_shapes: Any) -> torch.export.ExportedProgram:
     if isinstance(model, torch.export.ExportedProgram):
         return model
     if not isinstance(model, torch.nn.Module):

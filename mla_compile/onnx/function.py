@@ -72,27 +72,15 @@ def defined(
     name: str, inputs: Sequence[str], signature: Signature, body: Writer, opset: int, overload: str
 ) -> onnx.FunctionProto:
     """Wrap ``body`` as a function with the operator's attributes; ``signature`` tells which of them it reads."""
-    attributes = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
-    inside = [] if name == NAME else [helper.make_opsetid(DOMAIN, VERSION)]
-    result = helper.make_function(
-        DOMAIN,
-        name,
-        inputs,
-        signature.outputs,
-        body.nodes,
-        [helper.make_opsetid("", opset), *inside],
-        attributes=attributes,
-        doc_string="Decode attention over one shared row per token; see the model's metadata.",
-    )
-    # Attributes that the body is specialised for are accepted but not read.
-    result.attribute_proto.extend(
-        helper.make_attribute(name, value)
-        for name, value in (("causal", 0), ("value_width", 0), ("softcap", 0.0), ("window", 0))
-        if name not in attributes
-    )
-    if overload:
-        result.overload = overload
-    return result
+    read = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
+    # The body is specialised for the other attributes.
+    others = {"causal": 0, "value_width": 0, "softcap": 0.0, "window": 0}
+    return body.function(
+        name, inputs, signature.outputs, opset, overload, read=read,
+        ignored={n: value for n, value in others.items() if n not in read},
+        imports=[] if name == NAME else [helper.make_opsetid(DOMAIN, VERSION)],
+        doc="Decode attention over one shared row per token; see the model's metadata.",
+    )  # fmt: skip
 
 
 class _Body(Writer):

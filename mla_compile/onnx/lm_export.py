@@ -18,7 +18,7 @@ from mla_compile.onnx.attach import signature
 from mla_compile.onnx.convert import Converted, convert
 from mla_compile.onnx.exported import DTYPES, Exported, Progress, Verification
 from mla_compile.onnx.interface import attention_nodes
-from mla_compile.onnx.manifest import MANIFEST, WEIGHTS, AttentionNode, Cache, FileEntry, Manifest
+from mla_compile.onnx.manifest import MANIFEST, WEIGHTS, AttentionNode, Cache, Manifest
 from mla_compile.onnx.profile import Profile
 from mla_compile.options import Options
 from mla_compile.report.report import Report
@@ -51,7 +51,7 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
         graphs["prefill.onnx"] = second
     say("writing weights")
     nodes = [_node(n) for n in attention_nodes(decode.model.graph)]
-    written = artifact.write_graphs({name: made.model for name, made in graphs.items()}, stage)
+    files = artifact.write_graphs({name: made.model for name, made in graphs.items()}, stage)
     for name in graphs:
         onnx.checker.check_model(str(stage / name), full_check=True)
     verification = _verify(lm, stage, graphs, caches, profile, dtype, say, one_token=one_token, check=options.verify)
@@ -62,11 +62,11 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
         minimum_onnxruntime=profile.minimum_onnxruntime,
         created_by=f"mla_compile {__version__}",
         graphs={name.removesuffix(".onnx").replace("model", "decode"): name for name in graphs},
-        files={name: FileEntry(*entry) for name, entry in written.files.items()},
+        files=files,
         decode_query=1 if one_token else None,
         caches=tuple(_cache(c, entry.dtype) for c, entry in zip(caches, _entries(lm, caches), strict=True)),
         attention=tuple(nodes),
-        weights_sha256=written.files[WEIGHTS][1],
+        weights_sha256=files[WEIGHTS].sha256,
         **_vocabulary(lm.model),
     )
     (stage / MANIFEST).write_text(manifest.to_json())

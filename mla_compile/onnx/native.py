@@ -174,7 +174,7 @@ def _runs_on(arch: str, built: Sequence[str]) -> bool:
     return latest is None or PRESETS.get(arch, latest).smem >= latest.smem
 
 
-def _not_covered(node: Any, dims: Iterable[Mapping[str, Any]]) -> str | None:
+def _not_covered(node: object, dims: Iterable[Mapping[str, object]]) -> str | None:
     get = node.get if isinstance(node, Mapping) else lambda name, default=None: getattr(node, name, default)
     if get("value_width"):
         return f"a node sums {get('value_width')} columns across latent and rope, which its kernels cannot do"

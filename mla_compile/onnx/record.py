@@ -133,7 +133,7 @@ class Record:
         return f"{self.where}.{name}" if self.where else name
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Shorten a value to fit one line of an error."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

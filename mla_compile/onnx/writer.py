@@ -8,6 +8,8 @@ from typing import Any
 import onnx
 from onnx import AttributeProto, TensorProto, helper
 
+from mla_compile.onnx.op import DOMAIN
+
 _FLOAT = TensorProto.FLOAT
 
 
@@ -96,6 +98,33 @@ class Writer:
         for other in conditions[1:]:
             held = self.op("And", held, other)
         return held
+
+    def function(
+        self,
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        opset: int,
+        overload: str,
+        *,
+        read: Sequence[str],
+        ignored: Mapping[str, float],
+        imports: Sequence[onnx.OperatorSetIdProto] = (),
+        doc: str | None = None,
+    ) -> onnx.FunctionProto:
+        """Return the nodes as a function of our domain.
+
+        ``read``: the attributes that the nodes read. ``ignored``: attributes that are accepted but not read, with their
+        values. ``imports``: the domains of the nodes beside the standard one.
+        """
+        opsets = [helper.make_opsetid("", opset), *imports]
+        made = helper.make_function(
+            DOMAIN, name, inputs, outputs, self.nodes, opsets, attributes=list(read), doc_string=doc
+        )
+        made.attribute_proto.extend(helper.make_attribute(key, value) for key, value in ignored.items())
+        if overload:
+            made.overload = overload
+        return made
 
     def graph(self, name: str, outputs: Mapping[str, int]) -> onnx.GraphProto:
         """Return the nodes as a branch; ``outputs`` are names and dtypes."""

@@ -14,8 +14,8 @@ from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.rewrite.by_heads import by_heads as in_groups
-from mla_compile.passes.verify.by_heads import by_heads_comparison
 from mla_compile.passes.verify.comparison import Check, Checks, Comparison
+from mla_compile.passes.verify.others import by_heads_comparison
 from mla_compile.pipeline.analyses import canonicalize, copy_with_origins, device_type, sites, weights
 from mla_compile.pipeline.manager import Analyses
 from mla_compile.pipeline.state import PassState

@@ -29,7 +29,7 @@ class Analyses:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._kept: dict[Callable[[Analyses], Any], Any] = {}
+        self._kept: dict[Callable[[Analyses], object], Any] = {}
 
     def get(self, analysis: Callable[[Analyses], _T]) -> _T:
         """The result of ``analysis``, computed now unless it is still valid."""
@@ -37,7 +37,7 @@ class Analyses:
             self._kept[analysis] = analysis(self)
         return cast("_T", self._kept[analysis])
 
-    def invalidate(self, keeps: Collection[Callable[[Analyses], Any]] = ()) -> None:
+    def invalidate(self, keeps: Collection[Callable[[Analyses], object]] = ()) -> None:
         """Forget all analyses but ``keeps``, because the graph has changed."""
         self._kept = {analysis: result for analysis, result in self._kept.items() if analysis in keeps}
 

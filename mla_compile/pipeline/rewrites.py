@@ -27,9 +27,8 @@ from mla_compile.passes.rewrite.project import Heads, lower_projections
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.verify.comparison import Checks
-from mla_compile.passes.verify.index import index_comparison
+from mla_compile.passes.verify.others import index_comparison, split_comparison
 from mla_compile.passes.verify.sites import site_comparison
-from mla_compile.passes.verify.split import split_comparison
 from mla_compile.pipeline.analyses import linear_maps, read_weights, weights
 from mla_compile.pipeline.state import PassState
 

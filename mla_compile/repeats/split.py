@@ -23,7 +23,9 @@ from mla_compile.repeats.stretches import (
 )
 
 
-def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, dict[str, list[Any]]] | None:
+def split(
+    gm: fx.GraphModule, example_inputs: Sequence[object]
+) -> tuple[fx.GraphModule, dict[str, list[object]]] | None:
     """The graph as calls of submodules, and by name the example inputs of the first call of each submodule.
 
     ``gm``: ATen with ``meta["val"]`` on every node; it is not changed. ``example_inputs``: one per placeholder. A part
@@ -95,7 +97,7 @@ def _is_given(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") or node.target is getattr
 
 
-def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, Any]) -> bool:
+def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, object]) -> bool:
     """Whether some stretch writes to memory that it may be given twice.
 
     A part is compiled for inputs with separate memory, as in its first call.
@@ -142,11 +144,11 @@ def _sizes(one: Stretch, known: dict[Any, fx.Node]) -> list[fx.Node] | None:
     return [known[s] for s in sorted(symbols & known.keys(), key=str)] if symbols <= known.keys() | said else None
 
 
-def _symbol(node: fx.Node) -> Any:
+def _symbol(node: fx.Node) -> object:
     """The symbol of an input or a value, if it is a symbolic number."""
     expression = _expression(node.meta.get("val"))
     return expression if getattr(expression, "is_symbol", False) else None
 
 
-def _expression(value: Any) -> Any:
+def _expression(value: object) -> object:
     return value.node.expr if isinstance(value, torch.SymInt) else None

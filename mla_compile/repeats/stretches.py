@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -76,7 +75,7 @@ def is_closed(one: Stretch) -> bool:
     return plain and not any(free_unbacked_symbols(value) for value in values_of((*one.inputs, *one.steps)))
 
 
-def values_of(nodes: Sequence[fx.Node]) -> Iterator[Any]:
+def values_of(nodes: Sequence[fx.Node]) -> Iterator[object]:
     """The tensors and symbolic numbers among the values of nodes."""
     for value in pytree.tree_leaves([node.meta.get("val") for node in nodes]):
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -58,11 +57,11 @@ class FoldedWeights:
         self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """How values are computed, without any of them."""
         return {**vars(self), "_known": {}, "_lock": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
     def values(self, inputs: Inputs) -> list[torch.Tensor]:
@@ -207,7 +206,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def with_folds(call: Call, folds: FoldedWeights) -> Call:
     """A callable of the original inputs, to which the folded weights are appended."""
 
-    def folded(*inputs: Any) -> Any:
+    def folded(*inputs: object) -> object:
         return call(*inputs, *folds.values(inputs))
 
     return folded

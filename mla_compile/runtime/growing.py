@@ -38,7 +38,7 @@ def with_room(call: Call, program: Program) -> Call:
     # Dynamo keeps this closure alive, so it must not refer to the program, which holds the weights.
     shown, mutated = {*program.aliases.values()}, {*program.mutations}
 
-    def around(*inputs: Any) -> Any:
+    def around(*inputs: Any) -> object:
         given = list(inputs)
         written: list[tuple[RankRows, torch.Tensor]] = []
         for index in sorted(whole):
@@ -81,12 +81,12 @@ def with_room(call: Call, program: Program) -> Call:
     return around
 
 
-def _shown(program: Program, at: int | None, output: int) -> Any:
+def _shown(program: Program, at: int | None, output: int) -> object:
     """What a graph knows of a cache: of the rows that it appends to, or else of those that it returns."""
     node = program.outputs[output] if at is None else program.placeholders[at]
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
-def _is_open(value: Any, axis: int) -> bool:
+def _is_open(value: object, axis: int) -> bool:
     """Whether a graph is compiled for any length of a tensor."""
     return isinstance(value, torch.Tensor) and isinstance(value.shape[axis], torch.SymInt)

@@ -29,7 +29,7 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Keep Dynamo out of a function that its guards call; later releases do so themselves, at no cost per call."""
+    """Keep Dynamo from tracing a function that its guards call. From torch 2.13 on, Dynamo itself does not trace it."""
     return function if TorchVersion(torch.__version__) >= "2.13" else torch.compiler.disable(function)
 
 
@@ -101,7 +101,7 @@ class LatentTensor(torch.Tensor):
         return LatentTensor.of(recipe, rows, [inner[f"leaf{i}"] for i in range(recipe.leaves)])
 
     @classmethod
-    def __metadata_guard__(cls, a: Any, b: Any) -> bool:
+    def __metadata_guard__(cls, a: object, b: object) -> bool:
         return a is b or bool(a == b)
 
     # The interface that this package reads.
@@ -164,7 +164,7 @@ class LatentTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+        cls, func: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         kept = _on_rows(func, args, kwargs)
@@ -213,10 +213,10 @@ class LatentTensor(torch.Tensor):
         """K as nested lists."""
         return self.expanded().tolist()
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: object = None) -> object:
         return self.settled().__array__(dtype) if dtype is not None else self.settled().__array__()
 
-    def __dlpack__(self, **arguments: Any) -> Any:
+    def __dlpack__(self, **arguments: Any) -> object:
         return self.settled().__dlpack__(**arguments)
 
     def __dlpack_device__(self) -> Any:
@@ -234,7 +234,7 @@ class LatentTensor(torch.Tensor):
         made: torch.Tensor = memo[id(self)]
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.expanded().__reduce_ex__(protocol)  # a saved cache holds plain tensors
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -242,7 +242,7 @@ class LatentTensor(torch.Tensor):
         return f"LatentTensor(shape={list(self.shape)}, dtype={self.dtype}, {how})"
 
 
-def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentTensor | None:
+def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentTensor | None:
     """Apply what caches do to K along tokens and batch (copy, slice, join, reorder) to its rows instead."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)

@@ -20,7 +20,7 @@ from mla_compile.runtime.latent import LatentTensor
 from mla_compile.runtime.shared_rows import RankRows
 
 
-def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
+def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[object]:
     """The example inputs of a Dynamo graph, with plain fake tensors in place of tensors that hold rows.
 
     They replace the graph's own examples, too, because a trace of a part of the graph starts from those.
@@ -41,13 +41,13 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
     may_be_written = possibly_written(gm.graph)
     written = [node in may_be_written for node in gm.graph.find_nodes(op="placeholder")]
 
-    def plain(*inputs: Any) -> Any:
+    def plain(*inputs: object) -> object:
         return call(*(_plain(x, written=is_written) for x, is_written in zip(inputs, written, strict=False)))
 
     return plain
 
 
-def _plain(value: Any, *, written: bool) -> Any:
+def _plain(value: object, *, written: bool) -> object:
     """The expanded K; for a graph that writes to it, the memory that replaces the rows."""
     if isinstance(value, RankRows):  # every rank runs this graph, so the collective is safe
         return value.refuse("a graph writes to it") if written else value.full_tensor()

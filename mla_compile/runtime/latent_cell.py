@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -105,7 +104,7 @@ _sharing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Written rows -> the cells of the buffers that use them."""
 
 
-_made: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}
+_made: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}
 
 
 def once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:

@@ -123,7 +123,7 @@ class BuffersInTrace:
         The record is made in the call, because one graph may serve several layers.
         """
 
-        def noted(*inputs: Any) -> Any:
+        def noted(*inputs: object) -> Any:
             self._note(captured, base, inputs)
             return call(*inputs)
 

@@ -182,7 +182,7 @@ class RankRows(torch.Tensor):
         """Raise :class:`SharedCacheError`: no memory holds all rows."""
         self.refuse("tolist() reads it")
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: object = None) -> Any:
         self.refuse("numpy reads it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -191,7 +191,7 @@ class RankRows(torch.Tensor):
         made: torch.Tensor = memo[id(self)]
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         self.refuse("it is to be saved")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -208,7 +208,7 @@ def _empty(x: RankRows) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _spares_tokens(func: Any, args: tuple[Any, ...], axis: int) -> bool:
+def _spares_tokens(func: object, args: tuple[Any, ...], axis: int) -> bool:
     """Whether an operator copies rows, or selects among them along an axis before the tokens."""
     if func is aten.clone.default:
         return True

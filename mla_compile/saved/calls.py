@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def entry_of(call: bytes, guards: bytes, model: torch.nn.Module) -> Entry:
     return Entry(partial(guards_of_file, guards, model, code, scope), FunctionType(code, scope, code.co_name, (None,)))
 
 
-def kind_of(model: torch.nn.Module, options: Mapping[str, Any]) -> kind.Kind:
+def kind_of(model: torch.nn.Module, options: Mapping[str, object]) -> kind.Kind:
     """Return the conditions of a folder except the traced source files."""
     return {
         "versions": kind.of_versions(),
@@ -68,7 +67,7 @@ class _Refusing:
     whole: str
     kind_of_error: type[Exception]
 
-    def __call__(self, *_: Any) -> Any:
+    def __call__(self, *_: object) -> object:
         raise self.kind_of_error(
             f"{self.part} was called by itself, and code is saved for calls of {self.whole} alone: save {self.part}"
         )

@@ -20,7 +20,7 @@ class Entry:
         hits: how often it ran.
     """
 
-    def __init__(self, make: Callable[[], Any], run: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[[], object], run: Callable[..., Any]) -> None:
         self._make, self.run, self.hits = make, run, 0
         self._guards: Any = None
 
@@ -45,7 +45,9 @@ class Entries:
         self.entries = list(entries)
         self.where = where
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: Any
+    ) -> object:
         """The module's forward. Raises :class:`ModelFileError` for a call like none that was saved."""
         given = {"module": module, "args": args, "kwargs": kwargs, "forward": forward}
         for entry in self.entries:
@@ -56,7 +58,7 @@ class Entries:
                 return entry.run(module, args, kwargs, forward)
         raise ModelFileError(self._why(given))
 
-    def _why(self, given: dict[str, Any]) -> str:
+    def _why(self, given: dict[str, object]) -> str:
         reasons = dict.fromkeys(_first_failure(entry.guards, given) for entry in self.entries)
         return (
             f"{self.where} has no code for this call: {'; '.join(reasons)}. Save with calls like this one "
@@ -64,7 +66,7 @@ class Entries:
         )
 
 
-def _first_failure(guards: Any, given: dict[str, Any]) -> str:
+def _first_failure(guards: Any, given: dict[str, object]) -> str:
     """What does not hold, in Dynamo's words without its comments."""
     parts = guards.check_verbose(given).verbose_code_parts
     return parts[0].split("  #")[0].strip() if parts else "a guard of Dynamo does not hold"

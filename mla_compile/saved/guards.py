@@ -50,7 +50,7 @@ class _GuardsPickler(GuardsStatePickler):
     def persistent_id(self, value: object) -> str | None:
         return self.names.get(id(value))
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, LatentTensor) and value.recipe is not None:
             return _latent, (value.recipe, value.shown_rows(), value.leaves, value.is_own, _marks(value))
         if isinstance(value, LatentTensor):
@@ -62,11 +62,11 @@ class _GuardsPickler(GuardsStatePickler):
         return super().reducer_override(value)
 
 
-def _marks(value: torch.Tensor) -> dict[str, Any]:
+def _marks(value: torch.Tensor) -> dict[str, object]:
     return {name: getattr(value, name) for name in _MARKS if hasattr(value, name)}
 
 
-def _latent(recipe: Any, rows: Any, leaves: Any, own: bool, marks: dict[str, Any]) -> LatentTensor:  # noqa: FBT001
+def _latent(recipe: Any, rows: Any, leaves: Any, own: bool, marks: dict[str, object]) -> LatentTensor:  # noqa: FBT001
     made = LatentTensor.of(recipe, rows, leaves, own=own)
     for name, value in marks.items():
         setattr(made, name, value)
@@ -81,7 +81,7 @@ def _empty(
     device: Any,
     grad: bool,  # noqa: FBT001  pickle passes arguments by position
     inference: bool,  # noqa: FBT001
-    marks: dict[str, Any],
+    marks: dict[str, object],
 ) -> torch.Tensor:
     with torch.inference_mode(mode=inference):
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -123,7 +123,7 @@ def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
     return values
 
 
-def guards_of_file(data: bytes, model: torch.nn.Module, code: CodeType, scope: dict[str, Any]) -> Any:
+def guards_of_file(data: bytes, model: torch.nn.Module, code: CodeType, scope: dict[str, object]) -> object:
     """Build the guards of a call for ``model``. ``scope`` holds the globals of the compiled ``code``.
 
     Raises :class:`ModelFileError`, which names the first value that differs from the saved one.

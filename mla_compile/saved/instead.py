@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
-def instead(owner: Any, name: str, value: object) -> Iterator[None]:
+def instead(owner: object, name: str, value: object) -> Iterator[None]:
     """``owner.name`` is ``value`` within the block. For who holds Dynamo's lock: the whole process sees it."""
     before = getattr(owner, name)
     setattr(owner, name, value)

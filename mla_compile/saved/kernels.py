@@ -38,7 +38,7 @@ def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
 
     load = AsyncCompile.cpp_pybinding
 
-    def loading(self: Any, argument_types: list[str], source: str) -> Any:
+    def loading(self: Any, argument_types: list[str], source: str) -> object:
         made = load(self, argument_types, source)
         kernel = made.result() if hasattr(made, "result") else made
         found[key_of(argument_types, source)] = Path(kernel.__self__.__file__)
@@ -66,7 +66,7 @@ def given(files: Mapping[str, Path], folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _calling(loading: Callable[..., Any], folder: Path) -> Iterator[None]:
+def _calling(loading: Callable[..., object], folder: Path) -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile
 
     before = os.environ.get(_PLACE)
@@ -85,7 +85,7 @@ def _kernel(key: str, file: Path) -> Callable[..., None]:
     """Load a kernel as ``CppPythonBindingsCodeCache`` does."""
     name = f"mla_compile_saved_{key}.kernel"
     if name not in sys.modules:
-        address: Any = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+        address: object = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None

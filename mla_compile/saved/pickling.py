@@ -32,7 +32,7 @@ class SavedGraph:
                 at = vars(at).setdefault(owner, types.SimpleNamespace())
             setattr(at, last, value)
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any) -> object:
         """The graph's outputs."""
         call = vars(self).get("_call")
         if call is None:
@@ -93,7 +93,7 @@ class _CallPickler(pickle.Pickler):
     def persistent_id(self, value: object) -> str | None:
         return self.names.get(id(value))
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, fx.GraphModule):
             return SavedGraph, _source_of(value)
         if isinstance(value, Expr):
@@ -119,7 +119,7 @@ class _CallPickler(pickle.Pickler):
         return NotImplemented
 
 
-def _source_of(gm: fx.GraphModule) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _source_of(gm: fx.GraphModule) -> tuple[str, dict[str, object], dict[str, object]]:
     code = gm.graph.python_code("self")
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     held = {}
@@ -157,15 +157,15 @@ def _expression(
     return Expr(value, None, node, op, args, kwargs)
 
 
-def _operator(namespace: str, name: str, overload: str) -> Any:
+def _operator(namespace: str, name: str, overload: str) -> object:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _packet(namespace: str, name: str) -> Any:
+def _packet(namespace: str, name: str) -> object:
     return getattr(getattr(torch.ops, namespace), name)
 
 
-def _inductor(data: bytes) -> Callable[..., Any]:
+def _inductor(data: bytes) -> Callable[..., object]:
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
     return deserialize_bundled_cache_entry(pickle.loads(data))

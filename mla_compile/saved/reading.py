@@ -75,7 +75,7 @@ def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, pla
     return Entries(entries, str(where))
 
 
-def _parsed(where: Path, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any], Options]:
+def _parsed(where: Path, given: Mapping[str, Any]) -> tuple[str | None, dict[str, object], Options]:
     """Return the mode, Dynamo's settings and the options of a manifest."""
     ours = {field.name: given[field.name] for field in fields(Options) if field.name in given}
     settings = {name: value for name, value in given.items() if name in ("dynamic", "fullgraph")}

@@ -99,7 +99,7 @@ class Recording:
         values = {name: known[name] for name in read if name in known and not name.startswith("__builtins_dict__")}
         self.compiled.append(RecordedCall(code, guards, self._modules, values))
 
-    def add_backend_id(self, name: str, call: Callable[..., Any] | None = None) -> None:
+    def add_backend_id(self, name: str, call: Callable[..., object] | None = None) -> None:
         """A graph was compiled; ``name``: the global by which the code calls it."""
         if call is not None:
             self._graphs[name] = call
@@ -112,11 +112,11 @@ class Recording:
         """Functions were traced."""
         self.traced.update(codes)
 
-    def add_resume_function(self, code: CodeType, *_: Any) -> None:
+    def add_resume_function(self, code: CodeType, *_: object) -> None:
         """The graph broke."""
         self._cannot(f"the graph breaks in {code.co_name} ({code.co_filename}:{code.co_firstlineno})")
 
-    def update_device_type(self, _: Any) -> None:
+    def update_device_type(self, _: object) -> None:
         """Not of interest."""
 
     def bypass_current_entry(self) -> None:

@@ -102,7 +102,7 @@ def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str,
     return data
 
 
-def _generate(model: Any) -> None:
+def _generate(model: object) -> None:
     if not hasattr(model, "warm_up"):
         raise ExportError(
             f"{type(model).__name__} has no generate(): give run=, a function that calls the model as it will be called"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any
 
 from starlette.types import ASGIApp, Message
 
 logger = logging.getLogger("mla_compile")
 TRIAL = "trial"
 """The id of these requests. Those of clients are random, and none of theirs."""
-_BODIES: dict[str, dict[str, Any]] = {
+_BODIES: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "a b c"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b c"}]},
 }
@@ -26,7 +25,7 @@ def try_out(app: ASGIApp) -> None:
             logger.info("%s, streamed: %s: %s", path, stream, status)
 
 
-async def _status(app: ASGIApp, path: str, body: dict[str, Any]) -> int:
+async def _status(app: ASGIApp, path: str, body: dict[str, object]) -> int:
     scope = {
         "type": "http",
         "http_version": "1.1",

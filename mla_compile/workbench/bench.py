@@ -117,7 +117,7 @@ class Subject:
         return int(values * size)
 
 
-def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
+def config_of(source: str, layers: int) -> tuple[object, tuple[str, ...]]:
     """Read the config in a file or directory, cut to ``layers`` and a small vocabulary. Raises :class:`InputError`."""
     if source.startswith("python:"):
         raise InputError("bench builds its model from a config; give a config.json, a directory with one, or --dims")
@@ -160,7 +160,7 @@ def config_with(dims: Dims, layers: int) -> Any:
     )  # fmt: skip
 
 
-def subject(config: Any, notes: tuple[str, ...], settings: BenchSettings) -> Subject:
+def subject(config: object, notes: tuple[str, ...], settings: BenchSettings) -> Subject:
     """Survey a model without allocating it.
 
     Raises :class:`InputError` if it does not fit in memory, :class:`NothingToCompareError` if nothing is absorbed.

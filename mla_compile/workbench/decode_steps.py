@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """The allowed difference of logits, relative to the largest logit."""
 
 
-def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dict[str, Callable[..., Any]]:
+def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dict[str, Callable[..., object]]:
     """Return the model uncompiled (``eager``), compiled (``inductor``), and compiled by our backend (``mla``).
 
     Without Inductor (``codegen="eager"``) the compiled variants run the graphs that they would otherwise pass to

@@ -272,7 +272,7 @@ def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreemen
     return Agreement(tuple(tokens.tolist()), first, tie, error, tolerance)
 
 
-def measure(model: Any, steps: dict[str, Any], context: int, settings: DemoSettings) -> Timing:
+def measure(model: object, steps: dict[str, Any], context: int, settings: DemoSettings) -> Timing:
     """Time a decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
     for step in steps.values():
         timed_step(model, step, context, settings.dtype)
@@ -285,13 +285,13 @@ def measure(model: Any, steps: dict[str, Any], context: int, settings: DemoSetti
 
 
 @torch.no_grad()
-def timed_step(model: Any, step: Callable[..., Any], context: int, dtype: str) -> float:
+def timed_step(model: object, step: Callable[..., object], context: int, dtype: str) -> float:
     """Return the seconds of one decode step whose cache holds ``context`` random rows; no prompt fills it."""
     inputs = _decode_inputs(model, context, dtype)
     return timed(lambda: step(**inputs))
 
 
-def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, Any]:
+def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, object]:
     """Return exactly what ``generate()`` passes for the token after ``context`` cached ones, to reuse its graphs."""
     from transformers import DynamicCache
 

@@ -46,7 +46,9 @@ def comparisons() -> Iterator[None]:
         knobs.runtime.add_stages_inspection_hook = before
 
 
-def _hook(backend: Any = None, stages: dict[str, Callable[..., Any]] | None = None, *_: Any) -> tuple[str, str] | None:
+def _hook(
+    backend: object = None, stages: dict[str, Callable[..., Any]] | None = None, *_: Any
+) -> tuple[str, str] | None:
     """Without arguments, the addition to the key of Triton's cache; else append :func:`compared` to the PTX stage."""
     if stages is None:
         return _KEY, _KEY

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# the name since Triton 3.8, and the name before
+# Triton 3.8 renamed this function.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 

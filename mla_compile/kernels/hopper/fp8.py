@@ -46,25 +46,19 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: i
     to = begun(call)
     to.types |= dict.fromkeys(("latent", "rope"), "*i32")
     by_row = scales.dim() > 0 or groups > 0  # else one scale for the whole call, which the consumers apply
-    for name, used in (("kv_scale", not by_row), ("token_scale", by_row)):
-        to.pointer(name, scales if used else None)
-        if used:
-            to.buffers[name] = "kv_scale"
+    to.pointer("kv_scale", None if by_row else scales)
+    to.pointer("token_scale", scales if by_row else None, "kv_scale")
     to.strides(dict(zip(("scale_b", "scale_t", "scale_g"), (*scales.stride(), 0, 0, 0), strict=False)))
     if listed:
         lists.told(call, to, "work")
     else:
         to.constants |= dict.fromkeys(("indices", "mask", "places"))
         to.constants |= dict.fromkeys(("mask_b", "mask_s", "mask_t", "indices_b", "indices_s", "entries"), 0)
-    kept = [("items", "items", ragged), ("slots", "shift", ragged)]
-    if not listed:
-        kept.append(("work", "work", call.mask is not None))  # halves of int64 words
-    for name, buffer, used in kept:
-        if used:
-            to.scratch(name, buffer, "*i32")
-        else:
-            to.constants[name] = None
+        to.scratch("work", "work", "*i32", used=call.mask is not None)  # halves of int64 words
+    to.scratch("items", "items", "*i32", used=ragged)
+    to.scratch("slots", "shift", "*i32", used=ragged)
     written(call, to, parts=not whole, final=ragged or whole)
+    to.pointer("sinks", call.sinks if ragged or whole else None)
     of_tiles = {"work_b": 0, "plane": 0}
     if call.mask is not None and not listed:
         _, count, entries = portable.list_shape(call, plan)

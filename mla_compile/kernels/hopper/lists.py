@@ -61,6 +61,7 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: i
     to = begun(call)
     told(call, to, "words")
     written(call, to, parts=not direct, final=direct)
+    to.pointer("sinks", call.sinks if direct else None)
     tell(to, {"tokens": z.B * z.S, "least": least})
     to.constants |= {
         "PAGE": 0 if z.page == 0 or portable.in_one_piece(call) else z.page,

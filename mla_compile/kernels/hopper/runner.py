@@ -18,12 +18,12 @@ from mla_compile.kernels.hopper.step import Box, GluonStep
 from mla_compile.kernels.triton.runner import Address, Launch, bind, placed
 
 LOG = logging.getLogger("mla_compile.kernels")
-_compiled: dict[Any, Any] = {}
+_compiled: dict[object, object] = {}
 _options: dict[str, Any] = {}  # compile options that consan() adds
 
 
 @lru_cache(maxsize=4096)
-def descriptor(box: Box, address: int) -> Any:
+def descriptor(box: Box, address: int) -> object:
     """The TMA descriptor of a box at an address: a pure function of both, so that it may be cached forever."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -33,7 +33,7 @@ def descriptor(box: Box, address: int) -> Any:
     return TensorDescriptor(base, list(box.shape), list(box.strides), list(box.block), layout)
 
 
-def built(step: GluonStep, target: Any) -> Any:
+def built(step: GluonStep, target: Any) -> object:
     """A step compiled for a ``triton.backends.compiler.GPUTarget``."""
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -44,7 +44,7 @@ def built(step: GluonStep, target: Any) -> Any:
         return triton.compile(source, target=target, options={**options, **_options})
 
 
-def compiled(step: GluonStep, index: int) -> Any | None:
+def compiled(step: GluonStep, index: int) -> object | None:
     """The kernel of a step, loaded on device ``index``; None (logged once) if this Triton cannot compile it."""
     from triton.runtime.driver import driver
 

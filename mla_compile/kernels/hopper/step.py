@@ -74,12 +74,7 @@ def begun(call: DecodeCall) -> Arguments:
 
 def written(call: DecodeCall, to: Arguments, *, parts: bool, final: bool) -> None:
     """Add the destinations of results: ``parts``, the ``final`` results, or both if each item decides."""
-    for name, buffer, kind, used in (
-        ("o_part", "part", "*fp32", parts), ("lse_part", "part_lse", "*fp32", parts),
-        ("out", "out", TYPES[call.query.dtype], final), ("lse", "lse", "*fp32", final),
-    ):  # fmt: skip
-        if used:
-            to.scratch(name, buffer, kind)
-        else:
-            to.constants[name] = None
-    to.pointer("sinks", call.sinks if final else None)
+    to.scratch("o_part", "part", "*fp32", used=parts)
+    to.scratch("lse_part", "part_lse", "*fp32", used=parts)
+    to.scratch("out", "out", TYPES[call.query.dtype], used=final)
+    to.scratch("lse", "lse", "*fp32", used=final)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import Device
 from mla_compile.kernels.hopper import fp8, lists
-from mla_compile.kernels.hopper.step import Box, GluonStep, numbers, reach
+from mla_compile.kernels.hopper.step import Box, GluonStep, numbers, reach, tell, written
 from mla_compile.kernels.plan import (
     GRID_LIMIT,
     HOPPER_BLOCK,
@@ -30,10 +29,11 @@ from mla_compile.kernels.plan import (
 from mla_compile.kernels.shared import Buffers
 from mla_compile.kernels.triton import schedule
 from mla_compile.kernels.triton import steps as portable
-from mla_compile.kernels.triton.step import TYPES, Step
+from mla_compile.kernels.triton.step import TYPES, Arguments, Step
 from mla_compile.kernels.triton.steps import (
     COMBINE_COLUMNS,
     COMBINE_SPLITS,
+    combine_options,
     combine_step,
     list_shape,
     read_mask_bytes,
@@ -197,105 +197,69 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     whole = not ragged and plan.splits == 1
     # barriers of half a stage; the remaining one is for rope
     kind, parts = TYPES[call.latent.dtype][1:], (plan.barriers - 1) // 2
-    boxes, types = {}, {}
-    optional: dict[str, str | None] = {}
+    to, boxes = Arguments(), dict[str, Box]()
     for name, tensor, width in (
         ("latent", call.latent, LATENT // 2 // parts if rows == BLOCK else 64),
         ("rope", call.rope, ROPE),
     ):
         if tensor is None:
-            optional[name] = None
+            to.constants[name] = None
             continue
         T, R, C = tensor.shape
         boxes[name] = Box((T, R, C), _strides(tensor), (1, rows, width), tensor.dtype)
-        types[name] = f"tensordesc<{kind}{list(boxes[name].block)},{layout!r}>"
-    for name, tensor in (("table", call.block_table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
-        optional[name] = None if tensor is None else TYPES[tensor.dtype]
-    optional |= dict.fromkeys(("items", "slots"), "*i32" if ragged else None)
-    optional["work"] = None if call.mask is None else "*i32"  # halves of int64 words
-    optional |= dict.fromkeys(("o_part", "lse_part"), None if whole else "*fp32")
-    final = ragged or whole
-    optional |= {"out": TYPES[call.query.dtype] if final else None, "lse": "*fp32" if final else None}
-    buffers = {"q": "query", **{name: name for name in boxes}} | {
-        name: _BUFFERS.get(name, name) for name, of in optional.items() if of is not None
-    }
-    types |= {"q": TYPES[call.query.dtype]} | {name: of for name, of in optional.items() if of is not None}
+        to.buffers[name] = name
+        to.types[name] = f"tensordesc<{kind}{list(boxes[name].block)},{layout!r}>"
+    to.pointer("q", call.query, "query")
+    to.pointer("table", call.block_table)
+    to.pointer("seq_lens", call.seq_lens, "lengths")
+    to.pointer("sinks", call.sinks)
+    to.scratch("items", "items", "*i32", used=ragged)
+    to.scratch("slots", "shift", "*i32", used=ragged)
+    to.scratch("work", "work", "*i32", used=call.mask is not None)  # halves of int64 words
+    written(call, to, parts=not whole, final=ragged or whole)
     strides = dict(zip(("stride_qb", "stride_qs", "stride_qh"), call.query.stride(), strict=False))
-    told = numbers(call)
-    scalars: dict[str, int | float] = {
-        **{name: x for name, x in told.items() if x is not None},
-        **strides,
-        "table_stride": 0 if call.block_table is None else call.block_table.stride(0),
-        "T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least,
-    }  # fmt: skip
-    constants: dict[str, Any] = {name: None for name, of in optional.items() if of is None}
-    constants |= {name: None for name, x in told.items() if x is None}
+    to.aligned |= {name for name, stride in strides.items() if stride % 16 == 0}
+    table_stride = 0 if call.block_table is None else call.block_table.stride(0)
+    tell(to, {**numbers(call), **strides, "table_stride": table_stride})
+    tell(to, {"T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least})
     if call.mask is None:
-        constants |= {"work_b": 0, "plane": 0}
+        to.constants |= {"work_b": 0, "plane": 0}
     else:
         _, lists, entries = list_shape(call, plan)
-        scalars |= {"work_b": entries if lists > 1 else 0, "plane": entries * lists}
-    constants |= {"PAGE": z.page, "BOX": rows, "CAUSAL": call.causal and z.S > 1}
-    constants |= {"PARTIAL": 2 if ragged else int(not whole), "PARTS": parts, "HELD": plan.held}
-    constants["REGS"] = HELD_REGISTERS if plan.held else REGISTERS
-    aligned = {name for name, stride in strides.items() if stride % 16 == 0}
-    given = {"query": call.query, "table": call.block_table, "lengths": call.seq_lens, "sinks": call.sinks}
-    aligned |= {n for n, b in buffers.items() if n not in boxes and (b not in given or _is_aligned(given[b]))}
-    return GluonStep(
-        "mla_seesaw", kernels.mla_seesaw, (grid[0] // ctas, *grid[1:]), buffers, scalars, constants, types,
-        frozenset(aligned), {"num_warps": 4} | ({"num_ctas": ctas} if ctas > 1 else {}), boxes,
-    )  # fmt: skip
-
-
-_BUFFERS = {"seq_lens": "lengths", "slots": "shift", "o_part": "part", "lse_part": "part_lse"}  # argument: buffer
-
-
-def _is_aligned(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.data_ptr() % 16 == 0
+        to.scalars |= {"work_b": entries if lists > 1 else 0, "plane": entries * lists}
+    to.constants |= {"PAGE": z.page, "BOX": rows, "CAUSAL": call.causal and z.S > 1}
+    to.constants |= {"PARTIAL": 2 if ragged else int(not whole), "PARTS": parts, "HELD": plan.held}
+    to.constants["REGS"] = HELD_REGISTERS if plan.held else REGISTERS
+    options = {"num_warps": 4} | ({"num_ctas": ctas} if ctas > 1 else {})
+    made = to.step("mla_seesaw", kernels.mla_seesaw, (grid[0] // ctas, *grid[1:]), options)
+    return GluonStep(**vars(made), boxes=boxes)
 
 
 def _cut(call: DecodeCall, device: Device) -> Step:
     import mla_compile.kernels.triton.schedule_triton as kernels
 
-    z = call.sizes
-    parts, seen = schedule.partitions(device.sms, z.S * z.H), reach(call)
-    names = ("items", "shift", "first", "count")
-    return Step(
-        "cut",
-        kernels.cut,
-        (-(-(parts + 1) // kernels.PARTS), 1, 1),
-        {"seq_lens": "lengths"} | {name: name for name in names},
-        {"B": z.B, "T": z.T, "partitions": parts, **({} if seen is None else {"reach": seen})},
-        {
-            **({"reach": None} if seen is None else {}),
-            "BLOCK_B": max(16, 1 << (z.B - 1).bit_length()),
-            "PARTS": kernels.PARTS,
-            "BLOCK": BLOCK,
-            "OVERHEAD": schedule.OVERHEAD,
-        },
-        dict.fromkeys(("seq_lens", *names), "*i32"),
-        frozenset(names),
-        {"num_warps": 4, "num_stages": 1},
-    )
+    z, to = call.sizes, Arguments()
+    parts = schedule.partitions(device.sms, z.S * z.H)
+    to.buffers["seq_lens"], to.types["seq_lens"] = "lengths", "*i32"
+    for name in ("items", "shift", "first", "count"):
+        to.scratch(name, name, "*i32")
+    tell(to, {"B": z.B, "T": z.T, "partitions": parts, "reach": reach(call)})
+    to.constants |= {"BLOCK_B": max(16, 1 << (z.B - 1).bit_length()), "PARTS": kernels.PARTS}
+    to.constants |= {"BLOCK": BLOCK, "OVERHEAD": schedule.OVERHEAD}
+    return to.step("cut", kernels.cut, (-(-(parts + 1) // kernels.PARTS), 1, 1), {"num_warps": 4, "num_stages": 1})
 
 
 def _combine_slots(call: DecodeCall, plan: Plan) -> Step:
     import mla_compile.kernels.triton.schedule_triton as kernels
 
-    z = call.sizes
-    types = dict.fromkeys(("part", "part_lse", "lse"), "*fp32") | {"first": "*i32", "count": "*i32"}
-    types["out"] = TYPES[call.query.dtype]
-    constants: dict[str, Any] = {"V": LATENT, "BLOCK_S": COMBINE_SPLITS, "BLOCK_V": COMBINE_COLUMNS, "PDL": plan.pdl}
-    aligned = set(types)
-    if call.sinks is None:
-        constants["sinks"] = None
-    else:
-        types["sinks"] = TYPES[call.sinks.dtype]
-        aligned |= {"sinks"} if _is_aligned(call.sinks) else set()
-    options: dict[str, Any] = {"num_warps": 2, "num_stages": 1} | ({"launch_pdl": True} if plan.pdl else {})
+    z, to = call.sizes, Arguments()
+    for name in ("part", "part_lse", "lse"):
+        to.scratch(name, name, "*fp32")
+    for name in ("first", "count"):
+        to.scratch(name, name, "*i32")
+    to.scratch("out", "out", TYPES[call.query.dtype])
+    to.pointer("sinks", call.sinks)
+    to.scalars |= {"M": z.S * z.H, "H": z.H}
+    to.constants |= {"V": LATENT, "BLOCK_S": COMBINE_SPLITS, "BLOCK_V": COMBINE_COLUMNS, "PDL": plan.pdl}
     grid = (z.B * z.S * z.H, LATENT // COMBINE_COLUMNS, 1)
-    scalars: dict[str, int | float] = {"M": z.S * z.H, "H": z.H}
-    return Step(
-        "combine_slots", kernels.combine_slots, grid, {n: n for n in types}, scalars, constants, types,
-        frozenset(aligned), options,
-    )  # fmt: skip
+    return to.step("combine_slots", kernels.combine_slots, grid, combine_options(plan))

@@ -44,10 +44,7 @@ def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
     page, buffers = call.sizes.page, scratch(call)
     into.pointer("indices", call.indices)
     for name, kind in (("places", "*i32"), ("bias", "*fp32")):
-        if name in buffers:
-            into.scratch(name, name, kind)
-        else:
-            into.pointer(name, None)
+        into.scratch(name, name, kind, used=name in buffers)
     into.constants |= {"LIST_PAGE": page, "LOOKED_UP": LOOKED_UP}
     if call.indices is None:
         into.strides({"indices_b": 0, "indices_s": 0})

@@ -18,7 +18,7 @@ from mla_compile.kernels.triton.step import TYPES, Step
 
 LOG = logging.getLogger("mla_compile.kernels")
 Launch = Callable[[int, list[int]], None]  # stream, addresses
-_compiled: dict[Any, Any] = {}
+_compiled: dict[object, object] = {}
 
 
 class Address:
@@ -81,12 +81,12 @@ def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], 
     return go
 
 
-def _heard(hook: Any) -> bool:
+def _heard(hook: object) -> bool:
     """Whether a hook is set: Triton has chains of hooks, which may be empty, and a caller may put a function there."""
     return bool(getattr(hook, "calls", hook))
 
 
-def _compile(step: Step, index: int) -> Any:
+def _compile(step: Step, index: int) -> object:
     """The compiled kernel, loaded on this device; kinds of call that differ only in sizes share it."""
     import triton
     from triton.compiler import ASTSource

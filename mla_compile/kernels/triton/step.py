@@ -46,8 +46,8 @@ class Step:
     def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
         """``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
         signature: dict[str, str] = {}
-        constants: dict[tuple[int], Any] = {}
-        attributes: dict[tuple[int], Any] = {}
+        constants: dict[tuple[int], object] = {}
+        attributes: dict[tuple[int], object] = {}
         for i, name in enumerate(self.fn.arg_names):
             if name in self.buffers:
                 signature[name] = self.types[name]
@@ -61,7 +61,7 @@ class Step:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         return self.fn, signature, constants, attributes, self.options
 
-    def arguments(self, buffers: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, buffers: dict[str, object]) -> dict[str, object]:
         """Every argument by name, pointers from ``buffers``."""
         given: dict[str, Any] = {**self.scalars, **self.constants}
         given.update((argument, buffers[name]) for argument, name in self.buffers.items())
@@ -78,18 +78,21 @@ class Arguments:
         self.types: dict[str, str] = {}
         self.aligned: set[str] = set()
 
-    def pointer(self, name: str, tensor: Tensor | None, *, bits: bool = False) -> None:
-        """Add a tensor of the call; ``bits``: float8 is passed as bytes."""
+    def pointer(self, name: str, tensor: Tensor | None, buffer: str | None = None, *, bits: bool = False) -> None:
+        """Add a tensor of the call, in the buffer of this name by default; ``bits``: float8 is passed as bytes."""
         if tensor is None:
             self.constants[name] = None
             return
-        self.buffers[name] = name
+        self.buffers[name] = buffer or name
         self.types[name] = "*u8" if bits and tensor.dtype.itemsize == 1 else TYPES[tensor.dtype]
         if tensor.data_ptr() % 16 == 0:
             self.aligned.add(name)
 
-    def scratch(self, name: str, buffer: str, kind: str) -> None:
-        """Add a buffer of ours, which torch's allocator aligns."""
+    def scratch(self, name: str, buffer: str, kind: str, *, used: bool = True) -> None:
+        """Add a buffer of ours, which torch's allocator aligns; None if it is not used."""
+        if not used:
+            self.constants[name] = None
+            return
         self.buffers[name] = buffer
         self.types[name] = kind
         self.aligned.add(name)

@@ -189,10 +189,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
     wide = _rows(call, to, bits=bits)
     to.scratch("out", "out" if direct else "part", TYPES[call.query.dtype] if direct else "*fp32")
     to.scratch("lse", "lse" if direct else "part_lse", "*fp32")
-    if _staged(call, plan, device):
-        to.scratch("staged", "staged", TYPES[dot])
-    else:
-        to.pointer("staged", None)
+    to.scratch("staged", "staged", TYPES[dot], used=_staged(call, plan, device))
     to.pointer("table", call.block_table)
     to.pointer("lengths", call.seq_lens)
     mask, listed = call.mask, call.indices is not None
@@ -263,7 +260,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
     return to.step("attend", fn, grid, options)
 
 
-def combine_step(call: DecodeCall, plan: Plan, fn: Any) -> Step:
+def combine_step(call: DecodeCall, plan: Plan, fn: object) -> Step:
     """The launch that combines the splits of every request."""
     z = call.sizes
     to = Arguments()
@@ -275,7 +272,9 @@ def combine_step(call: DecodeCall, plan: Plan, fn: Any) -> Step:
     columns = min(COMBINE_COLUMNS, padded(z.V))
     to.scalars |= {"H": z.H, "NS": plan.splits}
     to.constants |= {"V": z.V, "BLOCK_S": COMBINE_SPLITS, "BLOCK_V": columns, "PDL": plan.pdl}
-    options: dict[str, Any] = {"num_warps": 2, "num_stages": 1}
-    if plan.pdl:
-        options["launch_pdl"] = True
-    return to.step("combine", fn, (z.B * z.S * z.H, -(-z.V // columns), 1), options)
+    return to.step("combine", fn, (z.B * z.S * z.H, -(-z.V // columns), 1), combine_options(plan))
+
+
+def combine_options(plan: Plan) -> dict[str, Any]:
+    """The options of a launch that combines splits or partitions."""
+    return {"num_warps": 2, "num_stages": 1, **({"launch_pdl": True} if plan.pdl else {})}

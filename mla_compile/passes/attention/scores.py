@@ -60,7 +60,7 @@ class Scores:
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def changed(self) -> Scores:
-        """Prepare for a change of the scores, which opens the core if only a softmax may follow."""
+        """Mark the scores as open, because an operator is about to change them, if only a softmax may follow."""
         return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:

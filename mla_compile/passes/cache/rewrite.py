@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.core.program import results_of
 from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
@@ -84,7 +85,7 @@ class _Rewriter:
         self.appended: dict[fx.Node, int] = {}
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
-        values: list[object] = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        values: list[object] = list(results_of(self.graph))
         for cache in caches:
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
             anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)

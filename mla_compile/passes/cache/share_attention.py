@@ -83,7 +83,7 @@ def _problem(node: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> st
     return None
 
 
-def _viewed(node: Any) -> Any:
+def _viewed(node: Any) -> object:
     """Return the tensor of which ``node`` is a view."""
     while is_view(node):
         node = args_of(node)[0]
@@ -199,7 +199,9 @@ class _SharedAttention:
         return seen[0] if len(seen) == 1 else self.call(aten.logical_and.default, *seen)
 
 
-def number(builder: Builder, op: Callable[[Any, Any], object], a: fx.Node | int, b: fx.Node | int) -> fx.Node | int:
+def number(
+    builder: Builder, op: Callable[[object, object], object], a: fx.Node | int, b: fx.Node | int
+) -> fx.Node | int:
     """Compute with sizes, immediately if both are numbers."""
     if isinstance(a, int) and isinstance(b, int):
         return op(a, b)  # type: ignore[return-value]  # a number of two numbers

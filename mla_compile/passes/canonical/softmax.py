@@ -97,7 +97,7 @@ def _without(x: fx.Node, dim: int) -> list[Size]:
     return [n for d, n in enumerate(shape(x)) if d != dim]
 
 
-def _division(node: fx.Node) -> tuple[Any, Any] | None:
+def _division(node: fx.Node) -> tuple[Any, object] | None:
     """Return ``a`` and ``b`` of ``a / b`` or ``a * reciprocal(b)``."""
     # A third argument, or a keyword, is a rounding mode.
     if packet(node) not in (aten.div, aten.mul) or len(args_of(node)) != 2 or node.kwargs:

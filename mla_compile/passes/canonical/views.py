@@ -142,7 +142,7 @@ def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
 
 def _in_shape_of(node: fx.Node) -> Spelling:
     x, other = args_of(node)
-    # Both operators are needed, because only `reshape_as` may copy.
+    # These become two operators, because `reshape` may copy and `view` may not.
     op = aten.view.default if packet(node) is aten.view_as else aten.reshape.default
     return op, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 

@@ -33,7 +33,7 @@ Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]
 
 @dataclass(frozen=True)
 class OperandAxis:
-    """Axis ``dim`` of an operand, of which each unit of the result reads ``inner`` positions."""
+    """Axis ``dim`` of an operand. Each unit of the result reads ``inner`` positions along this axis."""
 
     dim: int
     inner: int = 1

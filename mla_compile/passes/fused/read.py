@@ -120,7 +120,7 @@ def _only_result(call: fx.Node) -> fx.Node:
     return read[0]
 
 
-def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict[str, Any]:
+def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict[str, object]:
     """Return the arguments that affect the result, by the words of the library table."""
     found: dict[str, Any] = {}
     for name, given, default in _arguments(call, fake_mode):

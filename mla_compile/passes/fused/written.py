@@ -20,7 +20,7 @@ from mla_compile.passes.ir.graph import Builder, val
 aten = torch.ops.aten
 
 
-def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, Any]:
+def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, object]:
     """Return the arguments of the operator that ``call`` runs, by name; views are added before it.
 
     Raises ``ValueError`` with the name of an argument that is another part of its base.
@@ -44,8 +44,8 @@ def _view(
     builder = Builder(call, fake_mode)
     if "slice_dim" in told:
         return builder.call(aten.slice.Tensor, base, told["slice_dim"], told["slice_start"], told["slice_end"])
-    sizes: tuple[Any, ...] = tuple(told.get("size", ()))
-    strides: tuple[Any, ...] = tuple(told.get("stride", ()))
+    sizes: tuple[int, ...] = tuple(told.get("size", ()))
+    strides: tuple[int, ...] = tuple(told.get("stride", ()))
     offset: Any = told.get("storage_offset")
     if not sizes or not all(isinstance(n, int) for n in (*sizes, *strides, offset)) or not _is_dense(val(base)):
         raise ValueError(name)

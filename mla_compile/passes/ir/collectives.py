@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch.distributed as dist
 from torch import fx
@@ -51,7 +50,7 @@ def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
         name = schema_name(node).partition("::")[2].removesuffix("_")
         if node not in alive or not is_collective(node) or name == "wait_tensor" or (ours and OURS not in node.meta):
             continue
-        group: Any = named_arguments(node)["group_name"]
+        group = named_arguments(node)["group_name"]
         n = dist.distributed_c10d._get_group_size_by_name(group)
         size = sum(bytes_hint(x) for x in node.all_input_nodes if is_tensor(x))
         times = {"all_gather_into_tensor": n * (n - 1), "all_reduce": 2 * (n - 1)}.get(name, n - 1)

@@ -247,7 +247,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def widened(value: Any, dtype: torch.dtype | None) -> Any:
+def widened(value: object, dtype: torch.dtype | None) -> Any:
     """Replace an argument that is a floating dtype (of a cast) by ``dtype``, if that is given."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return dtype if floating and dtype is not None else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -63,13 +64,14 @@ def shape(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size(d) for d in val(node).shape)
 
 
+def elements_hint(node: fx.Node) -> int:
+    """Return the number of elements of ``node``'s value, at the sizes seen when the graph was traced."""
+    return math.prod(hint(size(dim), dim) for dim in val(node).shape)
+
+
 def bytes_hint(node: fx.Node) -> int:
     """Return the bytes of ``node``'s value, at the sizes seen when the graph was traced."""
-    tensor = val(node)
-    total = tensor.element_size()
-    for dim in tensor.shape:
-        total *= hint(size(dim), dim)
-    return total
+    return elements_hint(node) * val(node).element_size()
 
 
 def packet(node: object) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -11,10 +13,10 @@ def schema_name(node: fx.Node) -> str:
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def named_arguments(node: fx.Node) -> dict[str, object]:
-    """Return the arguments of a registered operator by name, including defaults."""
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a registered operator by name with its defaults, untyped like positional ones."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for position, one in enumerate(node.target._schema.arguments):
         if position < len(node.args):
             found[one.name] = node.args[position]

@@ -16,7 +16,7 @@ from torch import fx
 from mla_compile.passes.ir.axes import Atom, Axes, Axis, fresh_axis
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import part_of
-from mla_compile.passes.ir.graph import args_of, argument, bytes_hint, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, elements_hint, is_tensor, packet, shape, val
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, same_sizes
@@ -188,14 +188,11 @@ def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
     a, b = args_of(node)
     if not all(isinstance(n, fx.Node) and is_tensor(n) and not maps.is_weight(n) for n in (a, b)):
         return None
-    if packet(node) is aten.mul and _elements(a) < _elements(b):
+    if packet(node) is aten.mul and elements_hint(a) < elements_hint(b):
         a, b = b, a
     floating = all(val(n).dtype.is_floating_point for n in (a, b))
-    return Gated(a, b) if floating and same_sizes(shape(a), shape(node)) and _elements(b) < _elements(a) else None
-
-
-def _elements(node: fx.Node) -> int:
-    return bytes_hint(node) // val(node).element_size()
+    narrower = elements_hint(b) < elements_hint(a)
+    return Gated(a, b) if floating and narrower and same_sizes(shape(a), shape(node)) else None
 
 
 def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:

@@ -12,7 +12,7 @@ from mla_compile.passes.ir.graph import (
     HANDED_OVER,
     args_of,
     argument,
-    bytes_hint,
+    elements_hint,
     is_tensor,
     operator_name,
     packet,
@@ -73,14 +73,11 @@ def computed_weight(maps: KnowsRows, node: fx.Node) -> bool:
     operands = [n for n in scaled.all_input_nodes if is_tensor(n)]
     if packet(scaled) not in (aten.mul, aten.div) or len(operands) != 2:
         return False
-    size = _elements(scaled)
-    weight, factor = sorted(operands, key=_elements, reverse=True)
+    size = elements_hint(scaled)
+    weight, factor = sorted(operands, key=elements_hint, reverse=True)
     # A weight that is broadcast to the factor scales rows, or is the column that a row of width 1 is projected by.
-    return _elements(factor) < _elements(weight) == size and (maps.is_weight(weight) or computed_weight(maps, weight))
-
-
-def _elements(node: fx.Node) -> int:
-    return bytes_hint(node) // val(node).element_size()
+    scales = elements_hint(factor) < elements_hint(weight) == size
+    return scales and (maps.is_weight(weight) or computed_weight(maps, weight))
 
 
 def computed_projection(node: fx.Node) -> Stop:

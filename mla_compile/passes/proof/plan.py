@@ -272,7 +272,7 @@ def _copies(site: AttentionSite, product: int | None) -> int:
 def _part_dims(
     site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
 ) -> Dims | Stop:
-    """Return the letters of a part: N columns of K come from rows (all, if K stays), R are read as they are."""
+    """Return the letters of a part: N counts columns of K that come from rows (all, if K stays), R the others."""
     widths = [(axis_size(p.features), _copies(site, n)) for n, p in enumerate(site.products)]
     total = sum(size * copies for size, copies in widths if isinstance(size, int))
     value = axis_size(value_features(site))

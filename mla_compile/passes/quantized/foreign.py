@@ -9,7 +9,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, elements_hint, is_tensor, packet, shape
 from mla_compile.passes.ir.moves import Fill
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
@@ -33,7 +33,7 @@ def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
     given = [n for n in read if n not in weights]
     if not given or len(given) == len(read):
         return None
-    rows = max(given, key=lambda n: bytes_hint(n) // val(n).itemsize)
+    rows = max(given, key=elements_hint)
     as_many = same(math.prod(shape(rows)[:-1]), math.prod(shape(node)[:-1]))
     return rows if as_many and not same(shape(rows)[-1], shape(node)[-1]) else None
 

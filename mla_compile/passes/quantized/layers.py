@@ -20,7 +20,7 @@ from mla_compile.passes.quantized.registry import DequantizeFunction, QuantizedL
 Describe = Callable[[CalledLayer], QuantizedLinear | None]
 
 
-def is_known(layer: nn.Module, forward: Callable[..., Any]) -> bool:
+def is_known(layer: nn.Module, forward: Callable[..., object]) -> bool:
     """Whether a layer is called as one operator because a library replaced its forward by ``forward``."""
     return _given(layer) is not None or _module(forward) in LAYERS
 
@@ -94,7 +94,7 @@ def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
 
 def _unpacked(own: Any, scheme: Any) -> Tensor:
     registry: Any = sys.modules["compressed_tensors.compressors.base"]
-    state: dict[str, Any] = dict((*own.named_parameters(), *own.named_buffers()))
+    state: dict[str, object] = dict((*own.named_parameters(), *own.named_buffers()))
     if "weight_shape" in state:  # the library reads the shape as numbers, which a trace does not have
         state["weight_shape"] = torch.Size((own.out_features, own.in_features))
     compressor = registry.BaseCompressor.get_value_from_registry(scheme.format.value)

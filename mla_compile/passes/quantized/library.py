@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
@@ -32,29 +32,29 @@ aten, ops = torch.ops.aten, torch.ops
 
 
 def _bitsandbytes_4bit(
-    *, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str, bias: Any,
-    absmax_8bit: Any, absmax_code: Any, absmax_offset: Any, **_: Any,
-) -> Any:  # fmt: skip
+    *, B: Tensor, shapeB: Sequence[int], absmax: Tensor, blocksize: int, quant_type: str, bias: Tensor | None,
+    absmax_8bit: Tensor | None, absmax_code: Tensor | None, absmax_offset: Tensor | None, **_: object,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if absmax_8bit is not None:  # the scales are quantized themselves, in blocks of 256 (QLoRA, section 3)
         scales = ops.bitsandbytes.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)
         absmax = scales + absmax_offset
     return ops.bitsandbytes.dequantize_4bit(B, absmax, blocksize, quant_type, list(shapeB), torch.float32), bias
 
 
-def _bitsandbytes_8bit(*, CB: Any, SCB: Any, bias: Any, **_: Any) -> Any:
+def _bitsandbytes_8bit(*, CB: Tensor, SCB: Tensor, bias: Tensor | None, **_: object) -> tuple[Tensor, Tensor | None]:
     return ops.bitsandbytes.int8_vectorwise_dequant(CB, SCB), bias
 
 
-def _weight_int8(*, mat2: Any, scales: Any, **_: Any) -> Any:
+def _weight_int8(*, mat2: Tensor, scales: Tensor, **_: object) -> Tensor:
     return mat2.float() * scales.float()[:, None]
 
 
-def _quanto(*, B: Any, scales: Any, **_: Any) -> Any:
+def _quanto(*, B: Tensor, scales: Tensor, **_: object) -> Tensor:
     """int8 or float8 values [out, in], with one scale per output [out, 1] or a single scale."""
     return B.float() * scales.float()
 
 
-def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
+def _float8_blocks(*, B: Tensor, Bs: Tensor, block_size: Sequence[int] | None = None, **_: object) -> Tensor:
     """float8 values [out, in], with scales per block (DeepSeek-V3, section 3.3), per 32 columns of a row, or one."""
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
     if scales.numel() == 1:
@@ -147,7 +147,7 @@ _DEQUANTIZE = {
 
 def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe ``x / scale + zero``, rounded, whose scale was chosen for exactly these rows."""
-    names, told = _QUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
+    names, told = _QUANTIZE[schema_name(node)], named_arguments(node)
     x, scale = told[names.x], told[names.scale]
     if not is_tensor(x) or tracker.is_weight(x) or not is_tensor(scale) or is_tensor(told.get("quant_min")):
         return None
@@ -156,7 +156,7 @@ def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     length = block(scale, x)
     if choice is None or length is None or not covers(_as_wide(scale, x), shape(x)):
         return None
-    chosen = cast("dict[str, Any]", named_arguments(by))
+    chosen = named_arguments(by)
     if chosen[choice.rows] is not x or chosen.get("block_size") != told.get("block_size", chosen.get("block_size")):
         return None
     low, high = _range(told, told[names.dtype])
@@ -199,7 +199,7 @@ def _as_wide(scale: fx.Node, x: fx.Node) -> tuple[Size, ...]:
 
 def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe ``(q - zero) * scale`` as the rows, if the scale and the zero point are those that quantized them."""
-    names, told = _DEQUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
+    names, told = _DEQUANTIZE[schema_name(node)], named_arguments(node)
     x, scale = tracker.of(told[names.x]), told[names.scale]
     if x is None or len(x.scales) != 1 or x.scales[0].exponent != -1 or x.scales[0].root is not scale:
         return None
@@ -212,7 +212,7 @@ def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told = cast("dict[str, Any]", named_arguments(node))
+    told = named_arguments(node)
     x, steps = told["self"], told["quant_max"] - told["quant_min"] + 1
     # A fixed scale is a number or a calibrated weight. A computed scale would differ from call to call.
     calibrated = all(not isinstance(told[n], fx.Node) or tracker.is_weight(told[n]) for n in ("scale", "zero_point"))
@@ -223,7 +223,7 @@ def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe the first of three results: whole numbers up to 127, scaled by each row's maximum, the second result."""
     whole, at = args_of(node)
-    told: Any = named_arguments(whole)
+    told = named_arguments(whole)
     x, stats = told["A"], next((n for n in whole.users if args_of(n)[1:] == (1,)), None)
     # With a threshold, some columns are set to zero here and computed elsewhere.
     if at != 0 or told["threshold"] or stats is None or tracker.is_weight(x):
@@ -237,7 +237,7 @@ def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     x, stats = tracker.of(told["A"]), told["row_stats"]
     # The rule holds for a weight with scales: int8 values times the largest number of each row, divided by 127.
     if x is None or not (tracker.is_weight(told["B"]) and tracker.is_weight(told["col_stats"])):
@@ -249,7 +249,7 @@ def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _int_scaled(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     x = tracker.of(told["a"])
     if x is None or not tracker.is_weight(told["b"]):
         return None
@@ -258,7 +258,7 @@ def _int_scaled(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _int_matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     x = tracker.of(told["a"])
     found = (
         tracker.product(node, x, told["b"], transposed=False)
@@ -270,12 +270,12 @@ def _int_matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 def _scaled_mm(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Describe ``(a * scale_a) @ (b * scale_b) + bias``, with one scale per tensor, per row, or per block of 128."""
-    return _scaled_product(tracker, node, cast("dict[str, Any]", named_arguments(node)))
+    return _scaled_product(tracker, node, named_arguments(node))
 
 
 def _scaled_mm_v2(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """Like ``_scaled_mm``, with lists of scales; only one scale per tensor or per row is known (recipes 0 and 1)."""
-    told: Any = named_arguments(node)
+    told = named_arguments(node)
     if told["contraction_dim"] or any([*told[f"recipe_{side}"]] not in ([0], [1]) for side in "ab"):
         return None
     return _scaled_product(tracker, node, {**told, **{f"scale_{side}": told[f"scale_{side}"][0] for side in "ab"}})

@@ -150,7 +150,7 @@ class RowTracker:
         summed = (weight, 1 if transposed else 0) if rows.zero is not None else None
         return replace(rows.unbounded(), plain=new, scales=tuple(scales), projected=True, summed=summed)
 
-    def multiplied(self, node: fx.Node, x: Scaled, by: Any, op: Any) -> Scaled | None:
+    def multiplied(self, node: fx.Node, x: Scaled, by: Any, op: object) -> Scaled | None:
         """Multiply ``x`` by a number, a weight or a scale, or divide it, depending on ``op``."""
         if x.zero is not None:
             return None

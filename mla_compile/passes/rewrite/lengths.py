@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
+from functools import partial, reduce
 
 import torch
 from torch import fx
@@ -33,11 +34,8 @@ class Lengths:
             return None
         key = tuple(_key(length, plan) for length in plan.visible.lengths)
         if key not in self._written:
-            total: fx.Node | None = None
-            for length in plan.visible.lengths:
-                one = _written(length, plan, builder, sizes)
-                total = one if total is None else builder.call(aten.minimum.default, total, one)
-            assert total is not None
+            each = [_written(length, plan, builder, sizes) for length in plan.visible.lengths]
+            total = reduce(partial(builder.call, aten.minimum.default), each)
             (keys,) = sizes.shape([plan.site.keys])
             # Clamp before the cast, which would wrap a length beyond int32.
             total = builder.call(aten.clamp.default, total, 0, keys)

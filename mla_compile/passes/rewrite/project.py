@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.arrange import aligned, einsum
 from mla_compile.passes.ir.axes import Atom
-from mla_compile.passes.ir.graph import OURS, Builder, args_of, bytes_hint, packet, val
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, elements_hint, packet, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.quantized.stored import dequantized_by_library, stored_leaves
@@ -92,7 +92,7 @@ def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
     equation, (x, weight) = args_of(node)
     if _head_letters(equation) is None or rows_sharing_weight(node) > heads.most:
         return False
-    enough = bytes_hint(weight) // val(weight).element_size() * stored.itemsize >= heads.least_bytes
+    enough = elements_hint(weight) * stored.itemsize >= heads.least_bytes
     return enough and heads.reads(val(x).device, val(x).dtype, stored)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import bytes_hint, is_tensor, packet, val, whole_rows
+from mla_compile.passes.ir.graph import elements_hint, is_tensor, packet, whole_rows
 from mla_compile.passes.ir.operators import CONTRACTIONS
 from mla_compile.passes.ir.walk import leads_to, reachable
 
@@ -35,15 +35,11 @@ def shortcut(node: fx.Node) -> fx.Node | None:
 def is_hidden_state(rows: fx.Node) -> bool:
     """Whether ``rows`` come from a residual connection or a convolution, perhaps through a norm, unprojected."""
     rows = whole_rows(rows)
-    count = _elements(rows)
+    count = elements_hint(rows)
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
         # A norm or a gate keeps the number of elements; its weights, means and variances have a different number.
         inputs = () if packet(node) in CONTRACTIONS else node.all_input_nodes
-        return (n for n in inputs if is_tensor(n) and _elements(n) == count)
+        return (n for n in inputs if is_tensor(n) and elements_hint(n) == count)
 
     return any(packet(n) in _CONVOLUTIONS or shortcut(n) is not None for n in reachable([rows], same_rows))
-
-
-def _elements(node: fx.Node) -> int:
-    return bytes_hint(node) // val(node).element_size()

@@ -105,7 +105,7 @@ class Computations:
         small = isinstance(held, torch.Tensor) and not is_fake(held) and not held.is_meta and held.numel() <= _FEW
         return repr(held.tolist()) if small else id(held)
 
-    def _known(self, value: Any) -> Hashable:
+    def _known(self, value: object) -> Hashable:
         if isinstance(value, torch.Tensor):
             return value.dtype, value.device, tuple(self._size(size(n)) for n in value.shape)
         if isinstance(value, (tuple, list)):

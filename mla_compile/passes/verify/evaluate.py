@@ -256,7 +256,7 @@ def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
     return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
 
 
-def _promoted(op: object, args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
+def _promoted(op: object, args: tuple[object, ...], dtype: torch.dtype | None) -> tuple[object, ...]:
     """Cast integer tensors that meet a float to ``dtype``; torch would compute in its default dtype, float32."""
     pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
     if dtype is None or not pointwise or not any(isinstance(a, float) for a in args):
@@ -272,12 +272,12 @@ class _Widened(fx.Interpreter):
         super().__init__(module)
         self.dtype = dtype
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> object:
         value = super().get_attr(target, args, kwargs)
         wide = self.dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self.dtype) if wide else value
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> object:
         args = _promoted(target, tuple(widened(a, self.dtype) for a in args), self.dtype)
         return super().call_function(target, args, {k: widened(v, self.dtype) for k, v in kwargs.items()})
 
