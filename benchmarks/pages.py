@@ -27,6 +27,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"<!-- begin ([^>]+?) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
 NAMES = {"v2lite": "DeepSeek-V2-Lite", "minicpm3": "MiniCPM3", "v3": "DeepSeek-V3"}
 FORMS = {"inductor": "`torch.compile`", "optimize": "`optimize`", "saved": "`load` of a saved folder"}
+PROGRAMS = {
+    "ours": "mla bfloat16", "llama_bfloat16": "llama.cpp bfloat16", "inductor": "Inductor", "eager": "eager",
+    "ours_int8": "mla int8", "llama_q8_0": "llama.cpp Q8_0", "llama_q4_k_m": "llama.cpp Q4_K_M",
+}  # fmt: skip
 SCALES = ("plain", "sharp", "outlier", "offset")
 WORDS = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
 
@@ -220,22 +224,20 @@ def first_token(*, deepest: bool = False) -> str:
     return table(head, lines) + ("" if deepest else f"\n\n{where(about)}.")
 
 
-def peers_cpu() -> str:
-    """Steps and prompts of whole models beside other programs: the best and the median of each."""
-    about = data("peers_cpu")
-    names = list(dict.fromkeys(name for r in about["rows"] for name in r["ms"]))
-
-    def cell(row: Mapping[str, Any], name: str) -> str:
-        if (ms := row["ms"].get(name)) is None:
-            return ""
-        if row["kind"] == "prompt":
-            return f"{1e3 * row['batch'] * row['tokens'] / ms['median']:,.0f} tokens/s"
-        return f"{ms['best']:.1f} / {ms['median']:.1f}"
-
-    rows = [(r["kind"], f"{r['tokens']:,}", r["batch"], *(cell(r, name) for name in names)) for r in about["rows"]]
-    errors = {name: error for r in about["rows"] for name, error in r["error"].items()}
-    last = ("error", "", "", *(f"{errors[name]:.3f}" for name in names))
-    return f"{table(('', 'tokens', 'batch', *names), [*rows, last])}\n\n{where(about)}."
+def peers_cpu(*, short: bool = False) -> str:
+    """Steps and prompts of a whole model in milliseconds: best and median; in the short form medians of some steps."""
+    about, rows = data("peers_cpu"), []
+    names = tuple(PROGRAMS)[: 4 if short else None]
+    measured = [r for r in about["rows"] if not short or r["kind"] == "step"]
+    for r in measured:
+        times = ((r["ms"][n]["best"], r["ms"][n]["median"]) if n in r["ms"] else None for n in names)
+        cells = ("" if t is None else f"{t[1]:.0f}" if short else f"{t[0]:.1f} / {t[1]:.1f}" for t in times)
+        rows.append((r["kind"], f"{r['tokens']:,}", r["batch"], *cells))
+    if not short:
+        errors = measured[0]["error"]
+        rows.append(("error", "", measured[0]["batch"], *(f"{errors[n]:.2g}" if n in errors else "" for n in names)))
+    made = table(("", "tokens", "batch", *(PROGRAMS[n] for n in names)), rows)
+    return made if short else f"{made}\n\n{where(about)}."
 
 
 def index_scores() -> str:
@@ -727,6 +729,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "first_token": first_token,
     "first_token short": lambda: first_token(deepest=True),
     "peers_cpu": peers_cpu,
+    "peers_cpu short": lambda: peers_cpu(short=True),
     "prompt_memory": prompt_memory,
     "prompt_memory_long": lambda: prompt_memory("prompt_memory_long"),
     "onnx": onnx,

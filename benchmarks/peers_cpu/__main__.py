@@ -6,7 +6,7 @@
 All peers have the same seeded weights, those of eight and four bits rounded from them. Nothing is timed before the
 logits of a step agree with a float32 run of these weights; what the rounding to few bits costs stands beside the times.
 A peer that does not install, start or agree is left out, and the data says why. Contexts of peers in PyTorch are random
-rows; llama.cpp reads a prompt. Only one peer works at a time, but all of them stay in memory.
+rows; llama.cpp reads a prompt. A peer is asked once the threads of all others rest, but all of them stay in memory.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class Peers:
         if name in LLAMA:
             python, script = python_of("llama", self.args.environments), Path(__file__).parent / "llama_peer.py"
             given = [str(self.folder), LLAMA[name], *sizes, str(torch.get_num_threads())]
-            # Its threads wait as llama.cpp has it.
-            return Peer([python, str(script), *given], without=("OMP_WAIT_POLICY",))
+            return Peer([python, str(script), *given])
         given = [TORCH[name], self.args.model, dtype, str(self.args.layers)]
         return Peer([sys.executable, "-m", "benchmarks.peers_cpu.torch_peer", *given, *sizes])
 
@@ -88,13 +87,18 @@ class Peers:
     def row(self, kind: str, tokens: int) -> dict[str, Any]:
         """One kind of question to all in turns, after one of each that is not counted."""
         first = {name: self._trying(name, lambda peer=peer: peer.ask(kind, tokens=tokens)) for name, peer in self}
-        calls = {name: (lambda peer=peer: float(peer.ask(kind, tokens=tokens))) for name, peer in self}
+        calls = {name: (lambda peer=peer: self._alone(peer, kind, tokens)) for name, peer in self}
         times = in_turns(calls, self.args.rounds, self.args.budget)
         return {
             "model": self.args.model, "layers": self.args.layers, "batch": self.batch, "kind": kind, "tokens": tokens,
             "first_s": first, "ms": {name: asdict(Times.of(t)) for name, t in times.items()}, "error": self.errors,
             "resident_bytes": {name: peer.ask("resident") for name, peer in self}, "left_out": dict(self.left_out),
         }  # fmt: skip
+
+    def _alone(self, peer: Peer, kind: str, tokens: int) -> float:
+        for other in self.running.values():
+            other.rest()
+        return float(peer.ask(kind, tokens=tokens))
 
     def __iter__(self) -> Any:
         return iter({name: peer for name, peer in self.running.items() if name not in self.left_out}.items())

@@ -52,9 +52,10 @@ def timed(call: Callable[[], Any]) -> float:
 class Peer:
     """The driver's side of one process."""
 
-    def __init__(self, command: Sequence[str], without: Sequence[str] = ()) -> None:
-        """``without``: variables of the environment that it does not get."""
-        pipe, variables = subprocess.PIPE, {name: value for name, value in os.environ.items() if name not in without}
+    def __init__(self, command: Sequence[str]) -> None:
+        """Start ``command``, whose threads wait as its own libraries have it."""
+        pipe = subprocess.PIPE
+        variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         try:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables)
         except OSError as error:
@@ -76,6 +77,24 @@ class Peer:
         if "error" in said:
             raise PeerError(said["error"])
         return said["ok"]
+
+    def rest(self, most: float = 5.0) -> None:
+        """Wait until the process uses no processor, at most ``most`` seconds.
+
+        Threads look for work for a while after a step, and would take a core from the next peer.
+        """
+        end, before = time.monotonic() + most, -1.0
+        while (now := self._cpu_seconds()) != before and time.monotonic() < end:
+            before = now
+            time.sleep(0.05)
+
+    def _cpu_seconds(self) -> float:
+        """Processor time so far, by the kernel's ticks of a hundredth of a second; of a process that ended, 0."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End the process."""

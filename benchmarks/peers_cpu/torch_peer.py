@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch  # isort: skip  # before common: threads wait as torch has it, as those of other programs do
+
 from benchmarks.common import DTYPES, MODELS, build
 from benchmarks.peers_cpu.protocol import serve, timed
-
-import torch  # isort: skip  # after common, which sets the environment
-
 from mla_compile.workbench.decode_steps import DecodeSteps, variants
 
 

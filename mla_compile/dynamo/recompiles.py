@@ -96,6 +96,9 @@ class Recompiles:
             too; ``False`` never makes one symbolic. Either is the user's choice and is not overridden.
         function: the name of the module's forward in messages.
         on_note: called when Dynamo gives up on code of the module.
+
+    Attributes:
+        drains: whether a call left something empty that it keeps, so that later calls will find other sizes.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Recompiles:
         self.on_note = on_note
         self.notes: list[str] = []
         self.left_out: list[str] = []
+        self.drains = False
         self._symbolic = SYMBOLIC if dynamic is None else {}
         self._graphs: dict[CodeType, Counter[tuple[int, ...]]] = {}
         self._layers = 1

@@ -71,7 +71,8 @@ def settle(gm: fx.GraphModule) -> None:
         return
     known = _functions.setdefault(_forget_others(str(current)), _Settling())
     found, drained_before = kept(gm), known.phases.drains
-    known.phases.drains |= bool(found.empty) and running() is not None
+    if found.empty and (module := running()) is not None:
+        known.phases.drains = module.drains = True
     known.counts |= found.counts
     known.rows |= found.empty | found.rows
     known.sizes.add(gm)

@@ -16,7 +16,7 @@ from mla_compile.errors import ExportError, InputError, ModelFileError
 _OLDEST = "2.13"
 
 
-def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[object], object] | None = None) -> None:
+def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[Any], object] | None = None) -> None:
     """Compiles an optimized module for the calls of ``run`` and writes the code to a new folder, for :func:`load`.
 
     The calls run twice: while they are compiled, and once more with what was written, of which only what is called then

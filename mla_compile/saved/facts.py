@@ -15,6 +15,10 @@ _PLAIN = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo,
 )  # fmt: skip
 """Types whose ``repr`` describes the value completely."""
+_MEMOS = ("__slotnames__", "__annotations__", "__annotations_cache__")
+"""What Python notes in the dict of a class on demand: the first when an object of it is copied or pickled."""
+_SHOWN = 200
+"""The characters of a description that an error shows."""
 
 
 def told(value: Any, depth: int = 3) -> str:
@@ -38,7 +42,8 @@ def told(value: Any, depth: int = 3) -> str:
         return f"tensor {name_of(kind)} {value.dtype} {value.device} {value.requires_grad}"
     of = name_of(kind)
     if isinstance(value, dict):
-        return f"{of} of {[(told(key, 0), told(one, depth - 1) if depth else '') for key, one in value.items()]}"
+        items = ((key, one) for key, one in value.items() if key not in _MEMOS)
+        return f"{of} of {[(told(key, 0), told(one, depth - 1) if depth else '') for key, one in items]}"
     if isinstance(value, (list, tuple)):
         return f"{of} of {[told(one, depth - 1) for one in value] if depth else len(value)}"
     if isinstance(value, (set, frozenset)):
@@ -58,3 +63,17 @@ def digest_of(code: types.CodeType) -> str:
         digest.update((digest_of(const) if isinstance(const, types.CodeType) else told(const)).encode())
     digest.update(repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode())
     return digest.hexdigest()
+
+
+def told_apart(one: str, other: str) -> tuple[str, str]:
+    """Return two descriptions as an error shows them: long ones from a little before the place where they differ on."""
+    if max(len(one), len(other)) <= _SHOWN:
+        return one, other
+    equal = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, equal - _SHOWN // 4)
+    return _part(one, start), _part(other, start)
+
+
+def _part(text: str, start: int) -> str:
+    before, behind = "..." if start else "", "..." if len(text) > start + _SHOWN else ""
+    return f"{before}{text[start : start + _SHOWN]}{behind}"

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.errors import ModelFileError
 from mla_compile.runtime.latent import LatentTensor
-from mla_compile.saved.facts import MISSING, told
+from mla_compile.saved.facts import MISSING, told, told_apart
 from mla_compile.saved.pickling import references, unpickled
 
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_static_indices")
@@ -136,5 +136,6 @@ def guards_of_file(data: bytes, model: torch.nn.Module, code: CodeType, scope: d
     now = _values(given.guards, {"L": output.local_scope, "G": scope})
     for guard, before, value in zip(given.guards, given.values, now, strict=True):
         if value != before:
+            value, before = told_apart(value, before)
             raise ModelFileError(f"{guard.name} is {value}, and was {before} when the code was made")
     return load_guard_manager(given.state, code, scope)

@@ -108,6 +108,11 @@ def _generate(model: object) -> None:
             f"{type(model).__name__} has no generate(): give run=, a function that calls the model as it will be called"
         )
     model.warm_up(batch=1)
+    if forward_of(model).recompiles.drains:
+        raise ExportError(
+            f"{type(model).__name__} has a cache that fills and drains, and a few tokens do not show all its sizes: "
+            "give run=, a function of the model that generates until each has come twice"
+        )
     model.warm_up(batch=2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,19 @@ from tests.support import models
 from tests.support.tiers import full
 
 ANSWERS = """
-import os, sys
+import os, sys, threading, time
 from benchmarks.peers_cpu.protocol import serve
 def half(number):
     print("while they work, too")
     return number / 2
-serve({"half": half, "end": lambda: os._exit(3)})
+def spin(seconds):
+    end = time.monotonic() + seconds
+    def turn():
+        while time.monotonic() < end:
+            pass
+    threading.Thread(target=turn).start()
+    return end
+serve({"half": half, "spin": spin, "waits": lambda: os.environ.get("OMP_WAIT_POLICY"), "end": lambda: os._exit(3)})
 """
 
 
@@ -46,6 +54,23 @@ def test_a_peer_answers_and_tells_its_errors(peer: Peer) -> None:
         peer.ask("end")
     with pytest.raises(PeerError, match="ended with 3"):
         peer.ask("half", number=1)
+
+
+def test_threads_of_a_peer_wait_as_its_libraries_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    started = Peer([sys.executable, "-c", ANSWERS])
+    assert started.ask("waits") is None
+    started.close()
+
+
+def test_a_peer_rests_once_its_threads_have_ended_their_work(peer: Peer) -> None:
+    end = peer.ask("spin", seconds=0.5)  # the clock is the machine's, the same in both processes
+    peer.rest()
+    assert time.monotonic() >= end
+    peer.ask("spin", seconds=1.0)
+    begin = time.monotonic()
+    peer.rest(most=0.2)
+    assert time.monotonic() - begin < 0.9
 
 
 def test_a_peer_that_does_not_start_is_told() -> None:

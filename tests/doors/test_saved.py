@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from mla_compile import ExportError, InputError, ModelFileError
 from mla_compile.errors import TargetError
 from mla_compile.saved import door, kind
 from mla_compile.saved import folder as files
-from mla_compile.saved.facts import told
+from mla_compile.saved.facts import told, told_apart
 from tests.support import models
 from tests.support.latent_modules import D, OneLayer
 from tests.support.programs import seeded
@@ -309,6 +310,27 @@ def test_generations_of_all_sizes(tmp_path: Path, of: str):
     other = {} if of == "static" else {"cache_implementation": "static"}
     with pytest.raises(ModelFileError, match=r"has no code for this call: .*cache"):
         generations(fast, PROMPTS, **other)
+
+
+def test_what_python_notes_in_a_class_is_no_difference():
+    """Copying an object of it notes its slots, which happened in the process that saved."""
+
+    class Held:
+        rows = 3
+
+    before = told(dict(vars(Held)))
+    copy.copy(Held())
+    assert "__slotnames__" in vars(Held)
+    assert told(dict(vars(Held))) == before
+    Held.rows = 4
+    assert told(dict(vars(Held))) != before
+
+
+def test_long_descriptions_are_shown_where_they_differ():
+    assert told_apart("a", "b") == ("a", "b")
+    values = (1, 2)
+    shown = told_apart(*(f"{'x' * 900}{value}{'y' * 900}" for value in values))
+    assert all(f"x{value}y" in text and len(text) < 210 for value, text in zip(values, shown, strict=True))
 
 
 def test_values_are_told_apart_where_guards_tell_them_apart():

@@ -6,12 +6,16 @@ past the number of them that an indexer picks; every attention of a step is the 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 import mla_compile
 from mla_compile.errors import ExportError
@@ -197,6 +201,49 @@ def test_steps_settle_with_torch_compile_too() -> None:
         assert steps(model, fast, prompt, 24) < 1e-6
 
 
+KINDS = {"eager": (SLIDING, SPARSE, HEAVY), "inductor": (SPARSE,)}
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def generations(model: torch.nn.Module, *sizes: tuple[int, int]) -> list[torch.Tensor]:
+    """The tokens of generations of (tokens of the prompt, new tokens)."""
+    prompts = ((torch.arange(prompt)[None] * 7 % 61 + 3, new) for prompt, new in sizes)
+    return [model.generate(ids, max_new_tokens=new, **GREEDY) for ids, new in prompts]
+
+
+def save_code(path: str, codegen: str) -> None:
+    fast = mla_compile.optimize(tiny(*KINDS[codegen], dtype=torch.float32), codegen=codegen)
+    mla_compile.save(fast, path, lambda model: generations(model, (21, 40), (12, 30)))
+
+
+def load_code(path: str, codegen: str) -> None:
+    model = tiny(*KINDS[codegen], dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    fast = mla_compile.load(path, model)
+    sizes = ((17, 60), (30, 40))
+    assert all(map(torch.equal, generations(fast, *sizes), generations(model, *sizes)))
+    assert not counters["frames"]
+
+
+@pytest.mark.full("inductor")
+@pytest.mark.parametrize("codegen", KINDS)
+def test_saved_code_runs_in_another_process_with_other_weights(tmp_path: Path, codegen: str) -> None:
+    """All kinds of layers; with Inductor, which takes long, one that has a cache of each kind."""
+    for name in ("save_code", "load_code"):
+        call = f"{name}({str(tmp_path / 'code')!r}, {codegen!r})"
+        code = f"from tests.doors import test_shared_row_families as here; here.{call}"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.full("family")
+def test_a_cache_that_drains_is_not_saved_by_a_few_tokens(tmp_path: Path) -> None:
+    fast = mla_compile.optimize(tiny(SPARSE), codegen="eager", verify=False)
+    with pytest.raises(ExportError, match=r"a cache that fills and drains.*give run="):
+        mla_compile.save(fast, tmp_path / "code")
+
+
 @pytest.mark.full("family")
 def test_prompts_in_chunks_of_which_windows_and_lists_show_few_keys() -> None:
     torch.compiler.reset()
@@ -212,6 +259,59 @@ def test_prompts_in_chunks_of_which_windows_and_lists_show_few_keys() -> None:
     first = [s for s in fast.mla_report.sites if s.graph == fast.mla_report.sites[0].graph]
     assert all(any("window of 8" in note for note in site.notes) for site in first)
     assert sum(any("a list of keys" in note for note in site.notes) for site in first) == 1
+
+
+class _Counted(_FlopCounterMode):
+    """Counts within what Dynamo compiled, which torch's own mode leaves uncompiled."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@pytest.mark.full("family")
+def test_a_compressed_row_more_costs_what_the_indexer_costs() -> None:
+    """The original's heads score and weigh every row; the operator reads those that the indexer picks."""
+    torch.compiler.reset()
+    model, batch = tiny(SPARSE), 2
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    counted = {}
+    for name, call in (("own", model), ("ours", fast)):
+        cache, tokens = DynamicCache(config=model.config), torch.randint(1, 67, (batch, 40))
+        with torch.no_grad():
+            for at in range(40, 62):
+                with _Counted(counter := FlopCounterMode(display=False)) if at > 56 else nullcontext():
+                    tokens = call(tokens, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+                counted[name, at] = counter.get_total_flops() if at > 56 else 0
+    config = model.config
+    indexer = 2 * config.index_n_heads * (config.index_head_dim + 1)  # and the weights of its heads
+    attention = 2 * config.num_attention_heads * 2 * config.head_dim
+    for at in range(57, 61):  # one of these steps emits a row and is the first to read it
+        row = counted["ours", at + 1] - counted["ours", at]
+        assert row == (batch * indexer if (at + 1) % 4 == 0 else 0)
+    own = counted["own", 61] - counted["own", 57]
+    assert own > batch * attention
+
+
+@pytest.mark.full("family")
+def test_rows_of_the_window_may_be_cropped_until_it_is_full() -> None:
+    """Compressed rows stay as they are, in the original too."""
+    torch.compiler.reset()
+    model = tiny(SLIDING, SPARSE, HEAVY)
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    own, held = (DynamicCache(config=model.config) for _ in range(2))
+    tokens = torch.randint(1, 67, (2, 6), generator=torch.Generator().manual_seed(1))
+    for step in range(14):
+        with torch.no_grad():
+            want, got = (f(tokens, cache=c, use_cache=True).logits for f, c in ((model, own), (fast, held)))
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+        tokens = want[:, -1:].argmax(-1)
+        if step == 0:
+            own.crop(-2)
+            held.crop(-2)
+    for cache in (own, held):
+        with pytest.raises(RuntimeError, match="sliding window size was already reached"):
+            cache.crop(-2)
 
 
 @pytest.mark.full("family")

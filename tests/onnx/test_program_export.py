@@ -223,28 +223,43 @@ def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
 
 
 def test_rows_that_all_heads_share_in_two_memories(tmp_path):
-    """DeepSeek-V4's steps: a window of the last rows, and rows that each stand for several, of which a list is read."""
+    """DeepSeek-V4's steps: a window of the last rows, and rows that each stand for several, of which a list is read.
+
+    A step that emits a row and one that does not are a graph each. The graphs generate the tokens of the module, each
+    from what it kept itself.
+    """
     dims = Dims(dtype=torch.float32)
     module, width = rows_of_two_memories.build(dims).eval(), dims.N + dims.R
     torch.manual_seed(0)  # rows whose scores are equal, as zeros behind the ReLU, are picked in any order
-    x, window, waiting, rows = (torch.randn(2, n, w) for n, w in ((1, dims.D), (5, width), (1, width), (4, width)))
-    done = mla_compile.export_onnx(
-        module,
-        tmp_path / "m",
-        example_inputs=(x, window, waiting, rows),
-        dynamic_shapes=({}, {}, {}, {1: Dim("past", min=4, max=4096)}),
-    )
-    assert done.verification.error < 1e-5
-    decode = tmp_path / "m" / "decode.onnx"
-    ours = {n.op_type for n in onnx.load(decode, load_external_data=False).graph.node if n.domain}
-    assert ours == {"DecodeAttention", "ListedAttention"}
-    session, held = ort.InferenceSession(decode), [window, rows]
-    names = [value.name for value in session.get_inputs()]
-    for step in range(6):
-        x, waiting = (torch.randn(2, 1, w, generator=torch.Generator().manual_seed(step)) for w in (dims.D, width))
-        given = (x, held[0], waiting, held[1])
+    x, window, rows, words = (torch.randn(*s) for s in ((2, 1, dims.D), (2, 5, width), (2, 4, width), (67, dims.D)))
+    graphs = []
+    for count in range(rows_of_two_memories.RATE):
+        waiting = torch.randn(2, count, width)
+        done = mla_compile.export_onnx(
+            module,
+            tmp_path / str(count),
+            example_inputs=(x, window, waiting, rows),
+            dynamic_shapes=({}, {}, {}, {1: Dim("past", min=4, max=4096)}),
+        )
+        assert done.verification.error < 1e-5
+        decode = tmp_path / str(count) / "decode.onnx"
+        ours = {n.op_type for n in onnx.load(decode, load_external_data=False).graph.node if n.domain}
+        assert ours == {"DecodeAttention", "ListedAttention"}
+        graphs.append(ort.InferenceSession(decode))
+
+    def step(token, kept):
+        graph = graphs[kept[1].shape[1]]
+        names = [value.name for value in graph.get_inputs()]
+        given = (words[token], *map(torch.as_tensor, kept))
+        return graph.run(None, {name: value.numpy() for name, value in zip(names, given, strict=True)})
+
+    held = own = (window, torch.zeros(2, 0, width), rows)
+    token = torch.tensor([[3], [5]])
+    for _ in range(12):
         with torch.no_grad():
-            want, *held = (module(*given)[k] for k in (0, 1, 3))
-        got = session.run(None, {name: value.numpy() for name, value in zip(names, given, strict=True)})
-        for one, other in zip((got[0], got[1], got[3]), (want, *held), strict=True):
+            want, *own = module(words[token], *own)
+        got, *held = step(token, held)
+        for one, other in zip((got, *held), (want, *own), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
+        token = (want @ words.T).argmax(-1)
+        assert np.array_equal(token, (got @ words.T.numpy()).argmax(-1))

@@ -35,7 +35,8 @@ def site_report(
 
     ``counted``: the selection scores whose cost an earlier report includes; this report adds its own.
     """
-    notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
+    done = "products rewritten one by one" if verdict.absorb else "no operator takes its place"
+    notes = [f"{done}: {verdict.site.open_core}"] if verdict.site.open_core else []
     notes += [verdict.site.node.meta[TOLD]] if TOLD in verdict.site.node.meta else []
     notes += verdict.notes
     notes += [] if verdict.plan is None else _masks(verdict.plan)

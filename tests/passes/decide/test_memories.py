@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import mla_compile
 from mla_compile.codes import Code
 from tests.support.programs import OP, error, export, optimized, run, seeded
 
@@ -188,3 +191,38 @@ def test_a_prompt_whose_queries_read_few_keys(window, count, fused, symbolic):
         more = [seeded(B, H, queries, W, seed=8), *given[1:]]
         with torch.no_grad():
             assert error(run(done.program, *more)[0], module(*more)) < 1e-12
+
+
+class Ring(nn.Module):
+    """x [B,1,W] at position [1]: each row overwrites the oldest of five, and which is where is kept beside them."""
+
+    def __init__(self, *, beside):
+        super().__init__()
+        self.beside, self.sinks = beside, nn.Parameter(seeded(H, seed=5))
+        self.register_buffer("rows", torch.zeros(B, 5, W, dtype=torch.float64))
+        self.register_buffer("held", torch.full((5,), 10**6))
+
+    def forward(self, x, position, compressed):
+        self.rows[:, position % 5], self.held[position % 5] = x.sin(), position
+        q = F.rms_norm(x[:, None] * torch.arange(1, H + 1)[:, None, None], (W,)) + x[:, None]
+        mask = torch.zeros(1, 5, dtype=x.dtype).masked_fill(self.held > position[:, None], float("-inf"))
+        rows = self.rows
+        if self.beside:
+            rows, mask = torch.cat([rows, compressed], 1), F.pad(mask, (0, compressed.shape[1]))
+        k = rows[:, None].expand(-1, H, -1, -1)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(B, -1, 1, -1)
+        return torch.cat([q @ k.mT * 0.4 + mask, sinks], -1).softmax(-1)[..., :-1] @ k
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_ring_keeps_its_order_by_positions(beside):
+    torch.compiler.reset()
+    own, compressed = Ring(beside=beside).eval(), seeded(B, C, W)
+    fast = mla_compile.optimize(copy.deepcopy(own), codegen="eager")
+    with torch.no_grad():
+        for at in range(13):
+            given = seeded(B, 1, W, seed=at), torch.tensor([at]), compressed
+            torch.testing.assert_close(fast(*given), own(*given))
+    (site,) = fast.mla_report.sites
+    assert site.code is Code.SHARED_ROWS
+    assert any(("lie in 2 memories" if beside else "are one operator now") in note for note in site.notes)

@@ -192,7 +192,8 @@ class RowsProduct {
     constexpr int64_t AHEAD = VL == 16 ? (ROWS == 1 ? 4096 : 0) : 8192;  // prefetch distance in bytes
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      if constexpr (AHEAD > 0) __builtin_prefetch(reinterpret_cast<const char*>(row + r * stride) + AHEAD);
+      if constexpr (AHEAD > 0)  // into the second-level cache, which has room for it
+        __builtin_prefetch(reinterpret_cast<const char*>(row + r * stride) + AHEAD, 0, 2);
       const typename F::Weight w(row + r * stride);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) sum[r][m] = F::add(sum[r][m], x + m * STEP, w);
@@ -204,7 +205,7 @@ class RowsProduct {
 template <class X, class W>
 class ColumnsProduct {
     static constexpr int SIDE = 4;  // columns k together: sums are read and written once for all
-  static constexpr int64_t AHEAD = 4096;  // prefetch distance in bytes
+  static constexpr int64_t AHEAD = 8192;  // prefetch distance in bytes
 
  public:
   static constexpr int64_t GROUP = 512;  // outputs that a thread takes at a time
@@ -236,8 +237,9 @@ class ColumnsProduct {
     int64_t i = 0;
     const W* later = column + std::max<int64_t>(COLUMNS, AHEAD / int64_t(sizeof(W)) / n) * stride;
     for (; i + VL <= n; i += VL) {
+      // Into the second-level cache: columns at a power of two of bytes share sets of the first.
 #pragma GCC unroll 4
-      for (int r = 0; r < COLUMNS; ++r) __builtin_prefetch(later + r * stride + i);
+      for (int r = 0; r < COLUMNS; ++r) __builtin_prefetch(later + r * stride + i, 0, 2);
       step<M, COLUMNS>(column + i, stride, x, sums + i);
     }
     if (i == n) return;
