@@ -3,7 +3,8 @@
 The backend of ``torch.compile`` owns no module, so it cannot put rows in the place of a buffer. It may keep them beside
 it: a compiled call writes K to the buffer, as the model does, and the rows from which K was made to a tensor that
 belongs to the buffer here. The next call attends to these rows. They are used only as long as they are certain to make
-what the buffer holds: nothing but such calls has written to it since it was empty, which its version counter tells.
+what the buffer holds: nothing but such calls has written to it since it was empty. Its version counter tells that, and
+for writes that are not counted (through ``.data``, NumPy or a kernel of one's own) a sample of its values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.errors import StaleWeightError, WeightError, warn
 from mla_compile.passes.cache.recipe import Recipe
-from mla_compile.runtime.folds import version, weight_reader
+from mla_compile.runtime.folds import same_bits, version, weight_reader
 from mla_compile.runtime.latent import LatentTensor
 from mla_compile.runtime.own_buffers import is_empty, may_be_cache
 
@@ -36,6 +37,53 @@ class _Beside:
     rows: LatentTensor
     version: int
     address: int
+    places: torch.Tensor
+    sample: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: LatentTensor, buffer: torch.Tensor, before: _Beside | None) -> _Beside:
+        """The state of ``buffer`` now; ``before`` is its state before this call, if any."""
+        places = _places(buffer) if before is None else before.places
+        return cls(rows, version(buffer), buffer.data_ptr(), places, _sample(buffer, places))
+
+    def describes(self, buffer: torch.Tensor) -> bool:
+        """Whether nothing has changed the buffer since."""
+        counted = (self.version, self.address) == (version(buffer), buffer.data_ptr())
+        return counted and same_bits(_sample(buffer, self.places), self.sample)
+
+
+_SAMPLES = 1024
+"""The number of values of a buffer that are compared in each call; a smaller buffer is compared whole."""
+
+_SAMPLES_OF_ONE = 64
+"""The least number of them for each entry of the first axis, which is the sequence."""
+
+
+def _places(buffer: torch.Tensor) -> torch.Tensor:
+    """The places in memory of a random sample of a buffer, in which every part of every axis has its share.
+
+    Source: Latin hypercube sampling (McKay, Beckman and Conover 1979), for each entry of the first axis.
+    """
+    if buffer.numel() <= _SAMPLES:
+        points = torch.cartesian_prod(*map(torch.arange, buffer.shape)).unbind(1)
+    else:
+        first, *others = buffer.shape
+        count = max(_SAMPLES // first, _SAMPLES_OF_ONE)
+        chance = torch.Generator()
+        chance.seed()  # random numbers of the user's own stay as they are
+        drawn = torch.rand(first, len(others), count, generator=chance, dtype=torch.float64)
+        strata = torch.rand(drawn.shape, generator=chance).argsort(-1)
+        inner = ((strata + drawn) / count * torch.tensor(others).unsqueeze(-1)).long()
+        points = (torch.arange(first).unsqueeze(-1), *inner.unbind(1))
+    places = torch.zeros((), dtype=torch.long)
+    for point, stride in zip(points, buffer.stride(), strict=True):
+        places = places + point * stride
+    return places.flatten().to(buffer.device)
+
+
+def _sample(buffer: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer.detach().as_strided((span,), (1,)).index_select(0, places)
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -45,7 +93,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def rows_beside(buffer: torch.Tensor) -> LatentTensor | None:
     """The rows that make what ``buffer`` holds now; None if there are none."""
     known = _known.get(buffer)
-    if known is None or (known.version, known.address) != (version(buffer), buffer.data_ptr()):
+    if known is None or not known.describes(buffer):
         return None
     try:
         known.rows.rows()
@@ -122,14 +170,14 @@ class RowsBeside:
         if rows is None:
             warn(_OTHERS_WROTE)
             return self._otherwise(*inputs)
-        for twin in self._twins:  # a call that fails midway leaves nothing that could be taken for rows
-            _known.pop(inputs[twin.buffer], None)
+        # A call that fails midway leaves nothing that could be taken for rows.
+        states = [_known.pop(inputs[twin.buffer], None) for twin in self._twins]
         before = [_versions(own) for own in rows]
         done = self._call(*inputs, *rows)
-        for twin, own, was in zip(self._twins, rows, before, strict=True):
+        for twin, own, was, state in zip(self._twins, rows, before, states, strict=True):
             if all(now > old for now, old in zip(_versions(own), was, strict=True)):  # else it ran the original graph
                 buffer = inputs[twin.buffer]
-                _known[buffer] = _Beside(own, version(buffer), buffer.data_ptr())
+                _known[buffer] = _Beside.of(own, buffer, state)
         return done
 
     def _rows(self, inputs: Inputs) -> list[LatentTensor] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mla_compile.backend
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.runtime.beside import rows_beside
+from mla_compile.runtime.beside import _Beside, rows_beside
+from mla_compile.runtime.latent import LatentTensor
 from tests.doors.test_own_buffers import ODD, Attention, Model, caches, fresh_session, inputs, same, session
 from tests.support.tiers import also
 
 PROMPTED = (4, 1, 1, 1)
+NO_ROWS = cast("LatentTensor", None)
 FELL_BACK = "the original graph runs in this call"
 
 
@@ -100,6 +102,14 @@ def written_through_a_view(model: Model) -> None:
     model.layers[0].k_cache.view(-1)[:3] = 7
 
 
+def written_through_data(model: Model) -> None:
+    model.layers[0].k_cache.data[0, :, 2] = 7
+
+
+def written_through_numpy(model: Model) -> None:
+    model.layers[0].v_cache.numpy()[:, :, :2] = 0
+
+
 def changed_weight(model: Model) -> None:
     model.layers[0].up.weight.mul_(1.5)
 
@@ -126,8 +136,8 @@ def one_emptied(model: Model) -> None:
 
 
 CHANGES = (
-    written, written_through_a_view, changed_weight, other_weight, other_memory, another_buffer, eager_step,
-    one_emptied,
+    written, written_through_a_view, written_through_data, written_through_numpy, changed_weight, other_weight,
+    other_memory, another_buffer, eager_step, one_emptied,
 )  # fmt: skip
 
 
@@ -151,6 +161,15 @@ def test_buffers_and_weights_that_change(change, layer, codes):
     torch._dynamo.reset()
     same(silent(fast, inputs(4, steps=PROMPTED)), session(twin, inputs(4, steps=PROMPTED), 0))
     assert codes()[-1] == {"absorbed"}
+
+
+def test_writes_that_nobody_counts_show_in_a_large_buffer():
+    buffer = torch.zeros(2, 16, 512, 64)
+    for first in range(0, 512, 8):
+        state = _Beside.of(NO_ROWS, buffer, None)
+        assert state.describes(buffer)
+        buffer.data[1, :, first : first + 8] = first + 1.0
+        assert not state.describes(buffer)
 
 
 def test_a_call_that_fails_leaves_no_rows(codes):
