@@ -48,12 +48,6 @@ _OF_A_SIDE = {
 """What operators on the way to one side do, which says nothing of the other side."""
 
 
-_OF_A_SIDE = {
-    Code.NONLINEAR, Code.POSITION_DEPENDENT, Code.TOKEN_MIXING, Code.HEAD_DEPENDENT_LATENT, Code.UNSUPPORTED_WEIGHT,
-}  # fmt: skip
-"""What operators on the way to one side do, which says nothing of the other side."""
-
-
 def judge(
     graph: fx.Graph,
     sites: Sequence[AttentionSite],
