@@ -26,7 +26,7 @@ from mla_compile.passes.ir.walk import ancestors
 aten = torch.ops.aten
 _WRITES = {
     aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default, aten.index_put.default,
-    aten.copy.default, aten.clone.default,
+    aten.copy.default, aten.clone.default, aten.zero.default, aten.fill.Scalar, aten.fill.Tensor,
 }  # fmt: skip
 
 
