@@ -135,13 +135,14 @@ def one_emptied(model: Model) -> None:
     model.layers[0].k_cache.zero_()
 
 
-CHANGES = (
-    written, written_through_a_view, written_through_data, written_through_numpy, changed_weight, other_weight,
-    other_memory, another_buffer, eager_step, one_emptied,
+OTHERS = (
+    written_through_a_view, written_through_numpy, other_weight, other_memory, eager_step, one_emptied,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [written, written_through_data, changed_weight, another_buffer, *also("combination", *OTHERS)]
+)
 @pytest.mark.parametrize("layer", [Attention, *also("combination", Indexed)])
 def test_buffers_and_weights_that_change(change, layer, codes):
     model = Model(layer)
