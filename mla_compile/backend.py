@@ -42,7 +42,7 @@ def mla(
     from mla_compile.dynamo.compiler import Compiler  # on use: imports all passes
     from mla_compile.dynamo.recompiles import parameters_of
 
-    compiler = Compiler(Options.parse({**more, **(options or {})}), mode)
+    compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
     if (model := _model_called()) is not None:
         compiler.told = _told_of_models.setdefault(model, set())
     elif weights := parameters_of(gm, example_inputs):

@@ -64,8 +64,10 @@ def narrower_readers(
         elif of_few_rows(node, sources, maps):
             found.append(node)
         elif bytes_hint(node) >= whole:
-            lengths = (length_of(u, sources) is not None for u in users(node))
-            if not images_of(node, sources, at_sources) and not all(lengths):
+            # Of keys that are joined from several rows, only lengths may be read, perhaps behind other moves.
+            moved = decode(node) is not None
+            only_lengths = (length_of(u, sources) is not None or (moved and decode(u) is not None) for u in users(node))
+            if not images_of(node, sources, at_sources) and not all(only_lengths):
                 return None
         elif node in absorbed:
             continue  # its readers were absorbed too, or they are visited
