@@ -73,7 +73,7 @@ def narrower_readers(
             continue  # its readers were absorbed too, or they are visited
         elif not columns or any(n in absorbed and bytes_hint(n) < whole for n in node.all_input_nodes):
             return None
-        elif _can_be_made_alone(node, images_of(node, sources, at_sources)):
+        elif not any(map(is_virtual, sources)) and _can_be_made_alone(node, images_of(node, sources, at_sources)):
             found.append(node)
         else:
             return None
@@ -142,7 +142,8 @@ def _carries(node: fx.Node, expansion: fx.Node, sources: Sequence[fx.Node], maps
     """Whether ``node`` has numbers of ``expansion`` where they are needed to make it, or adds the other images."""
     if node is expansion or decode(node) is not None:
         return True
-    return packet(node) in (aten.add, aten.sub) and bool(images_of(node, sources, maps))
+    added = packet(node) in (aten.add, aten.sub)
+    return added and all(p.source is None or p.source in sources for p in maps.map(node).pieces)
 
 
 def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:

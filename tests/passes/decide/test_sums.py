@@ -173,6 +173,21 @@ def test_tokens_of_a_sum_that_are_read_beside_are_made_alone(of, cuts):
     assert count(outcome.program.gm, inputs, weights) < 0.8 * count(program.gm, inputs, weights)
 
 
+@pytest.mark.parametrize("of", ["one", "joint"])
+def test_columns_of_some_tokens_that_are_read_beside_are_not_made_alone(of):
+    """Attention to the first tokens, half of whose product is read elsewhere: the rows are those of a slice."""
+    sums = {"one": lambda x, y, r: heads(x), **SUMS_READ}
+
+    def form(q, a, b, r, w, u):
+        k, v = sums[of](a @ w, b @ u, r)[:, :, :2].split([N, V], -1)
+        return attend(q, k, v).sum() + k.square().sum()
+
+    _, outcome = decide(form, [seeded(B, H, 1, N, seed=3), *rows()], (L, H * (N + V)), (M, H * (N + V)))
+    (site,) = outcome.report.sites
+    assert site.code is Code.UNSUPPORTED_OP, site.reason
+    assert "some tokens of the product that makes the keys are read outside" in site.reason
+
+
 def test_columns_of_a_sum_that_are_returned_are_made_alone():
     """Keys and values are halves of one sum; the keys are needed anyway, so the values alone are absorbed."""
 
