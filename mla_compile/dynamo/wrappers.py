@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FunctionType
@@ -16,10 +15,9 @@ from mla_compile.capture import capture
 from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Inputs
 from mla_compile.core.wrapped import Unwrapped, unwrap
+from mla_compile.dynamo.outside import DISABLED
 from mla_compile.passes.quantized.layers import is_known
 from mla_compile.report.report import Report
-
-_DISABLED = re.compile(r"Skip calling function `<function (\S+) at (0x[0-9a-f]+)>` since it was wrapped with")
 
 
 def take_off(module: torch.nn.Module) -> Unwrapped:
@@ -63,7 +61,7 @@ def told(report: Report, left: Mapping[str, int]) -> Report:
 
 def _skipped() -> list[str]:
     """The functions under ``torch.compiler.disable`` that broke a graph of this process, with their modules."""
-    found = {match.groups() for reason in counters["graph_break"] if (match := _DISABLED.search(reason))}
+    found = {match.groups() for reason in counters["graph_break"] if (match := DISABLED.search(reason))}
     if not found:
         return []
     places = {int(place, 16): name for name, place in found}
