@@ -62,13 +62,19 @@ class Unseen:
             warn(self.message)
 
 
+def end_of(gm: fx.GraphModule) -> str | None:
+    """Why and where Dynamo ended a graph early; None if it did not."""
+    why: Any = getattr(gm, "compile_subgraph_reason", None)
+    return None if why is None or not why.graph_break else _one_line(why.reason) + _place(why.user_stack)
+
+
 def told_when_run_again(call: Call, gm: fx.GraphModule, seen: Callable[[], object]) -> Call:
     """``call``, which warns in its second run if Dynamo ended ``gm`` early and ``seen`` is still false.
 
     A backend does not learn when a model's call ends. When one of its graphs runs again, the others have been compiled.
     """
-    why: Any = getattr(gm, "compile_subgraph_reason", None)
-    if why is None or not why.graph_break:
+    end = end_of(gm)
+    if end is None:
         return call
     runs = 0
 
@@ -76,7 +82,7 @@ def told_when_run_again(call: Call, gm: fx.GraphModule, seen: Callable[[], objec
         nonlocal runs
         runs += 1
         if runs == 2 and not seen():
-            warn(_message(_one_line(why.reason) + _place(why.user_stack)))
+            warn(_message(end))
         return call(*inputs)
 
     return counted
@@ -96,6 +102,8 @@ def _one_line(reason: str) -> str:
     """Dynamo's reason for a graph break without its hints: the headline and, if there is one, the explanation."""
     if disabled := DISABLED.search(reason):
         return f"{disabled[1]} is under torch.compiler.disable"
+    if reason.startswith("generic_jump"):
+        return "a branch depends on the values of a tensor"
     lines = [line.strip() for line in reason.strip().splitlines()]
     told = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
     return ": ".join((*lines[:1], *told))

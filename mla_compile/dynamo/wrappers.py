@@ -38,16 +38,17 @@ def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
     return True
 
 
-def told(report: Report, left: Mapping[str, int]) -> Report:
+def told(report: Report, left: Mapping[str, int], last: str | None) -> Report:
     """The report, in which attentions cut off by a graph break name the wrappers ``left`` with their number of modules.
 
     If there are none, it names the functions under ``torch.compiler.disable`` at which Dynamo broke graphs of this
-    process.
+    process, or else ``last``, the last break.
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK
     skipped = [] if who or all(site.code != Code.GRAPH_BREAK for site in report.sites) else _skipped()
     who += [f"Dynamo broke a graph at {name}, which is under torch.compiler.disable" for name in skipped]
+    who += [f"Dynamo last broke a graph: {last}"] if last and not who else []
     if not who:
         return report
     sites = [

@@ -124,6 +124,26 @@ def test_attention_in_code_that_dynamo_leaves_out(door, make):
         assert str(fast.mla_report).count("no graph") == 1
 
 
+class Branches(Plain):
+    """A branch on a value between the product and the attention."""
+
+    def forward(self, x):
+        heads = torch.nn.Linear.forward(self, x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        if heads.sum() > 1e9:
+            return heads[0]
+        return torch.nn.functional.scaled_dot_product_attention(*heads)
+
+
+@torch.no_grad()
+def test_the_line_that_broke_the_graph_is_named():
+    fast = mla_compile.optimize(Branches(8, 3 * 4 * 8).eval(), codegen="eager")
+    said(lambda: fast(torch.randn(1, 5, 8)))
+    (site,) = fast.mla_report.sites
+    assert site.code is Code.GRAPH_BREAK
+    for told in ("a branch depends on the values of a tensor", "test_said.py", "if heads.sum() > 1e9"):
+        assert told in site.reason
+
+
 @pytest.mark.parametrize("door", DOORS)
 @torch.no_grad()
 def test_code_that_dynamo_leaves_out_beside_an_attention(door):
