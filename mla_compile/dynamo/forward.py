@@ -22,10 +22,11 @@ from mla_compile.core.tracing import one_at_a_time
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
 from mla_compile.dynamo.entry import compiled_entry
+from mla_compile.dynamo.outside import Unseen
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.recompiles import Recompiles, running
 from mla_compile.dynamo.trace import trace
-from mla_compile.dynamo.wrappers import counted, take_off
+from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import InputError, MlaCompileError, warn
 from mla_compile.options import Options
 from mla_compile.report.report import NOTHING_YET, Report
@@ -75,8 +76,8 @@ class CompiledForward(OwnForward):
         self.compiler = Compiler(
             options, mode, on_report=tell, recompiles=self.recompiles, compilations=self.compilations
         )
+        self.unseen = Unseen(tell)
         self._warned: set[str] = set()
-        self.unseen = ""
         # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
         self._replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
@@ -137,15 +138,17 @@ class CompiledForward(OwnForward):
     def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self._trains() or self._is_watched():
             return self._plainly(*args, **kwargs)
-        with self.recompiles.settings(), self.compilations.of_this_thread():
+        with self.unseen.call(self._has_seen_attention), self.recompiles.settings(), self.compilations.of_this_thread():
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             done = self._run(self.module, args, kwargs, self._replaced)
-        self._tell_unseen()
         if self.compiler.finishing.happened:  # Dynamo would treat the sizes of the replaced weights as dynamic
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
+
+    def _has_seen_attention(self) -> bool:
+        return bool(self.compiler.reports or self.compiler.failures or self.compiler.finishing.happened)
 
     def unwrap(self) -> None:
         """Takes wrappers off now, which the first call does otherwise."""
@@ -227,9 +230,8 @@ class CompiledForward(OwnForward):
         paths = {module: path for path, module in self.module.named_modules()}
         found = ((paths.get(part.module, ""), part.compiler.reports) for part in all_parts)
         report = Report.merged(one.within(path) for path, reports in found for one in reports)
-        first = tuple(part.unseen for part in all_parts if part.unseen)
-        if not first and not any(part.compiler.graphs for part in all_parts):
-            first = (NOTHING_YET,)
+        unseen = [part.unseen.message for part in all_parts if part.unseen.message is not None]
+        first = unseen if unseen or any(part.compiler.graphs for part in all_parts) else [NOTHING_YET]
         told = [note for part in all_parts for note in (*part.recompiles.notes, *part.recompiles.left_out)]
         notes = dict.fromkeys((*first, *report.messages, *told))
         vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
@@ -258,14 +260,6 @@ class CompiledForward(OwnForward):
             return False
         self._warn_once(_GLOBAL_HOOKS)
         return True
-
-    def _tell_unseen(self) -> None:
-        """Warn once if no graph of a call had an attention, and forwards that Dynamo does not trace may have some."""
-        left = self.compiler.wrapped.left if self.compiler.wrapped else None
-        if left and not self.unseen and not any(report.sites for report in self.compiler.reports):
-            self.unseen = f"no attention was compiled, and Dynamo leaves out some forwards: {'; '.join(counted(left))}"
-            self._warn_once(self.unseen)
-            self._report()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
