@@ -52,7 +52,7 @@ def told(report: Report, left: Mapping[str, int], last: str | None) -> Report:
     if not who:
         return report
     sites = [
-        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=CODES[code].fix)
+        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=CODES[code].fix if left else site.fix)
         if site.code == Code.GRAPH_BREAK
         else site
         for site in report.sites
