@@ -155,6 +155,17 @@ def test_a_thousand_tokens_settle(layers: tuple[str, ...], batch: int, prompt: i
     assert unfused(fast) == []
 
 
+def test_the_first_step_is_compiled_for_any_length() -> None:
+    """Nothing was read at the prompt, and then one row waits and one stands for four tokens, which is chance."""
+    torch.compiler.reset()
+    counters.clear()
+    model = tiny(SPARSE, HEAVY)
+    fast = mla_compile.optimize(model, codegen="eager", verify=False)
+    prompt = torch.randint(1, 67, (1, 5), generator=torch.Generator().manual_seed(1))
+    assert steps(model, fast, prompt, 3) < 1e-6
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 @pytest.mark.full("family")
 def test_plain_torch_compile_makes_more_graphs_of_as_many_tokens() -> None:
     """A count beside ours: 40 tokens, with Dynamo's limit out of the way."""
