@@ -133,7 +133,7 @@ def test_a_second_generation_compiles_nothing() -> None:
             ((HEAVY,), 4, 131, 130, 5),
             # The window is full from the 129th token on, which the model asks of an int, and rows for 128 tokens come
             # at each 128th. So a full window and such a row first meet at the 256th.
-            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 9),
+            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 8),
             ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 9),
         ),
     ],
