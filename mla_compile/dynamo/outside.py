@@ -18,10 +18,7 @@ from mla_compile.core.program import Call
 from mla_compile.errors import warn
 from mla_compile.report.report import UNSEEN
 
-DISABLED = re.compile(
-    r"Skip (?:calling|inlining) function `?<function (\S+) at (0x[0-9a-f]+)>`? since it was wrapped with"
-)
-"""How Dynamo says that it left out a function under ``torch.compiler.disable``: its name and its address."""
+_DISABLED = re.compile(r"Skip (?:calling|inlining) function `?<function (\S+) at 0x\w+>`? since it was wrapped with")
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -100,7 +97,7 @@ def _message(left_out: str) -> str:
 
 def _one_line(reason: str) -> str:
     """Dynamo's reason for a graph break without its hints: the headline and, if there is one, the explanation."""
-    if disabled := DISABLED.search(reason):
+    if disabled := _DISABLED.search(reason):
         return f"{disabled[1]} is under torch.compiler.disable"
     if reason.startswith("generic_jump"):
         return "a branch depends on the values of a tensor"
