@@ -117,6 +117,14 @@ MASKED = Case(
 )  # fmt: skip
 
 
+# Each head has rows of its own, of which only the values are made without an operator between: as wide as these.
+OWN_KEYS = Case(
+    B=1, T=2, D=9, H=4, Q=5, N=4, R=4, V=4, up="two", bias=True, key_scale="heads", rope="complex", join="sum",
+    layout="heads_last", core="einsum", scale="both", factor=1.0, extra="max", cache="none", fault="latent_per_head",
+    door="dynamo", fold="always", seed=9,
+)  # fmt: skip
+
+
 # A softmax over heads, which read two normalised latents, made of a hidden state that is hardly wider.
 OVER_HEADS = Case(
     D=9, H=2, L=3, R=7, V=7, up="batched", bias=True, rope="none", share="repeat", layout="heads_last", core="matmul",
@@ -126,8 +134,12 @@ OVER_HEADS = Case(
 
 @pytest.mark.parametrize(
     ("case", "part", "code"),
-    [(MASKED, "keys", "mask_depends_on_keys"), (OVER_HEADS, "both", "softmax_axis")],
-    ids=["mask", "softmax"],
+    [
+        (MASKED, "keys", "mask_depends_on_keys"),
+        (OVER_HEADS, "both", "softmax_axis"),
+        (OWN_KEYS, "both", "head_dependent_latent"),
+    ],
+    ids=["mask", "softmax", "width"],
 )
 def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> None:
     check(case)

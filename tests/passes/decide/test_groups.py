@@ -79,3 +79,26 @@ def test_a_weight_for_each_token_is_none_of_a_group():
     _, outcome = decide(fn, inputs, (T, L, H, N), (L, H, V))
     (site,) = outcome.report.sites
     assert site.parts == ("values",)
+
+
+def test_width_is_no_reason_for_keys_that_each_head_has_of_its_own():
+    """The rows that make the values are as wide as them, and the walk from the keys ends at the keys of each head."""
+
+    def fn(q, c, w_k, w_v, by_head):
+        k = torch.einsum("bthl,hln->bthn", c, w_k) * by_head
+        return sdpa(q, k.transpose(1, 2), torch.einsum("bthl,hlv->bhtv", c, w_v))
+
+    inputs = [seeded(1, H, S, N, seed=1), seeded(1, T, H, V, seed=2)]
+    _, outcome = decide(fn, inputs, (H, V, N), (H, V, V), (H, N))
+    (site,) = outcome.report.sites
+    assert (site.code, outcome.absorbed) == (Code.HEAD_DEPENDENT_LATENT, 0), site.reason
+
+
+def test_rows_of_each_head_that_are_no_narrower_than_its_keys_and_values():
+    def fn(q, c, w_k, w_v):
+        return sdpa(q, torch.einsum("bthl,hln->bhtn", c, w_k), torch.einsum("bthl,hlv->bhtv", c, w_v))
+
+    inputs = [seeded(1, H, S, N, seed=1), seeded(1, T, H, N + V, seed=2)]
+    _, outcome = decide(fn, inputs, (H, N + V, N), (H, N + V, V))
+    (site,) = outcome.report.sites
+    assert (site.code, outcome.absorbed) == (Code.COST_LATENT_WIDE, 0), site.reason
