@@ -125,6 +125,14 @@ OWN_KEYS = Case(
 )  # fmt: skip
 
 
+# Keys that are returned, and values that are a sum: of a latent that is wider than they are, and of a narrow row.
+WIDE_SUMMAND = Case(
+    T=6, D=9, H=2, L=7, Q=5, N=5, R=0, V=2, groups=2, up="two", bias=True, key_scale="vector", query_scale="constant",
+    rope="none", share="repeat", join="assign", layout="heads_last", pad_values=True, scale="argument", factor=0.37,
+    mask="is_causal", cache="none", fault="keys_returned", door="dynamo", lowering="aten", seed=9, beside="rows",
+)  # fmt: skip
+
+
 # A softmax over heads, which read two normalised latents, made of a hidden state that is hardly wider.
 OVER_HEADS = Case(
     D=9, H=2, L=3, R=7, V=7, up="batched", bias=True, rope="none", share="repeat", layout="heads_last", core="matmul",
@@ -138,8 +146,9 @@ OVER_HEADS = Case(
         (MASKED, "keys", "mask_depends_on_keys"),
         (OVER_HEADS, "both", "softmax_axis"),
         (OWN_KEYS, "both", "head_dependent_latent"),
+        (WIDE_SUMMAND, "some columns of the values", "cost_latent_wide"),
     ],
-    ids=["mask", "softmax", "width"],
+    ids=["mask", "softmax", "own", "wide"],
 )
 def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> None:
     check(case)

@@ -37,7 +37,7 @@ class Obligations:
         self.sides: dict[str, list[Operand]] = {"keys": [p.k for p in site.products], "values": [site.v]}
 
     def broken(self) -> dict[str, frozenset[str]]:
-        """What each side breaks, by the names in :data:`TRUE`."""
+        """What each side, some columns of it and both sides break, by the names in :data:`TRUE`."""
         sides = {side: Side(self, side) for side in self.sides}
         near = {side: Side(self, side, nearest=True) for side in self.sides}
         found = self._of_site()
@@ -51,12 +51,16 @@ class Obligations:
         made = {side: {r.node for of in (sides, near) for r in of[side].rows} for side in sides}
         joint = {"keys": self._joint("keys", made["values"]), "values": self._joint("values", made["keys"])}
         heads = {side: any(of.tells_heads_apart() for of in (sides[side], near[side])) for side in sides}
-        return {
+        broken = {
             side: frozenset(
                 of.broken() | found | joint[side] | self._copied(of) | ({"heads"} if heads[side] else set())
             )
             for side, of in sides.items()
         }
+        # Beside these, the other columns may come from rows that are narrower than what they make.
+        wide = {side: frozenset({"wide"} if near[side].made_of_wide_rows() else ()) for side in sides}
+        some = {f"some columns of the {side}": broken[side] | wide[side] for side in sides}
+        return {**broken, **some, "both": broken["keys"] | broken["values"]}
 
     def _copied(self, side: Side) -> set[str]:
         """Whether tokens are mixed behind what is copied, to heads or to tokens, or between rows made of each other."""

@@ -216,6 +216,11 @@ class Side:
         crosses = (each.sum(0) > 1).any() | (each.sum(1) > 1).any()
         return bool((each != each[:1]).any() & crosses)
 
+    def made_of_wide_rows(self) -> bool:
+        """Whether products make no more numbers of some rows than these hold."""
+        read = {r.node: [n for n in self.products if r.node in n.all_input_nodes] for r in self.rows}
+        return any(made and sum(map(self.of.size, made)) <= self.of.size(node) for node, made in read.items())
+
     def tells_heads_apart(self) -> bool:
         """Whether one position of an axis moves some heads of a batch entry, and not others."""
         if self.heads == 1:

@@ -21,7 +21,7 @@ from mla_compile.core.choices import Fold, Forms
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.blame.blame import SYMPTOMS, explain_source
 from mla_compile.passes.blame.explain import explain_refusal
-from mla_compile.passes.cost.cost import DeviceModel, choose, saves_cache
+from mla_compile.passes.cost.cost import DeviceModel, choose
 from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.fold_sides import fold_widths
@@ -106,9 +106,8 @@ class _Judge:
             problem = site.problem
             return Verdict(site, Code(problem.code), problem.detail, problem.node, fix=problem.fix)
         # For rows that are cached in any case, only the work is left to compare.
-        if not saves_cache(plan.dims) and not are_cached(plan.latent.node):
-            rows, whole = plan.dims.latent_values, plan.dims.expanded_values
-            reason = f"the latent rows hold {rows} values, K and V {whole}"
+        if not plan.saves_cache and not are_cached(plan.latent.node):
+            reason = f"the latent rows hold {plan.row_values} values, K and V {plan.expanded_values}"
             return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
         # This comes late, because a refused attention does not need the walks from the query and the output.
         if self.fold != "never":

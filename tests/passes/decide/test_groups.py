@@ -71,6 +71,23 @@ def test_a_group_is_a_batch_entry(form, batch, monkeypatch):
     assert site.values_read_before == G * H * (N + V)
 
 
+@pytest.mark.parametrize(("width", "code"), [(30, Code.ABSORBED), (32, Code.COST_LATENT_WIDE)])
+def test_rows_that_all_groups_share_are_held_once(width, code):
+    """With the latent of a single group they are no narrower than its K and V."""
+    inputs = [seeded(B, G, H, S, N, seed=1), seeded(B, T, G, width, seed=2), seeded(B, T, R, seed=3)]
+
+    def fn(*given):
+        return groups_add_a_shared_key(*given, mask=None)
+
+    _, outcome = decide(fn, inputs, (G, width, H, N), (G, width, H, V))
+    (site,) = outcome.report.sites
+    rows, whole = G * width + R, G * H * (N + V)
+    assert width + R >= whole // G
+    assert site.code is code, site.reason
+    if code is Code.COST_LATENT_WIDE:
+        assert site.reason == f"the latent rows hold {rows} values, K and V {whole}"
+
+
 def test_a_weight_for_each_token_is_none_of_a_group():
     def fn(q, c, w_k, w_v):
         return sdpa(q, torch.einsum("btl,tlhn->bhtn", c, w_k), torch.einsum("btl,lhv->bhtv", c, w_v))
