@@ -117,14 +117,6 @@ MASKED = Case(
 )  # fmt: skip
 
 
-# Each head has rows of its own, of which only the values are made without an operator between: as wide as these.
-OWN_KEYS = Case(
-    B=1, T=2, D=9, H=4, Q=5, N=4, R=4, V=4, up="two", bias=True, key_scale="heads", rope="complex", join="sum",
-    layout="heads_last", core="einsum", scale="both", factor=1.0, extra="max", cache="none", fault="latent_per_head",
-    door="dynamo", fold="always", seed=9,
-)  # fmt: skip
-
-
 # Keys that are returned, and values that are a sum: of a latent that is wider than they are, and of a narrow row.
 WIDE_SUMMAND = Case(
     T=6, D=9, H=2, L=7, Q=5, N=5, R=0, V=2, groups=2, up="two", bias=True, key_scale="vector", query_scale="constant",
@@ -145,10 +137,9 @@ OVER_HEADS = Case(
     [
         (MASKED, "keys", "mask_depends_on_keys"),
         (OVER_HEADS, "both", "softmax_axis"),
-        (OWN_KEYS, "both", "head_dependent_latent"),
         (WIDE_SUMMAND, "some columns of the values", "cost_latent_wide"),
     ],
-    ids=["mask", "softmax", "own", "wide"],
+    ids=["mask", "softmax", "wide"],
 )
 def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> None:
     check(case)
