@@ -125,6 +125,22 @@ WIDE_SUMMAND = Case(
 )  # fmt: skip
 
 
+# A latent for each head, made wider of a hidden state that all share, with a norm between.
+OWN_LATENTS = Case(
+    D=9, H=6, L=6, Q=7, N=7, R=7, V=7, up="blocks", bias=True, query_scale="positions", rope="none", join="assign",
+    layout="heads_last", core="einsum_heads_last", scale="both", factor=0.37, mask="compare", mask_rank=2, cache="none",
+    fault="latent_per_head", lowering="aten", seed=4,
+)  # fmt: skip
+
+
+# Keys that are returned, which no product makes wider than the latent.
+NARROW_KEYS = Case(
+    T=2, D=9, H=2, L=5, N=1, R=0, steps=1, chunk=2, up="raw", lora=True, latent_norm=False, key_scale="heads",
+    rope="none", share="repeat_interleave", join="cat_reversed", core="matmul", mask="add", mask_rank=3, cache="joint",
+    fault="keys_returned", seed=8,
+)  # fmt: skip
+
+
 # A softmax over heads, which read two normalised latents, made of a hidden state that is hardly wider.
 OVER_HEADS = Case(
     D=9, H=2, L=3, R=7, V=7, up="batched", bias=True, rope="none", share="repeat", layout="heads_last", core="matmul",
@@ -142,6 +158,16 @@ OVER_HEADS = Case(
     ids=["mask", "softmax", "wide"],
 )
 def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> None:
+    check(case)
+    assert {str(t.code) for t in reasons(case) if t.part == part} == {code}
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "code"),
+    [(OWN_LATENTS, "both", "nonlinear"), (NARROW_KEYS, "keys", "keys_used_elsewhere")],
+    ids=["own latents", "narrow keys"],
+)
+def test_what_is_narrower_or_wider_than_the_rows(case: Case, part: str, code: str) -> None:
     check(case)
     assert {str(t.code) for t in reasons(case) if t.part == part} == {code}
 

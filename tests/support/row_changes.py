@@ -81,8 +81,8 @@ class Side:
             if (node, weighed) in seen:
                 continue
             seen.add((node, weighed))
-            inputs = [n for n in node.all_input_nodes if n in of.moving]
-            product = is_contraction(node) and len(inputs) == 1 and len(node.all_input_nodes) > 1
+            inputs = of.moving_inputs(node)
+            product = of.is_product(node)
             before = of.size(inputs[0]) if len(inputs) == 1 else math.inf
             copied = copies and isinstance(decode(node), Repeat) and before <= one_head
             if cuts:
@@ -103,7 +103,7 @@ class Side:
 
     def _widens(self, node: fx.Node) -> bool:
         """Whether a node makes more numbers of what one operand holds: a product, or copies."""
-        inputs = [n for n in node.all_input_nodes if n in self.of.moving]
+        inputs = self.of.moving_inputs(node)
         more = len(inputs) == 1 and self.of.size(inputs[0]) < self.of.size(node)
         return more and (is_contraction(node) or isinstance(decode(node), Repeat))
 

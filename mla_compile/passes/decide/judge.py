@@ -177,7 +177,7 @@ class _Judge:
     def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
         """Return the nodes to make alone so that no expanded column is wasted; None if that is impossible."""
         assert verdict.plan is not None
-        paths = {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
+        paths = _ways(verdict)
         made: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
@@ -335,6 +335,12 @@ def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
     return found
 
 
+def _ways(verdict: Verdict) -> set[fx.Node]:
+    """Return the nodes on the ways from the sources to K and V."""
+    assert verdict.plan is not None
+    return {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
+
+
 def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | None:
     """Return a projection that makes K or V and is still computed: the side and the node."""
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
@@ -389,7 +395,7 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, map
         reason = f"some tokens of {made} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
-    reader = other_reader(node, alive.reads, alive.nodes)
+    reader = other_reader(node, alive.reads, alive.nodes, _ways(verdict))
     if reader.op == "output":
         return replace(
             verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node

@@ -107,20 +107,25 @@ def tokens_read(
 
 
 def other_reader(
-    expansion: fx.Node, reads: Callable[[fx.Node], Collection[fx.Node]], alive: Collection[fx.Node]
+    expansion: fx.Node,
+    reads: Callable[[fx.Node], Collection[fx.Node]],
+    alive: Collection[fx.Node],
+    absorbed: Collection[fx.Node],
 ) -> fx.Node:
     """Return the first operator that computes with ``expansion``, or with moved, cut or joined parts of it.
 
-    If there is none, return the output of the graph, else a reader of a length. ``reads`` and ``alive`` as for
-    :func:`narrower_readers`.
+    What makes K or V of it, the nodes ``absorbed``, is passed. If there is none, return the output of the graph, else
+    a reader of a length. The other arguments are those of :func:`narrower_readers`.
     """
 
+    def moves(node: fx.Node) -> bool:
+        return node is expansion or is_tuple(node) or decode(node) is not None or node in absorbed
+
     def users(node: fx.Node) -> Iterable[fx.Node]:
-        moves = node is expansion or is_tuple(node) or decode(node) is not None
-        return (u for u in node.users if u in alive and node in reads(u)) if moves else ()
+        return (u for u in node.users if u in alive and node in reads(u)) if moves(node) else ()
 
     found = [n for n in reachable([expansion], users) if n is not expansion]
-    computes = (n for n in found if is_tensor(n) and decode(n) is None)
+    computes = (n for n in found if is_tensor(n) and not moves(n))
     returns = (n for n in found if n.op == "output")
     return next(chain(computes, returns, found))
 
