@@ -19,9 +19,9 @@ from mla_compile.capture.migrate import Migrated, migrate
 from mla_compile.core.modules import HookOf, Module, copy_models, models_within, remember_original, shallow
 from mla_compile.core.program import Program
 from mla_compile.core.tracing import one_at_a_time
-from mla_compile.dynamo.compiler import tell
 from mla_compile.dynamo.forward import CompiledForward
 from mla_compile.dynamo.progress import Compilations
+from mla_compile.dynamo.telling import tell
 from mla_compile.dynamo.trace import explain_module
 from mla_compile.errors import InputError, OptionError
 from mla_compile.options import Options

@@ -36,7 +36,7 @@ def mla(
     from mla_compile.dynamo.compiler import Compiler  # on use: imports all passes
     from mla_compile.dynamo.recompiles import parameters_of
 
-    compiler = Compiler(Options.parse({**more, **(options or {})}), mode)
+    compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
     weights = parameters_of(gm, example_inputs)
     if weights:
         compiler.told = _told.setdefault(weights[0], set())

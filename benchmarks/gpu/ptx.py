@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 
-_TILE_STORE = re.compile(r"st\.shared\.v4|stmatrix|mbarrier\.init")  # single words are statistics: threads read them
+# Single words are statistics, which threads read.
+_TILE_STORE = re.compile(r"st\.shared(::cta)?\.v4|stmatrix|mbarrier\.init")
 _TOUCH = re.compile(r"(st|ld)\.shared|st\.global|stmatrix|ldmatrix|wgmma\.wait_group")
 _BARRIER = re.compile(r"bar(rier)?\.sync")
 _ARRIVE = re.compile(r"(?<!cp\.async\.)mbarrier\.arrive\b")

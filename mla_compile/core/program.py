@@ -89,6 +89,7 @@ class Program:
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
         own: placeholder names of the buffers that may be kept as rows: those that an optimized module owns, and that
             the program writes to or returns with new values.
+        plain: whether K and V are still read from buffers beside which rows are kept.
         cache: the inputs and outputs that hold the rows of K and V instead of K and V (a ``LatentCache`` of the
             passes).
         appends: the caches to which new rows are appended in place.
@@ -108,6 +109,7 @@ class Program:
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     latents: dict[str, Any] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
+    plain: bool = False
     cache: Any = None
     appends: tuple[Append, ...] = ()
     sharing: Sharing | None = None
@@ -128,6 +130,7 @@ class Program:
             parts=self.parts,
             latents=dict(self.latents),
             own=self.own,
+            plain=self.plain,
             cache=self.cache,
             appends=self.appends,
             sharing=self.sharing,

@@ -8,26 +8,25 @@ memory with spare capacity after it ran (:mod:`mla_compile.runtime.growing`).
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
-from torch._logging._internal import trace_structured
 
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
 from mla_compile.capture.autocast import is_active, without_autocast
-from mla_compile.codes import OVER_ROWS, Code
+from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
 from mla_compile.core.wrapped import Unwrapped
+from mla_compile.dynamo.beside import Rewritten, with_rows_beside
 from mla_compile.dynamo.breaks import mark_handed_over
 from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
@@ -39,13 +38,15 @@ from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sh
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.settling import settle, sizes_so_far
 from mla_compile.dynamo.sizes import share_lengths
+from mla_compile.dynamo.telling import add_to_trace, tell
 from mla_compile.dynamo.wrappers import told
 from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, warn
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.passes.ir.collectives import is_collective
 from mla_compile.pipeline.outcome import Outcome
-from mla_compile.report.report import Report, count_sites, is_ours
+from mla_compile.report.report import Report, is_ours
+from mla_compile.runtime.beside import RowsBeside
 from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
 from mla_compile.runtime.growing import with_room
@@ -66,21 +67,6 @@ Latents = Mapping[str, LatentTensor]
 """Placeholder name -> the input that holds latent rows."""
 
 
-@dataclass(frozen=True)
-class _Rewritten:
-    """A captured graph, the outcome of the passes, and its folded weights, if any."""
-
-    captured: Program
-    outcome: Outcome
-    folds: FoldedWeights | None
-
-    @property
-    def changed(self) -> bool:
-        """Whether a rewritten graph runs instead of the captured one."""
-        done = self.outcome
-        return bool(done.absorbed or done.by_heads or done.fused) or done.base is not self.captured
-
-
 class Compiler:
     """A backend with fixed options that keeps the report of every graph with an attention."""
 
@@ -95,6 +81,7 @@ class Compiler:
         on_report: Callable[[], None] | None = None,
         recompiles: Recompiles | None = None,
         buffers: BuffersInTrace | None = None,
+        beside: bool = False,
         compilations: Compilations | None = None,
     ) -> None:
         self.options = replace(
@@ -107,6 +94,7 @@ class Compiler:
         self.on_report = on_report
         self.recompiles = recompiles
         self.buffers = buffers
+        self.beside = beside
         self.compilations = Compilations("") if compilations is None else compilations
         self.told: set[str] = set()
         self.wrapped = Unwrapped()
@@ -145,7 +133,7 @@ class Compiler:
         handled = done is not None and bool(done.changed or done.outcome.program.appends or shared)
         if done is not None and handled and not self.explain_only:
             alone = sharing is None and not any(map(is_collective, done.captured.gm.graph.nodes))
-            rewritten = self._assembled(gm, inputs, done, alone=alone)
+            rewritten = self._assembled(gm, done, alone=alone)
             if rewritten is not None:
                 return rewritten if not latents or done.outcome.base.cache is not None else expanding(rewritten, gm)
             done = None
@@ -175,7 +163,7 @@ class Compiler:
         latents: Latents,
         shared: Iterable[str],
         sharing: Sharing | None,
-    ) -> _Rewritten | None:
+    ) -> Rewritten | None:
         """The captured and the rewritten program; ``None`` after a warning if the graph has to stay as it is."""
         self.compilations.stage("capture")
         ranks = None if self.explain_only else meeting(gm, example_inputs, self.options)
@@ -192,10 +180,17 @@ class Compiler:
             self.compilations.stage("passes")
             with without_autocast():
                 name, left = str(gm.meta.get("dynamo_compile_id", "")), dict[str, str]()
-                outcome, folds = self._outcome(program, example_inputs, name, left)
-                while ranks is not None and (more := ranks.refused(outcome)) is not None:
+
+                def run(program: Program, inputs: Inputs) -> tuple[Outcome, FoldedWeights | None]:
+                    return self._outcome(program, inputs, name, left)
+
+                alone = self.beside and ranks is None and sharing is None and self.options.cache == "latent"
+                done = with_rows_beside(program, example_inputs, run) if alone else None
+                if done is None:
+                    done = Rewritten(program, example_inputs, *run(program, example_inputs))
+                while ranks is not None and (more := ranks.refused(done.outcome)) is not None:
                     left |= more
-                    outcome, folds = self._outcome(program, example_inputs, name, left)
+                    done = Rewritten(program, example_inputs, *run(program, example_inputs))
         except RankError:
             raise
         except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
@@ -209,15 +204,13 @@ class Compiler:
                 kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
                 warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
-        outcome = replace(outcome, report=told(outcome.report, self.wrapped.left))
-        self.reports.append(outcome.report)
-        done = _Rewritten(program, outcome, folds)
-        if self.explain_only:
-            return done
-        tell(outcome.report, self.told)
-        for text in outcome.warnings:
-            warn(text)
-        _trace(outcome.report)
+        report = told(done.outcome.report, self.wrapped.left)
+        self.reports.append(report)
+        if not self.explain_only:
+            tell(report, self.told)
+            for text in done.outcome.warnings:
+                warn(text)
+            add_to_trace(report)
         return done
 
     def _add_seconds(self) -> None:
@@ -258,7 +251,7 @@ class Compiler:
         folds.values(example_inputs)
         return folds
 
-    def _unchanged(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten | None) -> Call:
+    def _unchanged(self, gm: fx.GraphModule, example_inputs: Inputs, done: Rewritten | None) -> Call:
         """Compile a graph that was not rewritten. Its repeated layers are found in the captured graph."""
         if done is not None and not is_active():
             with torch.no_grad():
@@ -267,13 +260,13 @@ class Compiler:
                 return torch.no_grad()(call) if torch.is_grad_enabled() else call
         return self.code.whole(gm, example_inputs)
 
-    def _assembled(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten, *, alone: bool) -> Call | None:
+    def _assembled(self, gm: fx.GraphModule, done: Rewritten, *, alone: bool) -> Call | None:
         """Compile the rewritten graph; ``None`` after a warning if Inductor fails.
 
         ``alone``: no other rank takes part. Another rank would continue with a form, or with rows, that this one lacks.
         """
         try:
-            return self._assemble(gm, example_inputs, done)
+            return self._assemble(gm, done)
         except RestartAnalysis:  # no failure: Dynamo has to trace again with what it has learnt
             raise
         except Exception as error:  # whatever goes wrong in code generation, the original graph is untouched
@@ -292,8 +285,9 @@ class Compiler:
             warn(f"a graph with attention is compiled in its original form, because {reason}")
             return None
 
-    def _assemble(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten) -> Call:
+    def _assemble(self, gm: fx.GraphModule, done: Rewritten) -> Call:
         """One callable of the graph's inputs: the compiled programs and the code that runs around them in each call."""
+        example_inputs = done.inputs
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
             native.load()  # built during compilation, not in the first decode step
         program, base = done.outcome.program, done.outcome.base
@@ -326,7 +320,10 @@ class Compiler:
             call = _outside_autocast(call)
         if base.cache is not None:
             names = [node.name for node in done.captured.placeholders]
-            call = with_rows(call, base, names, gm, program.appends, layouts)
+            original = gm if not done.twins else lambda *inputs: gm(*inputs[: -len(done.twins)])
+            call = with_rows(call, base, names, original, program.appends, layouts)
+            if done.twins:
+                call = RowsBeside(call, gm, base, names, done.twins)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
 
 
@@ -355,41 +352,6 @@ def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
     returned = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
     tensors = [value for value in returned if isinstance(value, torch.Tensor)]
     return len(tensors) < len(returned) or any(value.requires_grad for value in tensors)
-
-
-def tell(report: Report, told: set[str]) -> None:
-    """Log a line about a graph at INFO and the report at DEBUG; warn if it has attentions and none was absorbed.
-
-    ``told`` holds the warnings about other graphs of the model, which are not repeated.
-    """
-    count_sites(report)
-    logger.info("%s", report.summary())
-    logger.debug("%s", report)
-    if not report.sites or report.absorbed or _all_kept_by_choice(report):
-        return
-    message = f"nothing was absorbed in a graph with attention: {replace(report, graph='', passes=()).summary()}"
-    if all(site.verdict == "not_mla" for site in report.sites):
-        message = "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
-    if message not in told:
-        told.add(message)
-        warn(message)
-
-
-def _trace(report: Report) -> None:
-    """Add the report to this compilation's trace, for tlparse; does nothing unless torch writes a trace."""
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "mla_compile_report", "encoding": "json"},
-        payload_fn=lambda: json.dumps(report.to_dict(), indent=1),
-    )
-
-
-def _all_kept_by_choice(report: Report) -> bool:
-    """Whether every site was left because that is cheaper, was asked for, or because nothing can be absorbed."""
-    choices = (
-        Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
-    )  # fmt: skip
-    return all(site.code in choices for site in report.sites)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -78,11 +78,11 @@ class KeptBuffer:
 
 def empty_buffers(model: nn.Module, tensors: Mapping[Place, Any]) -> dict[Place, torch.Tensor]:
     """The tensors of a model that could be a cache of K or V, are empty, and are reachable in only one way."""
-    found = {place: tensor for place, tensor in tensors.items() if _may_be_cache(tensor) and _is_empty(tensor)}
+    found = {place: tensor for place, tensor in tensors.items() if may_be_cache(tensor) and is_empty(tensor)}
     return {place: found[place] for place in only_here(model, found)} if found else {}
 
 
-def _may_be_cache(value: object) -> bool:
+def may_be_cache(value: object) -> bool:
     """Whether a value has axes for tokens, features and sequences or heads; also a settled tensor of our own."""
     if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.is_floating_point() or not value.numel():
         return False
@@ -95,7 +95,8 @@ def _are_rows(value: torch.Tensor) -> bool:
     return isinstance(value, LatentTensor) and value.recipe is not None
 
 
-def _is_empty(tensor: torch.Tensor) -> bool:
+def is_empty(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds nothing but zeros; one without values counts as empty."""
     if tensor.is_meta:
         return True
     plain = tensor.expanded() if isinstance(tensor, LatentTensor) else tensor

@@ -33,8 +33,8 @@ def test_logs_and_trace_of_a_process(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     (summary,) = [line for line in lines if "1 absorbed" in line and line.startswith("I")]
-    assert "compiler.py" in summary
-    assert any(line.startswith("V") and "compiler.py" in line and "H=4 L=16" in line for line in lines), done.stderr
+    assert "telling.py" in summary
+    assert any(line.startswith("V") and "telling.py" in line and "H=4 L=16" in line for line in lines), done.stderr
 
     (log,) = tmp_path.glob("dedicated_log_torch_trace_*.log")
     written = log.read_text().splitlines()

@@ -317,7 +317,7 @@ class NotExported:
 
 EXPANDED_CACHE = Refused("expanded_cache")
 """What becomes of caches of K and V per head that cannot be kept as rows: those of a module that only its owner could
-change, and that ``torch.compile`` and ``torch.export`` leave as they are."""
+change. ``torch.export`` leaves them as they are, and ``torch.compile`` where it cannot keep rows beside them."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tests.zoo.base import CAPACITY, EXPANDED_CACHE, Absorbed, Usual, rope
 
 EXPECTED = Absorbed()
-COMPILED = EXPORTED = EXPANDED_CACHE
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Usual):

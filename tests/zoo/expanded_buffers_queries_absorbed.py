@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from tests.zoo.base import CAPACITY, EXPANDED_CACHE, Absorbed, Buffered, at_numbers, rope
 
 EXPECTED = Absorbed()
-COMPILED = EXPORTED = EXPANDED_CACHE
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

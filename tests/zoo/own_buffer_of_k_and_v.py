@@ -5,7 +5,6 @@ import torch
 from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_numbers
 
 EXPECTED = Absorbed()
-COMPILED = EXPANDED_CACHE
 EXPORTED = EXPANDED_CACHE
 
 

@@ -2,10 +2,9 @@
 
 import torch
 
-from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, NotCaptured, at_numbers
+from tests.zoo.base import Absorbed, Buffered, NotCaptured, at_numbers
 
 EXPECTED = Absorbed()
-COMPILED = EXPANDED_CACHE
 EXPORTED = NotCaptured("is mutated in the forward method")
 
 

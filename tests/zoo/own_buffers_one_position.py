@@ -6,7 +6,7 @@ import torch
 from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_numbers
 
 EXPECTED = Absorbed()
-COMPILED = EXPORTED = EXPANDED_CACHE
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

@@ -5,7 +5,7 @@ import torch
 from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_positions
 
 EXPECTED = Absorbed()
-COMPILED = EXPORTED = EXPANDED_CACHE
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

@@ -4,7 +4,7 @@ buffers of the layer: both rows take their place, with both weights."""
 from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_positions
 
 EXPECTED = Absorbed()
-COMPILED = EXPORTED = EXPANDED_CACHE
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mla_compile.passes.cache.rewrite import LatentCache
+from mla_compile.passes.ir.graph import BESIDE
 from mla_compile.passes.sources.cached import pasts_of
 from mla_compile.passes.sources.records import AbsorbPlan
 
@@ -34,4 +35,6 @@ def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> HeldValues |
     names = {node.name for nodes in pasts for node in nodes}
     inputs = {} if cache is None else cache.inputs
     replaced = [cache.recipes[name][0] for name, rows in inputs.items() if cache is not None and names & set(rows)]
-    return HeldValues(sum(recipe.values for recipe in replaced) if replaced else after, after)
+    before = sum(recipe.values for recipe in replaced) if replaced else after
+    beside = any(BESIDE in node.meta for nodes in pasts for node in nodes)
+    return HeldValues(before, before + after if beside else after)

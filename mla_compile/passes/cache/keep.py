@@ -12,7 +12,7 @@ from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
-from mla_compile.passes.ir.graph import bytes_hint, is_tensor
+from mla_compile.passes.ir.graph import BESIDE, bytes_hint, is_tensor
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import ancestors, remove_dead_code
 from mla_compile.passes.linear.records import Maps
@@ -25,15 +25,18 @@ class KeptRows(NamedTuple):
     """What became rows.
 
     ``sides``: for each attention whose cache was rewritten, by name, the sides that read rows now. ``torn``: the
-    attentions whose rewrite is invalid; if there are any, the program must be discarded.
+    attentions whose rewrite is invalid; if there are any, the program must be discarded. ``plain``: the attentions
+    still read K and V.
     """
 
     sides: dict[str, frozenset[Side]]
     torn: set[str]
+    plain: bool
 
     def expanded(self, verdicts: Iterable[Verdict]) -> set[str]:
         """Return the attentions that would expand their rows in every call: ``verdicts`` do not absorb them."""
-        return self.sides.keys() - {v.site.node.name for v in verdicts if _reads_rows(v, self.sides)}
+        read = {v.site.node.name for v in verdicts if _reads_rows(v, self.sides)}
+        return set() if self.plain else self.sides.keys() - read
 
 
 def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
@@ -87,7 +90,9 @@ def keep_rows(
         # ``cache.inputs`` follows the order of the signature, not the order in which attentions were found.
         names = [node.name for node in program.placeholders]
         made = _projections(caches, maps)
-        program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
+        beside = {name: named[name].meta[BESIDE] for name in new if program.plain and BESIDE in named[name].meta}
+        plain = {new[name]: new[buffer] for name, buffer in beside.items()}
+        program.cache = keep_latents(graph, caches, pasts, program.fake_mode, plain)
         _narrow(program, made, analysed)
         inputs = program.cache.inputs
         program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
@@ -97,7 +102,7 @@ def keep_rows(
     sides: dict[str, frozenset[Side]] = {}
     for kept in caches:
         sides[kept.site.name] = sides.get(kept.site.name, frozenset()) | kept.sides
-    return KeptRows(sides, torn)
+    return KeptRows(sides, torn, program.plain)
 
 
 def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.Node]:

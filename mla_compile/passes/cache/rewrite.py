@@ -16,7 +16,7 @@ from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.cache.writes import WriteStep, is_zeros, write_over
 from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import Axis
-from mla_compile.passes.ir.graph import OURS, Builder, argument, axis, latest_of, materialize, packet, val
+from mla_compile.passes.ir.graph import BESIDE, OURS, ROWS, Builder, argument, axis, latest_of, materialize, packet, val
 from mla_compile.passes.ir.moves import Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
@@ -51,17 +51,31 @@ class LatentCache:
 
 
 def keep_latents(
-    graph: fx.Graph, caches: Sequence[CacheOfRows], pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None
+    graph: fx.Graph,
+    caches: Sequence[CacheOfRows],
+    pasts: Mapping[fx.Node, Past],
+    fake_mode: FakeTensorMode | None,
+    plain: Mapping[fx.Node, fx.Node],
 ) -> LatentCache:
-    """Rewrite the graph for ``caches``; its output is one flat tuple, to which the rows are appended."""
-    return _Rewriter(graph, pasts, fake_mode).run(caches)
+    """Rewrite the graph for ``caches``; its output is one flat tuple, to which the rows are appended.
+
+    ``plain``: K or V -> another node of the same values, which is read in its place.
+    """
+    return _Rewriter(graph, pasts, fake_mode, plain).run(caches)
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        pasts: Mapping[fx.Node, Past],
+        fake_mode: FakeTensorMode | None,
+        plain: Mapping[fx.Node, fx.Node],
+    ) -> None:
         self.graph = graph
         self.pasts = pasts
         self.fake_mode = fake_mode
+        self.plain = plain
         self.done = LatentCache()
         self.last_input: fx.Node | None = next(reversed(graph.find_nodes(op="placeholder")), None)
         self.inputs: dict[Hashable, fx.Node] = {}
@@ -77,9 +91,11 @@ class _Rewriter:
             anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)
             builder = Builder(anchor, self.fake_mode)
             self._read_sizes_from_rows(cache.node, cache.recipe, rows[0])
-            if cache.write is not None:
-                self._read_parts(cache, cache.node, rows)
-            expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
+            expanded = self.plain.get(cache.node)
+            if expanded is None:
+                if cache.write is not None:
+                    self._read_parts(cache, cache.node, rows)
+                expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
             names = tuple(n.name for n in cache.leaves)
             for index in cache.outputs:
                 values[index] = None
@@ -211,7 +227,9 @@ class _Rewriter:
                 fake = torch.empty(wanted, dtype=dtype, device=example.device)
             with self.graph.inserting_after(self.last_input):
                 self.last_input = placeholder = self.graph.placeholder(f"rows_{len(self.inputs)}")
-            placeholder.meta["val"] = fake
+            placeholder.meta |= {"val": fake, ROWS: True}
+            if BESIDE in node.meta:
+                placeholder.meta[BESIDE] = node.meta[BESIDE]
             self.inputs[name] = placeholder
             self.done.rows.append(placeholder.name)
         own = self.done.inputs.get(node.name, ())

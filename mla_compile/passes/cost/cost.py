@@ -93,8 +93,8 @@ def choose(
 ) -> Choice:
     """Choose the cheapest form for B sequences of S queries against T cached tokens (None: unknown, a long context).
 
-    ``made``: the number of tokens for which K and V are made, if the T tokens are sliced out of more. ``chosen``: the
-    number of keys that each query may see, if they are listed.
+    ``made``: the number of tokens for which K and V are made, if the T tokens are sliced out of more; 0 if K and V of
+    all tokens are in the cache. ``chosen``: the number of keys that each query may see, if they are listed.
 
     The time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. First expanded is compared
     with chained, which takes as many launches. Then each side is folded or not by itself, and there launches count. A
@@ -109,7 +109,7 @@ def choose(
         B,
         S,
         context,
-        max(context, made or 0),
+        _made(context, made),
         None if chosen is None else min(chosen, context),
         element_bytes,
         device,
@@ -147,7 +147,8 @@ def _choose(
     estimates = {"expanded": expanded, "chained": chained}
     told = _told(S, T, made, device, chained, expanded, chosen if sparse else None)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
-        why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"
+        cheaper = "expanding K and V is cheaper" if made else "reading K and V, which the cache holds, is cheaper"
+        why = 'forms="expanded"' if forms == "expanded" else cheaper
         return Choice("expanded", MappingProxyType(estimates), f"{why}: {told}")
 
     why = 'forms="absorbed"' if forms == "absorbed" else "absorbing is cheaper"
@@ -275,7 +276,7 @@ def choose_parts(
     ``writes``: the attention is fused and has to be written out first. ``made`` as in :func:`choose`.
     """
     context = LONG_CONTEXT if T is None else T
-    whole = max(context, made or 0)
+    whole = _made(context, made)
     expanded, chained = (
         sum(_part_seconds(p, B, S, context, whole, element_bytes, device, absorbed=absorbed) for p in parts)
         for absorbed in (False, True)
@@ -310,9 +311,12 @@ def _stage_seconds(
 ) -> float:
     """Return the roofline estimate: for each stage, the larger of its compute and memory times, plus its launches."""
     numbers = _stage_numbers(stages, tuple(letters))
-    attended, everything = (numbers(**{**letters, "T": tokens}) for tokens in (letters["T"], made or letters["T"]))
+    made = letters["T"] if made is None else made
+    attended, everything = (numbers(**{**letters, "T": tokens}) for tokens in (letters["T"], made))
     total = 0.0
     for index, stage in enumerate(stages):
+        if stage.makes_kv and not made:
+            continue
         operations, values = (everything if stage.makes_kv else attended)[index]
         busy = max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
         total += busy + stage.launches * device.launch_s
@@ -332,6 +336,10 @@ def _tokens(context: int, made: int) -> str:
     if made > context:
         return f"{context:,} of {made:,} cached tokens, all of which are expanded,"
     return f"{context:,} cached tokens" + (" (a long context)" if context == LONG_CONTEXT else "")
+
+
+def _made(context: int, made: int | None) -> int:
+    return 0 if made == 0 else max(context, made or 0)
 
 
 def _folds(fold: Fold, folded: float, chained: float) -> bool:

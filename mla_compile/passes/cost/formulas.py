@@ -4,6 +4,7 @@ The forms (one layer, one call with S queries per sequence against T cached toke
 
 * ``expanded``: K and V of every cached token are computed from the latent, then plain attention follows. This is the
   trained form.
+* ``held``: K and V of every cached token are in the cache, and plain attention reads them.
 * ``chained``: absorbed. q' = (c' W_qc) W_kc^T, attention over the latent rows, then W_v, then W_o.
 * ``sparse``: chained, where each query attends only to J chosen keys (DeepSeek-V3.2, arXiv 2512.02556). The cost of
   choosing them is the same in every form and left out.
@@ -29,7 +30,7 @@ import sympy
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 
-Form = Literal["expanded", "chained", "sparse", "folded_query", "folded_output", "folded"]
+Form = Literal["expanded", "held", "chained", "sparse", "folded_query", "folded_output", "folded"]
 CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 
 # Real, not integer: solve() would have to prove that a break-even is a whole number, and it is not.
@@ -65,16 +66,13 @@ def stages(form: Form) -> tuple[Stage, ...]:
     """Return the steps of one form, in order."""
     query = Stage("query projection", B * S * Q * H * N, Q * H * N, B * S * (Q + H * N), projection="Q")
     output = Stage("output projection", B * S * H * V * D, H * V * D, B * S * (H * V + D), projection="D")
-    if form == "expanded":
+    if form in ("expanded", "held"):
         columns = N + R - A + V
         made = B * T * (L + R + H * columns)
-        return (
-            query,
-            # Two launches: the projection itself, and the layout of K (with the shared rotary part) and V per head.
-            Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True),
-            Stage("attention", B * S * T * H * columns, sympy.Integer(0), B * (S + T) * H * columns),
-            output,
-        )
+        # Two launches: the projection itself, and the layout of K (with the shared rotary part) and V per head.
+        expand = Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True)
+        attend = Stage("attention", B * S * T * H * columns, sympy.Integer(0), B * (S + T) * H * columns)
+        return (query, *([expand] if form == "expanded" else []), attend, output)
     absorb = Stage("query into the latent", B * S * H * N * L, H * N * L, B * S * H * (N + L))
     keys, read = (J, S * J) if form == "sparse" else (T, T)  # keys of a query, rows read by all of them
     moved = B * read * (L + R) + B * S * H * (2 * L + R)

@@ -9,8 +9,9 @@ import sympy
 
 from mla_compile.passes.attention.site import Operand
 from mla_compile.passes.ir.axes import Axis, axis_size
-from mla_compile.passes.ir.graph import bytes_hint, val, whole_rows
+from mla_compile.passes.ir.graph import BESIDE, bytes_hint, val, whole_rows
 from mla_compile.passes.ir.sizes import hint, least_of, size
+from mla_compile.passes.sources.cached import come_from
 from mla_compile.passes.sources.records import AbsorbPlan
 
 
@@ -19,8 +20,9 @@ class CallSizes:
     """B, S and T as representative numbers (T None: a long context), and what is known of S.
 
     ``symbolic``: the number of queries may differ from call to call. ``prefill``: it does, and always equals the number
-    of keys, as in a prompt. ``made``: the number of tokens for which K and V are made, if T of them are then sliced
-    out. ``chosen``: the number of keys in a query's list.
+    of keys, as in a prompt, or K and V are held. ``made``: the number of tokens for which K and V are made, if T of
+    them are then sliced out; 0 if buffers hold K and V besides the rows. ``chosen``: the number of keys in a query's
+    list.
     """
 
     B: int
@@ -31,6 +33,13 @@ class CallSizes:
     symbolic: bool
     made: int | None = None
     chosen: int | None = None
+
+    @property
+    def many(self) -> str:
+        """Why many queries are assumed, where ``prefill`` says so."""
+        if self.made == 0:
+            return "several queries per call, and K and V of all keys are in the buffers beside the rows"
+        return "a prompt: as many queries as keys, whatever their number"  # the traced length may suggest absorbing
 
 
 def call_sizes(plan: AbsorbPlan) -> CallSizes:
@@ -43,7 +52,10 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     # Attention reads a slice of a static cache, but the expanded form makes K and V of the whole cache.
     shares = [bytes_hint(whole_rows(r.node)) / max(bytes_hint(r.node), 1) for r in plan.rows]  # of no columns: 0
     made = None if context is None or max(shares) <= 1 else math.ceil(context * max(shares))
-    return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made, _chosen(plan))
+    if come_from((r.node for r in plan.rows), BESIDE):
+        made = 0
+    prefill = symbolic and (s == t or made == 0)
+    return CallSizes(counts[0], counts[1], context, element, prefill, symbolic, made, _chosen(plan))
 
 
 def keys_read(plan: AbsorbPlan) -> tuple[int, int]:

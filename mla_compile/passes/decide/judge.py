@@ -40,7 +40,6 @@ from mla_compile.passes.sources.residual import is_hidden_state
 from mla_compile.passes.sources.sources import choose_sources
 
 aten = torch.ops.aten
-_PROMPT = "a prompt: as many queries as keys, whatever their number"  # the traced length may suggest absorbing
 
 
 _OF_A_SIDE = {
@@ -124,7 +123,7 @@ class _Judge:
             return refused
         sides = " and ".join(dict.fromkeys(p.side for p in found.parts))
         if not found.pays:
-            why = _PROMPT if found.choice.absorbed else found.choice.reason
+            why = call_sizes(found.plan).many if found.choice.absorbed else found.choice.reason
             note = f"the {sides} alone could be absorbed; {why}"
             # If a latent makes a part, the attention is MLA, whatever the obstacle for the rest. It stays because of
             # its cost.
@@ -279,7 +278,7 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
     # With as many queries as keys, this is a prompt: the estimate for the traced length says nothing about other
     # lengths.
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
-    reason = _PROMPT if choice.absorbed else choice.reason
+    reason = sizes.many if choice.absorbed else choice.reason
     return Verdict(plan.site, code, reason, None, plan, choice)
 
 

@@ -28,6 +28,12 @@ ORIGIN = "mla_compile_origin"
 DECIDED_BY = "mla_compile_decided_by"
 """Metadata key of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
 
+BESIDE = "mla_compile_beside"
+"""Metadata key of inputs that stand beside a buffer which keeps its K or V: the name of the buffer."""
+
+ROWS = "mla_compile_rows"
+"""Metadata key of inputs that hold rows where the captured program had K or V."""
+
 TOLD = "mla_compile_told"
 """Metadata key of an attention: notes for its user on how it was read."""
 

@@ -14,11 +14,12 @@ from mla_compile.passes.cost.formulas import Form
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.choosing import choosing
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import TOLD, operator_name, val
+from mla_compile.passes.ir.graph import ROWS, TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
+from mla_compile.passes.sources.cached import come_from
 from mla_compile.passes.sources.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.verify.comparison import Check
 
@@ -59,7 +60,9 @@ def site_report(
     dims = verdict.plan.dims
     element = val(verdict.plan.latent.node).element_size()
     after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
-    listed = call_sizes(verdict.plan).chosen if verdict.absorb else None
+    sizes = call_sizes(verdict.plan)
+    listed = sizes.chosen if verdict.absorb else None
+    before: Form = "held" if come_from((rows.node for rows in verdict.plan.rows), ROWS) else "expanded"
     # A site that stays expanded shows what absorbing it would cost.
     compared: Form = "chained" if not verdict.absorb else after if listed is None else "sparse"
     chooses = choosing(verdict.plan) if verdict.absorb else None
@@ -73,11 +76,11 @@ def site_report(
         dims=dims,
         values_read_before=verdict.plan.expanded_values,
         values_read_after=verdict.plan.row_values,
-        decode_flops_before=dims.G * cost.decode_flops(dims, "expanded"),
+        decode_flops_before=dims.G * cost.decode_flops(dims, before),
         decode_flops_after=dims.G * cost.decode_flops(dims, compared),
-        decode_bytes_before=dims.G * cost.decode_bytes(dims, "expanded", element),
+        decode_bytes_before=dims.G * cost.decode_bytes(dims, before, element),
         decode_bytes_after=dims.G * cost.decode_bytes(dims, compared, element),
-        break_even_S=cost.break_even_S(dims),
+        break_even_S=None if sizes.made == 0 else cost.break_even_S(dims),
         fold_error=max(errors, default=None),
         chosen=listed,
         choosing_flops=None if chooses is None else chooses.flops,

@@ -33,6 +33,11 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
     return {node for node in found if node is not None}
 
 
+def come_from(rows: Iterable[fx.Node], mark: str) -> bool:
+    """Whether the earlier part of all ``rows`` is held in inputs with ``mark`` in their metadata."""
+    return all(any(mark in past.meta for past in pasts_of(node)) for node in rows)
+
+
 def _held(node: fx.Node) -> Sequence[fx.Node]:
     """Return the tensors into whose rows ``node`` puts others."""
     match decode(node):

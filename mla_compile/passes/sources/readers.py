@@ -63,8 +63,10 @@ def narrower_readers(
         elif of_few_rows(node, source, maps) is not None:
             found.append(node)
         elif bytes_hint(node) >= whole:
-            lengths = (length_of(u, source) is not None for u in users(node))
-            if projection_of(node, source, at_source) is None and not all(lengths):
+            # Of keys that are joined from several rows, only lengths may be read, perhaps behind other moves.
+            moved = decode(node) is not None
+            only_lengths = (length_of(u, source) is not None or (moved and decode(u) is not None) for u in users(node))
+            if projection_of(node, source, at_source) is None and not all(only_lengths):
                 return None
         elif node in absorbed:
             continue  # its readers were absorbed too, or they are visited

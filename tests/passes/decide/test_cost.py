@@ -23,7 +23,7 @@ REAL = [pytest.param(V3, id="v3"), pytest.param(V2_LITE, id="v2-lite"), pytest.p
 ODD = Dims(H=3, L=10, R=2, N=4, V=5, Q=7, D=11)
 NO_ROPE = Dims(H=2, L=6, R=0, N=3, V=4, Q=5, D=9)
 FORMS = get_args(Form)
-ABSORBED = [form for form in FORMS if form not in ("expanded", "sparse")]
+ABSORBED = [form for form in FORMS if form not in ("expanded", "held", "sparse")]
 LISTED = 2  # keys that each query has chosen in the sparse form
 DEVICE_LIST = list(DEVICES.values())
 # A machine that is limited by arithmetic alone: the choice must fall exactly where the FLOPs say.
@@ -43,8 +43,8 @@ def run_call(form: str, dims: Dims, B: int, S: int, T: int) -> None:
         q_BHSL = torch.einsum("bsq,hql->bhsl", query_BSQ, W_qk)
     else:
         q_BHSN = torch.einsum("bsq,hqn->bhsn", query_BSQ, W_qc)
-    if form == "expanded":
-        kv_BTX = latent_BTL @ torch.zeros(L, H * (N + V))
+    if form in ("expanded", "held"):
+        kv_BTX = torch.zeros(B, T, H * (N + V)) if form == "held" else latent_BTL @ torch.zeros(L, H * (N + V))
         k_BHTN, v_BHTV = kv_BTX.view(B, T, H, N + V).transpose(1, 2).split([N, V], -1)
         k = torch.cat([k_BHTN, rope_BTR[:, None].expand(B, H, T, R)], -1)
         scores = torch.cat([q_BHSN, q_rope_BHSR], -1) @ k.transpose(-1, -2)
@@ -145,6 +145,7 @@ def test_folded_weights_of_v3():
 def test_marginal_flops_have_their_closed_forms():
     A, H, L, N, R, V = formulas.A, formulas.H, formulas.L, formulas.N, formulas.R, formulas.V
     assert sympy.expand(formulas.marginal_flops("expanded") - 2 * H * (L * (N + V) + N + R - A + V)) == 0
+    assert sympy.expand(formulas.marginal_flops("held") - 2 * H * (N + R - A + V)) == 0
     for form in ABSORBED:
         assert sympy.expand(formulas.marginal_flops(form) - 2 * H * (2 * L + R)) == 0
 
@@ -152,6 +153,7 @@ def test_marginal_flops_have_their_closed_forms():
 def test_marginal_bytes_have_their_closed_forms():
     A, E, H, L, N, R, V = (getattr(formulas, name) for name in "AEHLNRV")
     assert sympy.expand(formulas.marginal_bytes("expanded") - E * (L + R + 2 * H * (N + R - A + V))) == 0
+    assert sympy.expand(formulas.marginal_bytes("held") - E * H * (N + R - A + V)) == 0
     for form in ABSORBED:
         assert sympy.expand(formulas.marginal_bytes(form) - E * (L + R)) == 0
 

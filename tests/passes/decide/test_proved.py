@@ -155,6 +155,38 @@ def test_one_query_of_the_first_key():
     assert any("sees only that key" in note for note in site.notes), site.notes
 
 
+READS = {
+    "the length": (lambda k: 0.0, []),
+    "the length behind moves": (lambda k: 0.0, []),
+    "values": (lambda k: k.sum(), [Code.KEYS_USED_ELSEWHERE]),
+    "products": (lambda k: (k[..., :1, :] @ k.mT).sum(), [Code.KEYS_USED_ELSEWHERE]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_length_of_keys_that_are_joined_from_two_rows(name):
+    """The mask of one query from the first key counts the keys behind the join, which does not need their values."""
+    more, expected = READS[name]
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k_up, self.v_up = nn.Linear(L, H * N).double(), nn.Linear(L, H * V).double()
+
+        def forward(self, q, c, r):
+            k, v = (up(c).unflatten(-1, (H, -1)) for up in (self.k_up, self.v_up))
+            k = torch.cat([k, r[:, :, None].expand(-1, -1, H, -1)], -1)
+            k, v = (x.permute(2, 0, 1, 3).transpose(0, 1) if "moves" in name else x.transpose(1, 2) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True) + more(k)
+
+    given = [seeded(B, H, 1, N + 4), seeded(B, T, L), seeded(B, T, 4)]
+    length = torch.export.Dim("T", min=5, max=64)
+    program = export(Joined(), given, ({}, {1: length}, {1: length}))
+    outcome = optimized(program, forms="absorbed")
+    (site,) = outcome.report.sites
+    assert (site.code, [kept.code for kept in site.kept]) == (Code.ABSORBED, expected)
+
+
 def test_a_slice_of_the_values_is_not_all_of_them():
     class Last(Spoiled):
         def attend(self, q, k, v, mask):

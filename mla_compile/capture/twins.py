@@ -1,0 +1,82 @@
+"""A second input beside each buffer of K or V that must stay as it is, for passes that may turn inputs into rows.
+
+Before::
+
+    new = index_copy(buffer, dim, positions, k);  attention(q, new, ...);  buffer.copy_(new)
+
+After, with a ``twin`` that holds the same values::
+
+    new = index_copy(buffer, dim, positions, k);  buffer.copy_(new)
+    own = index_copy(twin, dim, positions, k);    twin.copy_(own);  attention(q, own, ...)
+
+The caller's buffer is written to as before, but nothing in the graph reads it, so the twin may be kept as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Program, view_source
+from mla_compile.passes.ir.graph import BESIDE
+from mla_compile.passes.ir.walk import ancestors
+
+aten = torch.ops.aten
+_WRITES = {
+    aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default, aten.index_put.default,
+    aten.copy.default, aten.clone.default, aten.zero.default, aten.fill.Scalar, aten.fill.Tensor,
+}  # fmt: skip
+
+
+def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[str, str]]:
+    """Return a copy of ``program`` with a twin of each written buffer where that is possible, and twin -> buffer."""
+    program = program.copy()
+    graph, named = program.gm.graph, program.named()
+    new = dict(zip(program.mutations, program.outputs, strict=False))
+    shown = set(program.aliases.values())
+    last = program.placeholders[-1]
+    twins: dict[str, str] = {}
+    written: list[fx.Node] = []
+    for name in buffers:
+        chain = None if name in shown else _writes(named[name], new[name])
+        if chain is None:
+            continue
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{name}_twin")
+        last.meta = {**named[name].meta, BESIDE: name}
+        twins[last.name] = name
+        written.append(_repeat(graph, named[name], last, chain))
+    if twins:
+        count, values = len(program.mutations), list(program.outputs)
+        program.mutations = (*program.mutations, *twins)
+        graph.output_node().args = ((*values[:count], *written, *values[count:]),)
+        graph.lint()
+    return program, twins
+
+
+def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
+    """Return the operators that make the new value of a buffer from the old one; None if they do more than write."""
+    if not isinstance(new, fx.Node) or new is buffer or buffer.op != "placeholder":
+        return None
+    between = {new, *ancestors(new, [buffer])}
+    chain: list[fx.Node] = []
+    for node in buffer.graph.nodes:
+        if node in between and not {buffer, *chain}.isdisjoint(node.all_input_nodes):
+            if node.target not in _WRITES and view_source(node) is None:
+                return None
+            chain.append(node)
+    return chain if new in chain else None
+
+
+def _repeat(graph: fx.Graph, buffer: fx.Node, twin: fx.Node, chain: list[fx.Node]) -> fx.Node:
+    """Write to ``twin`` what is written to ``buffer``, and let the twin's new value be read; return that value."""
+    copies = {buffer: twin}
+    for node in chain:
+        with graph.inserting_after(node):
+            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+    own = set(copies.values())
+    new = chain[-1]
+    new.replace_all_uses_with(copies[new], lambda user: user.op != "output" and user not in own)
+    return copies[new]

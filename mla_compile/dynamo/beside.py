@@ -1,0 +1,72 @@
+"""Chooses the buffers of K and V beside which a graph of ``torch.compile`` keeps rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mla_compile.capture.twins import with_twins
+from mla_compile.core.program import Inputs, Program
+from mla_compile.pipeline.outcome import Outcome
+from mla_compile.runtime.beside import may_have_rows, rows_beside
+from mla_compile.runtime.folds import FoldedWeights
+
+RunPasses = Callable[[Program, Inputs], tuple[Outcome, FoldedWeights | None]]
+"""Applies the passes to a captured program with these example inputs."""
+
+_BESIDE = (
+    "rows are kept beside {count} buffers of K and V, which torch.compile cannot replace: these are written as before; "
+    "mla_compile.optimize(model) keeps rows in their place"
+)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A captured graph with its example inputs, the outcome of the passes, and its folded weights, if any.
+
+    ``twins``: last inputs of the graph, which it has for rows alone -> the buffer beside which these are kept.
+    """
+
+    captured: Program
+    inputs: Inputs
+    outcome: Outcome
+    folds: FoldedWeights | None
+    twins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a rewritten graph runs instead of the captured one."""
+        done = self.outcome
+        return bool(done.absorbed or done.by_heads or done.fused) or done.base is not self.captured
+
+
+def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -> Rewritten | None:
+    """What the passes make of ``program`` with a twin of each buffer that becomes rows; None if none does.
+
+    ``run`` applies them. They alone know what becomes rows, and what stays K has no use for a twin.
+    """
+    given = {node.name: value for node, value in zip(program.placeholders, example_inputs, strict=True)}
+    written = {name: given[name] for name in program.mutations if isinstance(given.get(name), torch.Tensor)}
+    chosen = list(may_have_rows(written))
+    while chosen:
+        made, twins = with_twins(program, chosen)
+        if not twins:
+            return None
+        known = {twin: rows_beside(given[buffer]) for twin, buffer in twins.items()}
+        made.latents |= {twin: rows for twin, rows in known.items() if rows is not None}
+        made.own = program.own.union(twins)
+        inputs = [*example_inputs, *(given[buffer] for buffer in twins.values())]
+        outcome, folds = run(made, inputs)
+        cache = outcome.base.cache
+        kept = [] if cache is None else [twin for twin in twins if twin in cache.inputs]
+        if len(kept) == len(twins):
+            report = outcome.report
+            if not outcome.absorbed:  # rows have to be written, but not read: K and V are at hand
+                made.plain = True
+                outcome, folds = run(made, inputs)
+            report = replace(report, messages=(*report.messages, _BESIDE.format(count=len(twins))))
+            return Rewritten(made, inputs, replace(outcome, report=report), folds, twins)
+        chosen = [twins[twin] for twin in kept]
+    return None

@@ -1,0 +1,50 @@
+"""Tells users what became of a graph: log records, warnings, and an artifact for tlparse."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+from torch._logging._internal import trace_structured
+
+from mla_compile.codes import OVER_ROWS, Code
+from mla_compile.errors import warn
+from mla_compile.report.report import Report, count_sites
+
+logger = logging.getLogger("mla_compile")
+
+
+def tell(report: Report, told: set[str]) -> None:
+    """Log a line about a graph at INFO and the report at DEBUG; warn if it has attentions and none was absorbed.
+
+    ``told`` holds the warnings about other graphs of the model, which are not repeated.
+    """
+    count_sites(report)
+    logger.info("%s", report.summary())
+    logger.debug("%s", report)
+    if not report.sites or report.absorbed or _all_kept_by_choice(report):
+        return
+    message = f"nothing was absorbed in a graph with attention: {replace(report, graph='', passes=()).summary()}"
+    if all(site.verdict == "not_mla" for site in report.sites):
+        message = "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
+    if message not in told:
+        told.add(message)
+        warn(message)
+
+
+def add_to_trace(report: Report) -> None:
+    """Add the report to this compilation's trace, for tlparse; does nothing unless torch writes a trace."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "mla_compile_report", "encoding": "json"},
+        payload_fn=lambda: json.dumps(report.to_dict(), indent=1),
+    )
+
+
+def _all_kept_by_choice(report: Report) -> bool:
+    """Whether every site was left because that is cheaper, was asked for, or because nothing can be absorbed."""
+    choices = (
+        Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
+    )  # fmt: skip
+    return all(site.code in choices for site in report.sites)

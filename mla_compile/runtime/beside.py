@@ -1,0 +1,216 @@
+"""Rows that are kept beside buffers of K and V which stay as they are, for calls that ``torch.compile`` compiled.
+
+The backend of ``torch.compile`` owns no module, so it cannot put rows in the place of a buffer. It may keep them beside
+it: a compiled call writes K to the buffer, as the model does, and the rows from which K was made to a tensor that
+belongs to the buffer here. The next call attends to these rows. They are used only as long as they are certain to make
+what the buffer holds: nothing but such calls has written to it since it was empty. Its version counter tells that, and
+for writes that are not counted (through ``.data``, NumPy or a kernel of one's own) a sample of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mla_compile.core.program import Call, Inputs, Program
+from mla_compile.errors import StaleWeightError, WeightError, warn
+from mla_compile.passes.cache.recipe import Recipe
+from mla_compile.runtime.folds import same_bits, version, weight_reader
+from mla_compile.runtime.latent import LatentTensor
+from mla_compile.runtime.own_buffers import is_empty, may_be_cache
+
+_OTHERS_WROTE = (
+    "the original graph runs in this call, because something besides compiled calls wrote to buffers of K and V, or "
+    "weights have changed since; empty the buffers with zero_(), or use mla_compile.optimize(model), which keeps rows "
+    "in their place"
+)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """The rows beside a buffer, and the state in which their last call left the buffer."""
+
+    rows: LatentTensor
+    version: int
+    address: int
+    places: torch.Tensor
+    sample: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: LatentTensor, buffer: torch.Tensor, before: _Beside | None) -> _Beside:
+        """The state of ``buffer`` now; ``before`` is its state before this call, if any."""
+        places = _places(buffer) if before is None else before.places
+        return cls(rows, version(buffer), buffer.data_ptr(), places, _sample(buffer, places))
+
+    def describes(self, buffer: torch.Tensor) -> bool:
+        """Whether nothing has changed the buffer since."""
+        counted = (self.version, self.address) == (version(buffer), buffer.data_ptr())
+        return counted and same_bits(_sample(buffer, self.places), self.sample)
+
+
+_SAMPLES = 1024
+"""The number of values of a buffer that are compared in each call; a smaller buffer is compared whole."""
+
+_SAMPLES_OF_ONE = 64
+"""The least number of them for each entry of the first axis, which is the sequence."""
+
+
+def _places(buffer: torch.Tensor) -> torch.Tensor:
+    """The places in memory of a random sample of a buffer, in which every part of every axis has its share.
+
+    Source: Latin hypercube sampling (McKay, Beckman and Conover 1979), for each entry of the first axis.
+    """
+    if buffer.numel() <= _SAMPLES:
+        points = torch.cartesian_prod(*map(torch.arange, buffer.shape)).unbind(1)
+    else:
+        first, *others = buffer.shape
+        count = max(_SAMPLES // first, _SAMPLES_OF_ONE)
+        chance = torch.Generator()
+        chance.seed()  # random numbers of the user's own stay as they are
+        drawn = torch.rand(first, len(others), count, generator=chance, dtype=torch.float64)
+        strata = torch.rand(drawn.shape, generator=chance).argsort(-1)
+        inner = ((strata + drawn) / count * torch.tensor(others).unsqueeze(-1)).long()
+        points = (torch.arange(first).unsqueeze(-1), *inner.unbind(1))
+    places = torch.zeros((), dtype=torch.long)
+    for point, stride in zip(points, buffer.stride(), strict=True):
+        places = places + point * stride
+    return places.flatten().to(buffer.device)
+
+
+def _sample(buffer: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer.detach().as_strided((span,), (1,)).index_select(0, places)
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Buffer of K or V -> the rows beside it."""
+
+
+def rows_beside(buffer: torch.Tensor) -> LatentTensor | None:
+    """The rows that make what ``buffer`` holds now; None if there are none."""
+    known = _known.get(buffer)
+    if known is None or not known.describes(buffer):
+        return None
+    try:
+        known.rows.rows()
+    except (StaleWeightError, WeightError):
+        return None
+    found: LatentTensor = known.rows
+    return found
+
+
+def may_have_rows(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the tensors that a graph writes to beside which rows can be kept: their rows are known, or all are zero.
+
+    Tensors that share memory are left out, and those without a version counter.
+    """
+    owners = [_memory(b) for b in buffers.values()]
+    return {name: b for name, b in buffers.items() if owners.count(_memory(b)) == 1 and _may_have_rows(b)}
+
+
+def _may_have_rows(buffer: torch.Tensor) -> bool:
+    if not may_be_cache(buffer) or type(buffer) is not torch.Tensor or buffer.is_inference():
+        return False
+    return rows_beside(buffer) is not None or is_empty(buffer)
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """What two tensors have in common that share memory; tensors of other classes show nothing of theirs."""
+    return tensor.untyped_storage()._cdata if type(tensor) is torch.Tensor else id(tensor)
+
+
+@dataclass(frozen=True)
+class _Twin:
+    """An input that is rows: how they expand, with which weights, their names, and the position of the buffer."""
+
+    recipe: Recipe
+    leaves: tuple[Callable[[Inputs], torch.Tensor], ...]
+    rows: tuple[str, ...]
+    buffer: int
+
+    def reads(self, known: LatentTensor, inputs: Inputs) -> bool:
+        """Whether these rows expand like this, with the weights of this call."""
+        return known.recipe == self.recipe and all(
+            leaf is read(inputs) for leaf, read in zip(known.leaves, self.leaves, strict=True)
+        )
+
+
+class RowsBeside:
+    """A callable of a graph's inputs that keeps rows beside buffers among them.
+
+    Args:
+        call: takes the rows of ``twins`` behind the graph's inputs.
+        otherwise: the original graph. It runs, after a warning, if rows do not make what a buffer holds.
+        program: the program of ``call``, whose cache holds rows.
+        names: the inputs that ``call`` takes.
+        twins: the name of an input that is rows -> the buffer beside which they are kept.
+    """
+
+    def __init__(
+        self, call: Call, otherwise: Call, program: Program, names: Sequence[str], twins: Mapping[str, str]
+    ) -> None:
+        self._call, self._otherwise = call, otherwise
+        at = {name: index for index, name in enumerate(names)}
+        cache = program.cache
+        self._twins = [
+            _Twin(cache.recipes[twin][0], tuple(weight_reader(program, at, leaf) for leaf in cache.recipes[twin][1]),
+                  cache.inputs[twin], at[buffer])
+            for twin, buffer in twins.items()
+        ]  # fmt: skip
+        self._dtypes = {row: program.node(row).meta["val"].dtype for row in cache.rows}
+        self._written = [at[name] for name in program.mutations if name in at]
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph."""
+        rows = self._rows(inputs)
+        if rows is None:
+            warn(_OTHERS_WROTE)
+            return self._otherwise(*inputs)
+        # A call that fails midway leaves nothing that could be taken for rows.
+        states = [_known.pop(inputs[twin.buffer], None) for twin in self._twins]
+        before = [_versions(own) for own in rows]
+        done = self._call(*inputs, *rows)
+        for twin, own, was, state in zip(self._twins, rows, before, states, strict=True):
+            if all(now > old for now, old in zip(_versions(own), was, strict=True)):  # else it ran the original graph
+                buffer = inputs[twin.buffer]
+                _known[buffer] = _Beside.of(own, buffer, state)
+        return done
+
+    def _rows(self, inputs: Inputs) -> list[LatentTensor] | None:
+        """The rows of all buffers, zeros for those that hold zeros.
+
+        None if a buffer holds anything else, or if the graph writes to its memory through another input, too.
+        """
+        owners = [_memory(inputs[index]) for index in self._written]
+        if len(set(owners)) < len(owners):
+            return None
+        found: list[LatentTensor] = []
+        fresh: dict[str, torch.Tensor] = {}
+        for twin in self._twins:
+            buffer = inputs[twin.buffer]
+            known = rows_beside(buffer)
+            if known is None or not twin.reads(known, inputs):
+                if not _may_have_rows(buffer) or not is_empty(buffer):
+                    return None
+                known = self._empty(twin, inputs, fresh)
+            found.append(known)
+        return found
+
+    def _empty(self, twin: _Twin, inputs: Inputs, fresh: dict[str, torch.Tensor]) -> LatentTensor:
+        """Rows of zeros; ``fresh`` has those that other buffers of this call use already."""
+        buffer = inputs[twin.buffer]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for index, name in enumerate(twin.rows):
+                if name not in fresh:
+                    shape = twin.recipe.row_shape(buffer.shape, twin.recipe.held_width(index))
+                    fresh[name] = torch.zeros(shape, dtype=self._dtypes[name], device=buffer.device)
+            leaves = [read(inputs) for read in twin.leaves]
+            return LatentTensor.of(twin.recipe, [fresh[name] for name in twin.rows], leaves, own=True)
+
+
+def _versions(rows: LatentTensor) -> list[int]:
+    return [version(row) for row in rows.shown_rows()]
