@@ -34,6 +34,7 @@ def mla(
 ) -> Callable[..., object]:
     """The backend. Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor."""
     from mla_compile.dynamo.compiler import Compiler  # on use: imports all passes
+    from mla_compile.dynamo.outside import told_when_run_again
     from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
@@ -42,7 +43,9 @@ def mla(
         compiler.told = _told.setdefault(weights[0], set())
     call = compiler(gm, example_inputs)
     _recent.extend(compiler.reports)
-    return call
+    if compiler.reports or compiler.failures:
+        return call
+    return told_when_run_again(call, gm, lambda: _recent)
 
 
 def reports() -> tuple[Report, ...]:

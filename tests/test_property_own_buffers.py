@@ -11,6 +11,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,29 @@ PARTS = 8
 @pytest.mark.parametrize("part", [0, *also("draws", *range(1, PARTS))])
 def test_generated_layers_with_memory(part: int, door: str) -> None:
     check_each(drawn(max(1, CASES // PARTS), SEED * PARTS + part, own_cases()), partial(check, door=door))
+
+
+FOUND = {
+    "expanded from rows, batch and heads merged": OwnCase(
+        case=Case(B=3, T=2, D=6, H=6, L=6, N=8, R=4, V=6, rope="none", core="bmm", forms="expanded", mask="where"),
+        held="buffer", written="index_copy_replaces", heads_last=False, more=2, joined=False, whole=False,
+        emptied="zero", back=4,
+    ),
+    "emptied by the first call": OwnCase(
+        case=Case(B=3, T=3, H=7, L=7, Q=4, N=5, R=0, rope="none", mask="fill_min", up="unbind"),
+        held="buffer", written="pairs", heads_last=True, more=2, joined=False, whole=True, emptied="first_call_set",
+        back=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", ["optimize", "compile"])
+@pytest.mark.parametrize("name", FOUND)
+def test_cases_that_failed(name: str, door: str) -> None:
+    """A view of values that lay otherwise in memory; and a graph that writes zeros first had no rows beside."""
+    check(
+        replace(FOUND[name], case=replace(FOUND[name].case, steps=2, chunk=1, cache="tensors", rotate="on_write")), door
+    )
 
 
 @torch.no_grad()

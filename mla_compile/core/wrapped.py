@@ -257,12 +257,8 @@ class _Copier:
         width = _width(module)
         if width is None or module._modules:
             return None
-        if inner is None or not self.known(module, inner):
-            rows = _one_row(module)
-            with torch.no_grad():
-                y = None if rows is None else _method(module, inner)(rows)
-            if rows is None or not isinstance(y, Tensor) or y.dtype != rows.dtype or y.shape != (1, width):
-                return None
+        if (inner is None or not self.known(module, inner)) and not _maps_a_row(module, inner, width):
+            return None
         made = _bare(module, wrapper)
         vars(made)["forward"] = _WrappedCall(CalledLayer(module, made, inner, width))
         return made
@@ -321,6 +317,19 @@ def _one_row(module: nn.Module) -> Tensor | None:
         return None
     device = next(module.parameters(recurse=False)).device
     return torch.zeros(1, int(module.in_features), dtype=dtypes[0], device=device)  # type: ignore[arg-type]
+
+
+def _maps_a_row(module: nn.Module, inner: Function | None, width: int) -> bool:
+    """Whether a forward makes ``width`` features of the same dtype from one row: what it says of its features is so."""
+    rows = _one_row(module)
+    if rows is None:
+        return False
+    try:
+        with torch.no_grad():
+            y = _method(module, inner)(rows)
+    except Exception:  # noqa: BLE001  the user's layer runs here; one that takes no row is no layer of rows
+        return False
+    return isinstance(y, Tensor) and y.dtype == rows.dtype and y.shape == (1, width)
 
 
 def _of_library(module: nn.Module) -> tuple[type, ...]:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import fx
@@ -33,6 +33,7 @@ from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.examples import examples_of, layouts_of
 from mla_compile.dynamo.finishing import Finishing
 from mla_compile.dynamo.monitor import watch_current_function
+from mla_compile.dynamo.outside import end_of
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
@@ -68,7 +69,13 @@ Latents = Mapping[str, LatentTensor]
 
 
 class Compiler:
-    """A backend with fixed options that keeps the report of every graph with an attention."""
+    """A backend with fixed options that keeps the report of every graph with an attention.
+
+    Attributes:
+        last_break: why and where Dynamo last ended a graph of this process early.
+    """
+
+    last_break: ClassVar[str | None] = None
 
     __name__ = "mla"  # Dynamo shows this name in messages
 
@@ -116,6 +123,7 @@ class Compiler:
         try:
             return self._compile(gm, example_inputs)
         finally:
+            Compiler.last_break = end_of(gm) or Compiler.last_break
             self.compilations.stage("guards")
             if not self.explain_only and self.on_report is not None:
                 self.on_report()
@@ -204,7 +212,7 @@ class Compiler:
                 kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
                 warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
-        report = told(done.outcome.report, self.wrapped.left)
+        report = told(done.outcome.report, self.wrapped.left, Compiler.last_break)
         self.reports.append(report)
         if not self.explain_only:
             tell(report, self.told)

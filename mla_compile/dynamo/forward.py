@@ -22,6 +22,7 @@ from mla_compile.core.tracing import one_at_a_time
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
 from mla_compile.dynamo.entry import compiled_entry
+from mla_compile.dynamo.outside import Unseen
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.recompiles import Recompiles, running
 from mla_compile.dynamo.trace import trace
@@ -75,6 +76,7 @@ class CompiledForward(OwnForward):
         self.compiler = Compiler(
             options, mode, on_report=tell, recompiles=self.recompiles, compilations=self.compilations
         )
+        self.unseen = Unseen(tell)
         self._warned: set[str] = set()
         # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
         self._replaced = replaced
@@ -136,7 +138,7 @@ class CompiledForward(OwnForward):
     def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self._trains() or self._is_watched():
             return self._plainly(*args, **kwargs)
-        with self.recompiles.settings(), self.compilations.of_this_thread():
+        with self.unseen.call(self._has_seen_attention), self.recompiles.settings(), self.compilations.of_this_thread():
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             done = self._run(self.module, args, kwargs, self._replaced)
@@ -144,6 +146,9 @@ class CompiledForward(OwnForward):
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
+
+    def _has_seen_attention(self) -> bool:
+        return bool(self.compiler.reports or self.compiler.failures or self.compiler.finishing.happened)
 
     def unwrap(self) -> None:
         """Takes wrappers off now, which the first call does otherwise."""
@@ -225,7 +230,8 @@ class CompiledForward(OwnForward):
         paths = {module: path for path, module in self.module.named_modules()}
         found = ((paths.get(part.module, ""), part.compiler.reports) for part in all_parts)
         report = Report.merged(one.within(path) for path, reports in found for one in reports)
-        first = () if any(part.compiler.graphs for part in all_parts) else (NOTHING_YET,)
+        unseen = [part.unseen.message for part in all_parts if part.unseen.message is not None]
+        first = unseen if unseen or any(part.compiler.graphs for part in all_parts) else [NOTHING_YET]
         told = [note for part in all_parts for note in (*part.recompiles.notes, *part.recompiles.left_out)]
         notes = dict.fromkeys((*first, *report.messages, *told))
         vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,6 +25,7 @@ from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.finishing import UnfinishedError
+from mla_compile.dynamo.outside import breaks, broken_since
 from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import CaptureError, InputError, MlaCompileError, brief, first_line, nearest
 from mla_compile.options import Options
@@ -84,7 +83,7 @@ def trace(
         raise InputError(f"the inputs do not fit {type(module).__name__}.forward: {error}{hint}") from error
     attempts = [_fake_copies] if _has_meta(module) else [_fake_copies, _real_copies]
     for copies in attempts:
-        before = Counter(counters["graph_break"])
+        before = breaks()
         try:
             with copies((module, args, kwargs)) as copied, torch.no_grad():
                 compiler = Compiler(options, explain_only=True, buffers=BuffersInTrace(copied[0], empty))
@@ -106,11 +105,11 @@ def trace(
     if compiler.failures and not compiler.reports:
         (first, *_) = compiler.failures
         raise first if isinstance(first, MlaCompileError) else CaptureError(f"{type(first).__name__}: {first}")
-    breaks = tuple(_one_line(reason) for reason in Counter(counters["graph_break"]) - before)
+    broken = broken_since(before)
     if not compiler.graphs:
         said = f"{type(module).__name__} cannot be captured: Dynamo made no graph of its forward"
-        raise CaptureError("; ".join((said, *breaks)))
-    return Trace(compiler, breaks)
+        raise CaptureError("; ".join((said, *broken)))
+    return Trace(compiler, broken)
 
 
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
@@ -120,13 +119,6 @@ def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
         del vars(made)["forward"]
     found = take_off(made)
     return (module if made._modules is module._modules else made), found
-
-
-def _one_line(reason: str) -> str:
-    """Dynamo's reason for a graph break without its hints: the headline and, if there is one, the explanation."""
-    lines = [line.strip() for line in reason.strip().splitlines()]
-    told = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
-    return ": ".join((*lines[:1], *told))
 
 
 def _why_not(given: CallArguments, copies: Copies, error: Exception) -> MlaCompileError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FunctionType
@@ -16,10 +15,9 @@ from mla_compile.capture import capture
 from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Inputs
 from mla_compile.core.wrapped import Unwrapped, unwrap
+from mla_compile.dynamo.outside import DISABLED
 from mla_compile.passes.quantized.layers import is_known
 from mla_compile.report.report import Report
-
-_DISABLED = re.compile(r"Skip calling function `<function (\S+) at (0x[0-9a-f]+)>` since it was wrapped with")
 
 
 def take_off(module: torch.nn.Module) -> Unwrapped:
@@ -40,16 +38,17 @@ def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
     return True
 
 
-def told(report: Report, left: Mapping[str, int]) -> Report:
+def told(report: Report, left: Mapping[str, int], last: str | None) -> Report:
     """The report, in which attentions cut off by a graph break name the wrappers ``left`` with their number of modules.
 
     If there are none, it names the functions under ``torch.compiler.disable`` at which Dynamo broke graphs of this
-    process.
+    process, or else ``last``, the last break.
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK
     skipped = [] if who or all(site.code != Code.GRAPH_BREAK for site in report.sites) else _skipped()
     who += [f"Dynamo broke a graph at {name}, which is under torch.compiler.disable" for name in skipped]
+    who += [f"Dynamo last broke a graph: {last}"] if last and not who else []
     if not who:
         return report
     sites = [
@@ -63,7 +62,7 @@ def told(report: Report, left: Mapping[str, int]) -> Report:
 
 def _skipped() -> list[str]:
     """The functions under ``torch.compiler.disable`` that broke a graph of this process, with their modules."""
-    found = {match.groups() for reason in counters["graph_break"] if (match := _DISABLED.search(reason))}
+    found = {match.groups() for reason in counters["graph_break"] if (match := DISABLED.search(reason))}
     if not found:
         return []
     places = {int(place, 16): name for name, place in found}

@@ -35,6 +35,9 @@ _STYLES: dict[VerdictName, str] = {"absorbed": "green", "kept": "yellow", "refus
 NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), under torch.no_grad()"
 """The message of a report before the first call."""
 
+UNSEEN = "no graph that was compiled has an attention"
+"""The beginning of a message of a report without sites, of a model of which some code is in no graph."""
+
 
 @dataclass(frozen=True, repr=False)
 class Report:
@@ -157,7 +160,7 @@ class Report:
         if NOTHING_YET in self.messages:
             return NOTHING_YET
         if not self.sites:
-            return f"no attention sites{place}"
+            return next((note for note in self.messages if note.startswith(UNSEEN)), f"no attention sites{place}")
         counts = []
         for verdict in VERDICTS:
             sites = [site for site in self.sites if site.verdict == verdict]
@@ -224,7 +227,8 @@ class Report:
             for label, value in rows_of(group):
                 rows.add_row(label, Text(value))
             parts += [head, Padding(rows, (0, 0, 0, 2))]
-        if notes := [f"note: {message}" for message in self.messages if message != NOTHING_YET]:
+        line = self.summary()  # which may be a message itself
+        if notes := [f"note: {message}" for message in self.messages if message != line]:
             parts.append(Text("\n" + "\n".join(notes)))
         slow = [f"{p.name} {p.seconds:.2f}" for p in self.passes if p.seconds >= _SHOWN_SECONDS]
         if slow:

@@ -65,6 +65,94 @@ def test_attention_without_a_latent_however_many_graphs_have_it(door):
     assert message == "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
 
 
+@torch.compiler.disable
+def left_out(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class LeftOut(Plain):
+    """Its attention is in no graph."""
+
+    attend = staticmethod(left_out)
+
+    def forward(self, x):
+        heads = torch.nn.Linear.forward(self, x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return self.attend(*heads) * 2
+
+
+class InALoop(torch.nn.Module):
+    """Dynamo makes no graph of a loop with a break."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(LeftOut(8, 3 * 4 * 8) for _ in range(2))
+        for layer in self.layers:
+            layer.forward = torch.compiler.disable(layer.forward)
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+        return y
+
+
+class Logs(Toy):
+    """A break, and an attention in a graph."""
+
+    def forward(self, *given):
+        torch._dynamo.graph_break()
+        return super().forward(*given)
+
+
+UNSEEN = "no graph that was compiled has an attention"
+DOORS = [through_optimize, through_backend]
+
+
+@pytest.mark.parametrize(
+    ("door", "make"), [*((door, lambda: LeftOut(8, 3 * 4 * 8)) for door in DOORS), (through_optimize, InALoop)]
+)
+@torch.no_grad()
+def test_attention_in_code_that_dynamo_leaves_out(door, make):
+    torch._dynamo.reset()
+    backend._recent.clear()
+    fast = door(make().eval())
+    (message,) = said(lambda: [fast(torch.randn(1, 5, 8)) for _ in range(3)])
+    assert message.startswith(UNSEEN)
+    assert "is under torch.compiler.disable" in message
+    if door is through_optimize:
+        assert fast.mla_report.summary() == message
+        assert "nothing was compiled yet" not in str(fast.mla_report)
+        assert str(fast.mla_report).count("no graph") == 1
+
+
+class Branches(Plain):
+    """A branch on a value between the product and the attention."""
+
+    def forward(self, x):
+        heads = torch.nn.Linear.forward(self, x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        if heads.sum() > 1e9:
+            return heads[0]
+        return torch.nn.functional.scaled_dot_product_attention(*heads)
+
+
+@torch.no_grad()
+def test_the_line_that_broke_the_graph_is_named():
+    fast = mla_compile.optimize(Branches(8, 3 * 4 * 8).eval(), codegen="eager")
+    said(lambda: fast(torch.randn(1, 5, 8)))
+    (site,) = fast.mla_report.sites
+    assert site.code is Code.GRAPH_BREAK
+    for told in ("a branch depends on the values of a tensor", "test_said.py", "if heads.sum() > 1e9"):
+        assert told in site.reason
+
+
+@pytest.mark.parametrize("door", DOORS)
+@torch.no_grad()
+def test_code_that_dynamo_leaves_out_beside_an_attention(door):
+    torch._dynamo.reset()
+    backend._recent.clear()
+    fast = door(Logs().eval())
+    assert said(lambda: [fast(*decode_inputs(queries=1)) for _ in range(3)]) == []
+
+
 def test_a_report_before_the_first_call_and_after_one_without_attention():
     fast = mla_compile.optimize(Toy().eval(), codegen="eager")
     assert "nothing was compiled yet" in str(fast.mla_report)

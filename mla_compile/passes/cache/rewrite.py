@@ -16,7 +16,19 @@ from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.cache.writes import WriteStep, is_zeros, write_over
 from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import Axis
-from mla_compile.passes.ir.graph import BESIDE, OURS, ROWS, Builder, argument, axis, latest_of, materialize, packet, val
+from mla_compile.passes.ir.graph import (
+    BESIDE,
+    OURS,
+    ROWS,
+    Builder,
+    argument,
+    axis,
+    latest_of,
+    materialize,
+    packet,
+    restride,
+    val,
+)
 from mla_compile.passes.ir.moves import Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
@@ -109,7 +121,7 @@ class _Rewriter:
                     self.done.grows[index] = cache.pasts[0].name
                 if cache.write is not None:
                     self.done.begun.add(index)
-            cache.node.replace_all_uses_with(expanded, lambda user: user.op != "output")
+            self._replace(cache.node, expanded)
             for past in cache.pasts:
                 self.done.recipes[past.name] = cache.recipe, names
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
@@ -121,6 +133,13 @@ class _Rewriter:
             self._let_go(node, by_name)
         remove_dead_code(self.graph)
         return self.done
+
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        """Let readers of ``node`` in the graph read ``new``, whose strides may differ."""
+        readers = [user for user in node.users if user.op != "output"]
+        node.replace_all_uses_with(new, lambda user: user.op != "output")
+        for reader in readers:
+            restride(reader, self.fake_mode)
 
     def _make_once(self) -> None:
         """Merge equal nodes: K and V read the same rows, and each may have sliced or unpacked them."""
@@ -136,7 +155,7 @@ class _Rewriter:
                 builder, along = Builder(user, self.fake_mode), cache.recipe.row_axis(how.dim)
                 shown = [builder.call(aten.slice.Tensor, r, along, *how.bounds) for r in rows]
                 self._read_parts(cache, user, shown)
-                user.replace_all_uses_with(expand(cache.recipe, shown, cache.leaves, builder.call))
+                self._replace(user, expand(cache.recipe, shown, cache.leaves, builder.call))
 
     def _let_go(self, node: fx.Node, by_name: Mapping[str, fx.Node]) -> None:
         """Remove an input; its remaining readers get it expanded from its rows."""
@@ -145,7 +164,7 @@ class _Rewriter:
         self._read_sizes_from_rows(node, recipe, rows[0])
         if node.users:
             builder = Builder(self._after(node), self.fake_mode)
-            node.replace_all_uses_with(expand(recipe, rows, [by_name[name] for name in weights], builder.call))
+            self._replace(node, expand(recipe, rows, [by_name[name] for name in weights], builder.call))
         self.graph.erase_node(node)
 
     def _read_sizes_from_rows(self, node: fx.Node, recipe: Recipe, rows: fx.Node) -> None:
