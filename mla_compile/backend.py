@@ -5,10 +5,14 @@ torch imports this module as soon as the backend is named, so the passes are imp
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mla_compile.options import Options
@@ -19,8 +23,10 @@ if TYPE_CHECKING:
     from mla_compile.report.report import Report
 
 _KEPT = 64
-_told = WeakTensorKeyDictionary()
-"""First weight of a graph -> what users have been told about the graphs of its model."""
+_told_of_models: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Model -> what users have been told about its graphs."""
+_told_of_functions = WeakTensorKeyDictionary()
+"""First weight of a graph -> the same, where a function is compiled and not a model."""
 _recent: deque[Report] = deque(maxlen=_KEPT)
 
 
@@ -38,14 +44,26 @@ def mla(
     from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
-    weights = parameters_of(gm, example_inputs)
-    if weights:
-        compiler.told = _told.setdefault(weights[0], set())
+    if (model := _model_called()) is not None:
+        compiler.told = _told_of_models.setdefault(model, set())
+    elif weights := parameters_of(gm, example_inputs):
+        compiler.told = _told_of_functions.setdefault(weights[0], set())
     call = compiler(gm, example_inputs)
     _recent.extend(compiler.reports)
     if compiler.reports or compiler.failures:
         return call
     return told_when_run_again(call, gm, lambda: _recent)
+
+
+def _model_called() -> nn.Module | None:
+    """The outermost module in whose call a graph is compiled: graphs behind a break have other weights."""
+    found: nn.Module | None = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found
 
 
 def reports() -> tuple[Report, ...]:

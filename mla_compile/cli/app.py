@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from typer.core import TyperCommand
 
 from mla_compile.cli import values
 from mla_compile.cli.bench import bench
@@ -28,12 +29,21 @@ app = typer.Typer(
 )
 _MOST_CONTEXT = 2**27
 
+
+class _Plain(TyperCommand):
+    """A command with options whose names are too long for the columns of a table, which would cut them."""
+
+    def format_help(self, *how: Any) -> None:
+        self.rich_markup_mode = None
+        super().format_help(*how)
+
+
 app.command()(explain)
 app.command()(plan)
 app.command()(bench)
 app.command()(export)
 app.command()(run)
-app.command()(serve)
+app.command(cls=_Plain)(serve)
 
 
 def _version(wanted: bool) -> None:

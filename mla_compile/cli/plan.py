@@ -23,7 +23,10 @@ from mla_compile.workbench.planning import DeploymentPlan
 from mla_compile.workbench.plotting import check, draw
 from mla_compile.workbench.request import AS_STORED, MOST_DRAFTS, WEIGHT_BYTES, Request
 
-_MEMORY = ("cache bytes per user", "bytes to choose by, per user", "weight bytes")
+_MEMORY = (
+    "cache bytes per user", "bytes to choose by, per user", "bytes beside rows, per user",
+    "bytes beside rows, per user, at most", "weight bytes",
+)  # fmt: skip
 _MOST_CONTEXT, _MOST_USERS, _MOST_MACHINES = 2**27, 2**24, 2**13
 
 
@@ -111,15 +114,14 @@ def plan(
         if plot is not None:
             check(plot)
         with err.status("reading the model's sizes"):
-            model = survey(source).facts
+            model = survey(source, request.cache_dtype).facts
         if dtype is None and model.stored:
             cache = model.stored.dtype if cache_dtype is None else request.cache_dtype
             request = replace(request, weight_dtype=AS_STORED, cache_dtype=cache)
         result = planning.plan(model, machine, request)
         if plot is not None:
             draw(model, machine, request, plot)
-        sites = attentions(model)
-        texts = formula_lines(result, any(a.latent for a in sites), any(a.J for a in sites)) if show_formulas else []
+        texts = formula_lines(result, *_kinds(model)) if show_formulas else []
         if as_json:
             print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
         else:
@@ -143,14 +145,24 @@ def _advice(model: Facts, result: DeploymentPlan) -> str:
     return f"{asked} fit from --tp {least.request.tp} on ({step_formulas.LABELS[fit.layout]}){fewer}"
 
 
-def formula_lines(result: DeploymentPlan, latent: bool, chooses: bool) -> list[str]:
+def _kinds(model: Facts) -> tuple[bool, set[sympy.Symbol]]:
+    """Return whether any attention has a latent, and the letters that are 0 for this model."""
+    sites, zero = attentions(model), set[sympy.Symbol]()
+    if not any(a.J for a in sites):
+        zero |= {step_formulas.F, step_formulas.Y}
+    if not any(c.waiting_bytes or c.state_bytes for c in model.cached):
+        zero |= {step_formulas.Y_b, step_formulas.Y_m}
+    return any(a.latent for a in sites), zero
+
+
+def formula_lines(result: DeploymentPlan, latent: bool, zero: set[sympy.Symbol]) -> list[str]:
     """Return every formula that was evaluated, one per line, and the meaning of its letters."""
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:
         lines.append(f"{step_formulas.LABELS[row.layout]}, per GPU (attention and its network: per layer)")
         for name, expression in step_formulas.expressions(row.layout, latent=latent).items():
-            if not (chooses or expression.free_symbols.isdisjoint({step_formulas.F, step_formulas.Y})):
+            if not expression.free_symbols.isdisjoint(zero):
                 continue
             used |= expression.free_symbols
             lines.append(f"  {name} = {sympy.sstr(expression)}")
@@ -193,6 +205,8 @@ def _show(result: DeploymentPlan) -> None:
 def _fits(table: Table, request: Request, rows: tuple[LayoutPlan, ...]) -> None:
     table.add_row("weights per GPU", *(gigabytes(r.weight_bytes) for r in rows))
     table.add_row("cache of a user on a GPU", *(gigabytes(r.cache_bytes_per_user) for r in rows))
+    if any(r.most_cache_bytes_per_user > r.cache_bytes_per_user for r in rows):
+        table.add_row("at most, while tokens wait for a row", *(gigabytes(r.most_cache_bytes_per_user) for r in rows))
     table.add_row("users that fit", *(f"{r.most_users:,}" for r in rows))
     table.add_row("users per GPU", *(f"{r.most_users / request.tp:,.4g}" for r in rows))
     fits = ("[green]yes[/]" if r.fits else "[red]no[/]" for r in rows)

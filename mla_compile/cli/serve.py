@@ -15,8 +15,10 @@ _CACHES = {"auto": "model", "fp8": "fp8"}
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name that `from_pretrained` takes.")],
-    host: Annotated[str, typer.Option(help="The address to listen on; `0.0.0.0` admits other machines.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8000,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address to listen on; `0.0.0.0` admits other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="The port to listen on.")] = 8000,
     served_model_name: Annotated[
         str, typer.Option(metavar="NAME", help="The model's name for clients. Default: MODEL.")
     ] = "",
@@ -72,7 +74,9 @@ def serve(
     grace: Annotated[float, typer.Option(min=0, metavar="S", help="Seconds that requests get after SIGTERM.")] = 30.0,
     kv_cache_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, or fp8 for rows in float8.")] = "auto",
     codegen: Annotated[str, typer.Option(metavar="HOW", help="inductor, or eager: compile nothing.")] = "inductor",
-    warm_up: Annotated[bool, typer.Option(" /--no-warm-up", help="Report ready before all sizes are compiled.")] = True,
+    warm_up: Annotated[
+        bool, typer.Option("--warm-up/--no-warm-up", help="Compile all sizes before `/health` says so.")
+    ] = True,
 ) -> None:
     """Serve a model to clients of OpenAI's interface.
 

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -74,23 +75,29 @@ NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINE
 def copy_models(root: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
     """Replace each model within ``root`` that its methods may call on their own by ``copied(model)``.
 
-    ``root`` and the copies get dicts of submodules of their own and share everything else. A model is a module with
-    layers: a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of modules that have submodules.
+    ``root`` and the copies get dicts of submodules of their own and share everything else; a ``ModuleDict`` that holds
+    models is copied, too. A model is a module with layers: a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of
+    modules that have submodules. Methods of models that were set as attributes become those of the copies.
     """
     copies: dict[nn.Module, nn.Module] = {}
 
     def visit(owner: nn.Module) -> None:
-        found = {name: child for name, child in owner.named_children() if _has_layers(child)}
+        found = {name: child for name, child in owner.named_children() if _has_layers(child) or _holds_models(child)}
         if not found:
             return
         vars(owner)["_modules"] = copy.copy(owner._modules)
         for name, child in found.items():
             if child not in copies:
-                copies[child] = copied(child)
+                copies[child] = copied(child) if _has_layers(child) else shallow(child)
                 visit(copies[child])
             owner._modules[name] = copies[child]
 
     visit(root)
+    for owner in (root, *copies.values()):
+        for name, value in list(vars(owner).items()):
+            # The forward of a copy is another's affair, and so is what wrappers keep of it.
+            if isinstance(value, MethodType) and value.__self__ in copies and "forward" not in name:
+                vars(owner)[name] = MethodType(value.__func__, copies[value.__self__])
 
 
 def models_within(root: nn.Module) -> list[nn.Module]:
@@ -102,9 +109,16 @@ def models_within(root: nn.Module) -> list[nn.Module]:
             if child not in found and _has_layers(child):
                 found[child] = None
                 visit(child)
+            elif _holds_models(child):
+                visit(child)
 
     visit(root)
     return list(found)
+
+
+def _holds_models(module: nn.Module) -> bool:
+    """Whether ``module`` is a dict of models. The modules of a list or a sequence are layers."""
+    return isinstance(module, nn.ModuleDict) and any(_has_layers(m) or _holds_models(m) for m in module.children())
 
 
 def _has_layers(module: nn.Module) -> bool:

@@ -33,11 +33,13 @@ class Kept:
         empty: tensors that have no row along an axis when the code has run, with ``:axis``.
         rows: tensors that the code reads or writes, with each ``:axis`` along which it made another tensor with as many
             axes longer or shorter.
+        left: the sizes of tensors that the code reads or writes when it has run, by Dynamo's names.
     """
 
     counts: frozenset[str]
     empty: frozenset[str]
     rows: frozenset[str]
+    left: Mapping[str, Shape]
 
 
 _known: WeakKeyDictionary[fx.GraphModule, Kept] = WeakKeyDictionary()
@@ -68,6 +70,7 @@ def _kept(gm: fx.GraphModule) -> Kept:
         frozenset(filter(None, counts)),
         _axes(left, lambda shape, axis: axis > 0 and shape[axis] == 0),
         _axes(left, lambda shape, axis: (len(shape), axis) in changing),
+        left,
     )
 
 

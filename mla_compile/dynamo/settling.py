@@ -70,8 +70,9 @@ def settle(gm: fx.GraphModule) -> None:
     if current is None:
         return
     known = _functions.setdefault(_forget_others(str(current)), _Settling())
-    found, drained_before = kept(gm), known.phases.drains
-    if found.empty and (module := running()) is not None:
+    found, module = kept(gm), running()
+    drained_before, rows_before = known.phases.drains, frozenset(known.rows)
+    if found.empty and module is not None:
         known.phases.drains = module.drains = True
     known.counts |= found.counts
     known.rows |= found.empty | found.rows
@@ -82,8 +83,10 @@ def settle(gm: fx.GraphModule) -> None:
     if _asked not in (get_hook_for_recompile_user_context() or ()):
         register_hook_for_recompile_user_context(_asked)
     reason = why_again()
-    if known.phases.drains and not drained_before and reason is not None and config.automatic_dynamic_shapes:
-        # The sizes for which this graph was traced will not come again. What fills and drains is found once.
+    if not (known.phases.drains and reason is not None and config.automatic_dynamic_shapes):
+        return
+    # The sizes for which this graph was traced will not come again. Both are found once.
+    if not drained_before or (module is not None and known.rows > rows_before):
         _open(known, reason)
         raise TensorifyScalarRestartAnalysis("what the traced code keeps fills and drains")
 

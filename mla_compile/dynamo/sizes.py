@@ -7,6 +7,7 @@ anew in each layer, from Dynamo's fake tensors to the end of the passes, and len
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from mla_compile.dynamo.causes import is_within
-from mla_compile.dynamo.kept import seen, source_name
+from mla_compile.dynamo.kept import kept, seen, source_name
 from mla_compile.passes.ir.graph import argument
 
 
@@ -117,10 +118,11 @@ def _open_axes(context: StatefulSymbolicContext) -> list[int]:
 
 
 class History:
-    """The sizes of the inputs of one function, in each of its graphs."""
+    """The sizes of the inputs of one function, in each of its graphs, and those that its code leaves."""
 
     def __init__(self) -> None:
         self._graphs: list[dict[str, tuple[int, ...]]] = []
+        self._left: list[Mapping[str, tuple[int, ...]]] = []
 
     def add(self, gm: fx.GraphModule) -> None:
         """Notes the sizes in a graph."""
@@ -129,14 +131,15 @@ class History:
             _name(node): tuple(map(seen, value.shape)) for node, value in values if isinstance(value, torch.Tensor)
         }
         self._graphs.append(sizes)
+        self._left.append(kept(gm).left)
 
     def filled(self, name: str, axis: int) -> bool:
         """Whether an input had a row along an axis in any graph."""
         return any(sizes[name][axis] for sizes in self._graphs if axis < len(sizes.get(name, ())))
 
     def of(self, node: fx.Node, axis: int) -> tuple[int | None, ...]:
-        """The sizes of an input along one axis; ``None`` where a graph does not have it."""
-        shapes = (sizes.get(_name(node), ()) for sizes in self._graphs)
+        """The sizes of an input along one axis, before and after each graph; ``None`` where one does not have it."""
+        shapes = (sizes.get(_name(node), ()) for sizes in (*self._graphs, *self._left))
         return tuple(shape[axis] if axis < len(shape) else None for shape in shapes)
 
 

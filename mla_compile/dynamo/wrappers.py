@@ -46,13 +46,15 @@ def told(report: Report, left: Mapping[str, int], last: str | None) -> Report:
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK
-    skipped = [] if who or all(site.code != Code.GRAPH_BREAK for site in report.sites) else _skipped()
+    # The breaks of a process may be another model's; the last one comes shortly before the attention.
+    other = last is not None and "torch.compiler.disable" not in last
+    skipped = [] if who or other or all(site.code != Code.GRAPH_BREAK for site in report.sites) else _skipped()
     who += [f"Dynamo broke a graph at {name}, which is under torch.compiler.disable" for name in skipped]
     who += [f"Dynamo last broke a graph: {last}"] if last and not who else []
     if not who:
         return report
     sites = [
-        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=CODES[code].fix)
+        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=CODES[code].fix if left else site.fix)
         if site.code == Code.GRAPH_BREAK
         else site
         for site in report.sites

@@ -1,7 +1,8 @@
-"""Measures what each layer of a cache holds, on caches filled by prompts of two lengths.
+"""Measures what each layer of a cache holds, on caches filled by prompts of three lengths.
 
 Most layers hold one row per token. Others hold only the last tokens (a window), rows that each summarise several
-tokens, or in addition the keys of an indexer.
+tokens, or in addition the keys of an indexer. Layers that summarise tokens also hold those that have no row yet, and
+may hold a state that does not grow.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ SHORT = 1024
 class HeldRows:
     """One layer: one row per ``every`` tokens (0: none), beside the rows of the last ``window`` tokens.
 
-    ``shared``: keys and values are one tensor. ``more``: the other tensors it holds, by name, with the number of values
-    that a token adds to each.
+    ``shared``: keys and values are one tensor. The other tensors are given by name. ``more``: the number of values that
+    a token adds to each. ``waiting``: the bytes that each holds of a token for which there is no row yet. ``state``:
+    the bytes of those that do not grow.
     """
 
     every: int = 1
     window: int = 0
     shared: bool = False
     more: dict[str, float] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)
+    state: dict[str, int] = field(default_factory=dict)
 
 
 def held(cache: Any, model: nn.Module) -> list[HeldRows]:
@@ -43,24 +47,32 @@ def held(cache: Any, model: nn.Module) -> list[HeldRows]:
     if all(plain):
         return [HeldRows(shared=one) for one in shared]
     try:
-        short, long = (skeleton.cached_call(model, n * SHORT)[0] for n in (1, 2))
+        filled = [skeleton.cached_call(model, length)[0] for length in (SHORT - 1, SHORT, 2 * SHORT)]
     except InputError:
         return [HeldRows(shared=one) for one in shared]
-    pairs = zip(short.layers, long.layers, shared, strict=True)
-    return [_of(dict(tensors_of(a)), dict(tensors_of(b)), shared=one) for a, b, one in pairs]
+    each = zip(*([dict(tensors_of(layer)) for layer in one.layers] for one in filled), shared, strict=True)
+    return [_of(before, short, long, shared=one) for before, short, long, one in each]
 
 
-def _of(short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], *, shared: bool) -> HeldRows:
+def _of(
+    before: dict[str, torch.Tensor], short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], *, shared: bool
+) -> HeldRows:
     grown = {n: (long[n].numel() - x.numel()) / SHORT for n, x in short.items() if n in long}
     keys = short.get("keys")
-    more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS}
+    more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS and v > 0}
+    state = {n: short[n].nbytes for n, v in grown.items() if n not in _ROWS and v <= 0}
+    # A whole number of rows stands for the short prompt, so a token before its end as many wait as ever do.
+    drained = {n: x.nbytes for n, x in before.items() if n not in short}
     if keys is None or keys.dim() != 4 or grown["keys"]:
-        return HeldRows(shared=shared, more=more)
+        return HeldRows(shared=shared, more=more, state=state | drained)
     # Beside a window, rows of the same width as its keys summarise older tokens.
     row = keys.shape[1] * keys.shape[3]
-    older = next((n for n, v in more.items() if v and short[n].shape[-1] == keys.shape[3]), None)
-    every = 0 if older is None else round(row / more[older])
-    return HeldRows(every, keys.shape[2], shared, {n: v for n, v in more.items() if n != older})
+    older = next((n for n in more if short[n].shape[-1] == keys.shape[3]), None)
+    if older is None:
+        return HeldRows(0, keys.shape[2], shared, more, state=state | drained)
+    every = round(row / more.pop(older))
+    waiting = {n: held // max(1, every - 1) for n, held in drained.items()}
+    return HeldRows(every, keys.shape[2], shared, more, waiting, state)
 
 
 def tensors_of(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -232,6 +233,7 @@ def _cached_layers(
                     keys.shape[1], keys.shape[3], values.shape[1], 0 if one.shared else values.shape[3], count=0,
                     besides=sum(one.more.values()), every=one.every, window=one.window,
                     chosen=(site and site.chosen) or 0, choosing_flops=(site and site.choosing_flops) or 0,
+                    waiting_bytes=sum(one.waiting.values()), state_bytes=sum(one.state.values()),
                 )
             ] += copies  # fmt: skip
     return tuple(replace(layer, count=count) for layer, count in filled.items())
@@ -250,14 +252,16 @@ def _not_counted(cache: object, cached: Sequence[CachedLayers], each: Sequence[H
     full = sum(layer.count for layer in cached)
     if full < len(slots):
         notes.append(f"{len(slots) - full} of {len(slots)} layers cache no keys and values; their state is not counted")
-    filled = ((slot, one) for slot, one in zip(slots, each, strict=True) if getattr(slot, "keys", None) is not None)
+    filled = [(slot, one) for slot, one in zip(slots, each, strict=True) if getattr(slot, "keys", None) is not None]
     if any(getattr(slot, "is_sliding", False) and one.every == 1 for slot, one in filled):
         notes.append("layers with a sliding window are counted as if they kept the whole context")
-    grown = {(name, added > 0) for one in each for name, added in one.more.items()}
-    for name in sorted({name for name, grows in grown if grows}):
-        notes.append(f"the cache also holds {name} of every token, which are counted")
-    for name in sorted({name for name, grows in grown if not grows}):
-        notes.append(f"the cache also holds {name}, which do not grow with the context and are not counted")
+    for told, names in (
+        ("of every token, which are counted", (one.more for one in each)),
+        ("of tokens without a row, which are counted at their most", (one.waiting for _, one in filled)),
+        ("that do not grow with the context, which are counted", (one.state for _, one in filled)),
+    ):
+        if found := sorted({*chain(*names)}):
+            notes.append(f"the cache also holds {', '.join(found)} {told}")
     return tuple(notes)
 
 

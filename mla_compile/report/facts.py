@@ -85,7 +85,8 @@ class CachedLayers:
     ``besides``: cached values per token that are neither keys nor values, for example those of an indexer. ``every``:
     how many tokens a row represents; 0 if no row is kept for good. ``window``: the number of last tokens that
     additionally have a row each. ``value_width`` is 0 if one row is both key and value. ``chosen``: how many of the
-    kept rows an indexer picks, 0 for all; ``choosing_flops`` is its cost per row.
+    kept rows an indexer picks, 0 for all; ``choosing_flops`` is its cost per row. ``waiting_bytes``: the bytes held of
+    each token for which no row has been made yet. ``state_bytes``: the bytes of a state that does not grow.
     """
 
     key_heads: int
@@ -98,6 +99,8 @@ class CachedLayers:
     window: int = 0
     chosen: int = 0
     choosing_flops: int = 0
+    waiting_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def rows(self) -> int:
@@ -110,12 +113,24 @@ class CachedLayers:
         found = (self.rows / self.every if self.every else 0) + self.besides
         return int(found) if found == int(found) else found
 
+    def bytes_beside(self, tokens: int, *, most: bool = False) -> int:
+        """The bytes beside rows after ``tokens`` tokens: of tokens that have no row yet, and a state.
+
+        ``most``: the most of them after any number of tokens up to this one.
+        """
+        waiting = min(tokens, self.every - 1) if most else tokens % self.every if self.every else 0
+        return max(0, waiting) * self.waiting_bytes + (self.state_bytes if tokens >= self.every else 0)
+
     def told(self) -> str:
         """Describe in words what a layer caches of each token."""
         rows = f"{self.rows:,}" + (f" / {self.every}" if self.every > 1 else "")
         parts = [*([rows] if self.every else []), *([f"{self.besides:,}"] if self.besides else [])]
         window = f"{self.rows:,} for each of the last {self.window:,}" if self.window else ""
-        return " and ".join(filter(None, [f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts), window]))
+        most = self.bytes_beside(self.every, most=True)
+        beside = f"up to {most:,} bytes beside its rows" if most else ""
+        return " and ".join(
+            filter(None, [f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts), window, beside])
+        )
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,11 @@ class Attention:
 
     def rows(self, T: float) -> float:
         """Return the number of rows for T tokens."""
-        return (T / self.every if self.every else 0) + min(self.window, T)
+        return self.kept(T) + min(self.window, T)
+
+    def kept(self, T: float) -> float:
+        """Return the number of them that are kept for good."""
+        return T // self.every if self.every else 0
 
     @property
     def latent(self) -> bool:
@@ -151,6 +155,6 @@ def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = Fals
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
     # Choosing scores only rows that are kept for good: all tokens of a prompt, or in a step those outside the window.
-    older = 0.0 if not site.every else 1 / site.every if prompt else letters["T"] / site.every / T
+    older = 0.0 if not (site.every and T) else 1 / site.every if prompt else site.kept(letters["T"]) / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

@@ -38,7 +38,9 @@ class Prefill:
 class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
-    ``most_users``: how many users fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
+    ``cache_bytes_per_user`` holds after as many tokens as the context has; ``most_cache_bytes_per_user`` is the most up
+    to then, as tokens wait for the row that summarises them. ``most_users``: how many users of that size fit in the
+    memory of all machines. ``bottleneck`` names the longest part of the step.
     ``network_bytes``: the bytes that a machine exchanges with the others in a step. ``choosing_memory_s`` and
     ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 without any. ``tokens_per_s`` is for
     one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Both count accepted drafts only: a
@@ -51,6 +53,7 @@ class LayoutPlan:
     dcp: int
     weight_bytes: float
     cache_bytes_per_user: float
+    most_cache_bytes_per_user: float
     most_users: int
     fits: bool
     cache_memory_s: float
@@ -94,9 +97,10 @@ class Case:
 
     def plan(self) -> LayoutPlan:
         """Compute the whole plan of this layout."""
-        request, held, per_user = self.request, self.held, self.per_user
+        request, held = self.request, self.held
+        per_user, most_per_user = self.per_user(most=False), self.per_user(most=True)
         room = max(0.0, self.machine.memory_bytes * (1 - request.reserve) - held)
-        most = math.floor(room / per_user) * (request.tp if by_user(self.layout) else 1)
+        most = math.floor(room / most_per_user) * (request.tp if by_user(self.layout) else 1)
         drafting = self.drafting()
         step = self.step() + drafting if drafting else self.step()
         prompts = self.prompts(request.users)
@@ -107,7 +111,7 @@ class Case:
             answered = request.users * request.output
             served, most_served = answered / both.seconds, answered / both.busiest_s
         return LayoutPlan(
-            self.layout, self.dcp, held, per_user, most, most >= request.users,
+            self.layout, self.dcp, held, per_user, most_per_user, most, most >= request.users,
             step.cache_memory_s, step.attention_compute_s, step.attention_s, step.choosing_memory_s,
             step.choosing_compute_s, step.weight_memory_s, step.weight_compute_s, step.network_bytes, step.network_s,
             step.seconds, made / step.seconds, made / step.busiest_s, step.bottleneck, request.tokens_per_step,
@@ -128,11 +132,11 @@ class Case:
             "Q": self.machine.nodes(request.tp), "E": BYTES[request.cache_dtype],
             "A": max(2, WEIGHT_BYTES[plain]), "A_x": WEIGHT_BYTES[self.place.arithmetic],
         }  # fmt: skip
-        model = ModelPart(attentions(self.model), common | _sizes(self.model, self.stored))
+        model = ModelPart(attentions(self.model), common | self._sizes(self.model))
         if not (self.model.drafting and request.draft_tokens):
             return (model,)
         layer, count = self.model.drafting.layer, min(self.model.drafting.count, request.draft_tokens)
-        return model, ModelPart(attentions(layer), common | _sizes(layer, self.stored), count)
+        return model, ModelPart(attentions(layer), common | self._sizes(layer), count)
 
     @property
     def place(self) -> Deployment:
@@ -148,14 +152,15 @@ class Case:
         share = 1 if self.layout == "experts" else self.request.tp
         return lookup / share + sum(part.copies * self._once("weight bytes", part) for part in self.parts)
 
-    @property
-    def per_user(self) -> float:
+    def per_user(self, *, most: bool) -> float:
         """The cached bytes of a user on a machine that holds a part of the user's cache."""
+        beside = "bytes beside rows, per user" + ", at most" * most
         return sum(
             part.copies
             * (
                 sum(s.count * self._of("cache bytes per user", s, part) for s in part.sites)
                 + self._once("bytes to choose by, per user", part)
+                + self._once(beside, part)
             )
             for part in self.parts
         )
@@ -181,6 +186,21 @@ class Case:
         whole = {"B": users, "S": tokens, "T": tokens, "O": 1, "U": 0, "Z": 0}
         first, *more = (self.place.floor(p.sites, {**p.letters, **whole}, prompt=True) * p.copies for p in self.parts)
         return sum(more, first)
+
+    def _sizes(self, model: Facts) -> dict[str, float]:
+        """Return the letters of a model, or of a drafting layer, whose W_kc and W_v are stored like the model's."""
+        stored, context = self.stored, self.request.context
+        weights, up = model.weights, stored.up if stored else None
+        share = sum(site.count for site in model.latent) / up.layers if up else 0.0
+        return {
+            "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
+            "N_v": weights.vocabulary, "n": weights.expert_count, "k": weights.expert_top_k, "D": model.width or 0,
+            "Y": sum(c.count * c.besides * (context - context % max(1, c.every)) for c in model.cached) / context,
+            "Y_b": sum(c.count * c.bytes_beside(context) for c in model.cached),
+            "Y_m": sum(c.count * c.bytes_beside(context, most=True) for c in model.cached),
+            "U": share * stored.kept_bytes if stored else 0.0,
+            "Z": share * stored.read_in_their_place if stored else 0.0,
+        }  # fmt: skip
 
     def _of(self, what: str, site: Attention, part: ModelPart) -> float:
         return number(self.layout, what, values(site, part.letters), latent=site.latent)
@@ -235,15 +255,3 @@ def _bytes_of_weights(model: Facts, stored: StoredWeights | None, dtype: str) ->
         "E_h": attention.bytes / max(1, attention.values),
         "E_x": experts.bytes / max(1, experts.values),
     }
-
-
-def _sizes(model: Facts, stored: StoredWeights | None) -> dict[str, float]:
-    """Return the letters of a model, or of a drafting layer, whose W_kc and W_v are stored like the model's."""
-    weights, up = model.weights, stored.up if stored else None
-    share = sum(site.count for site in model.latent) / up.layers if up else 0.0
-    return {
-        "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
-        "N_v": weights.vocabulary, "n": weights.expert_count, "k": weights.expert_top_k, "D": model.width or 0,
-        "Y": sum(c.count * c.besides for c in model.cached),
-        "U": share * stored.kept_bytes if stored else 0.0, "Z": share * stored.read_in_their_place if stored else 0.0,
-    }  # fmt: skip

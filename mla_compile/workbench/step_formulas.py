@@ -59,6 +59,7 @@ W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights outside experts, 
 n, k = sympy.symbols("n k", positive=True)  # routed experts per layer, and experts per token
 E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
 F, Y = sympy.symbols("F Y", positive=True)  # choosing keys: FLOPs per token, and values read per token
+Y_b, Y_m = sympy.symbols("Y_b Y_m", nonnegative=True)  # bytes of a user beside rows, and the most of them
 M = sympy.Symbol("M", positive=True)  # 1 if an attention chooses its keys, else 0
 U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept; stored and then not read
 
@@ -95,6 +96,8 @@ MEANING = {
     J: "tokens that a query attends to",
     F: "FLOPs per token of context for choosing them",
     Y: "values read per token of context for choosing them, all layers",
+    Y_b: "bytes of a user's tokens without a row and of state, all layers",
+    Y_m: "the most of these bytes up to T tokens",
     M: "1 if an attention chooses its keys, 0 if it uses another's list",
 }
 
@@ -164,6 +167,8 @@ def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[s
         "choosing bytes": share(B * besides, layout),
         "cache bytes per user": stored if by_user(layout) else share(stored, layout),
         "bytes to choose by, per user": besides if by_user(layout) else share(besides, layout),
+        "bytes beside rows, per user": Y_b,  # split neither by heads nor by tokens
+        "bytes beside rows, per user, at most": Y_m,
         "weight bytes": (E_w * W - E_h * W_h) * dense + E_x * X / P + (E_h * W_h + U) * heads,
         "weight bytes read": (E_w * W - E_h * W_h) * dense + E_x * touched / P + (E_h * W_h + U - Z) * heads,
         "weight FLOPs": _multiplied(layout),

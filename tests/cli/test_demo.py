@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import mla_compile
@@ -50,7 +51,7 @@ def test_version_and_help():
     assert done.stdout.split() == [mla_compile.__version__, "False"]
 
 
-@pytest.mark.parametrize("command", ["demo", "explain", "plan", "bench", "export", "run"])
+@pytest.mark.parametrize("command", ["demo", "explain", "plan", "bench", "export", "run", "serve"])
 def test_help_fits_a_terminal_of_80_columns_and_shows_what_is_typed(command: str):
     shown = (
         CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "TERMINAL_WIDTH": "80"})
@@ -59,6 +60,8 @@ def test_help_fits_a_terminal_of_80_columns_and_shows_what_is_typed(command: str
     )
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
+    names = [name for p in get_command(app).commands[command].params for name in (*p.opts, *p.secondary_opts)]
+    assert not [name for name in names if name.startswith("--") and name not in shown]
     options = [line for line in shown.splitlines() if " --" in line and "MODEL" not in line]
     assert not [line for line in options if any(word in line for word in ("<str>", "<int>", "<float>"))]
 

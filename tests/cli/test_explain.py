@@ -68,7 +68,10 @@ def test_all_outputs_show_the_same_figures(explained_models, tmp_path, monkeypat
     of_user = [c["count"] * (c["values"] * 1024 + c["window"] * r) for c, r in zip(cached, rows, strict=True)]
     plan = ("plan", source, "--context", "1k", "--users", "1", "--tp", "8", "--json")
     layout = json.loads(CliRunner().invoke(app, plan).stdout)["layouts"][0]
-    assert layout["cache_bytes_per_user"] == 2 * sum(of_user)
+    state = sum(c["count"] * c["state_bytes"] for c in cached)  # and a whole number of rows stands for 1,024 tokens
+    assert layout["cache_bytes_per_user"] == 2 * sum(of_user) + state
+    waiting = sum(c["count"] * c["waiting_bytes"] * max(0, c["every"] - 1) for c in cached)
+    assert layout["most_cache_bytes_per_user"] == layout["cache_bytes_per_user"] + waiting
     assert f"its own code caches {sum(c['count'] * c['values'] for c in cached):,} values per token" in text
     if name.startswith("deepseek-v4"):  # whose heads share rows: nothing is absorbed
         assert {site["code"] for site in sites} == {"shared_rows"}

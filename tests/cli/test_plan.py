@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "mla_compile.cli.plan.survey",
-        lambda source: Survey({"v3": V3, "v3_mtp": V3_MTP, "grouped": GROUPED}[source], Report(())),
+        lambda source, *_: Survey({"v3": V3, "v3_mtp": V3_MTP, "grouped": GROUPED}[source], Report(())),
     )
     return tmp_path
 

@@ -131,6 +131,24 @@ def sharded(rank: int) -> dict[str, Any]:
     }
 
 
+def shared_rows(rank: int, steps: int) -> dict[str, Any]:
+    """Generates with a tiny DeepSeek-V4 whose weights ranks have shares of, and with the whole one."""
+    from tests.support import compressed_rows  # older releases of transformers do not have the model
+
+    kinds = compressed_rows.SLIDING, compressed_rows.SPARSE, compressed_rows.HEAVY
+    whole, shares = (compressed_rows.tiny(*kinds, vocab_size=models.VOCAB).requires_grad_(False) for _ in range(2))
+    tokens, logits = generated(whole, steps, eos_token_id=None, pad_token_id=0)
+    fast = mla_compile.optimize(fsdp(shares), **EAGER)
+    ours, numbers = generated(fast, steps, eos_token_id=None, pad_token_id=0)
+    sites = fast.mla_report.sites
+    return {
+        "tokens": torch.equal(ours, tokens),
+        "logits": float((numbers - logits).abs().max()),
+        "codes": {site.code for site in sites},
+        "operators": [any("one operator" in note for note in site.notes) for site in sites],
+    }
+
+
 def layers_once(rank: int) -> dict[str, Any]:
     """Code for one layer of four, with its collectives, on every rank."""
     whole = models.build("minicpm3", num_hidden_layers=4)

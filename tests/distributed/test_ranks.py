@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from mla_compile.codes import Code
 from tests.distributed import jobs
 from tests.support import latent_modules
 from tests.support.tiers import also, full
@@ -66,6 +67,20 @@ def test_weights_that_ranks_have_shares_of(ranks):
     for found in ranks(2).run(jobs.sharded):
         assert found["off"] < 1e-10
         assert found["absorbed"] == [(H, rows)]
+
+
+@full("family")
+def test_rows_that_heads_share_where_ranks_have_shares_of_weights(ranks):
+    """DeepSeek-V4: all three kinds of layers, past a row for 8 tokens. A prompt keeps its own form."""
+    pytest.importorskip("transformers.models.deepseek_v4")
+    for found in ranks(2).run(jobs.shared_rows, 12):
+        assert found["tokens"]
+        assert found["logits"] < 1e-6  # norms of the model are in float32
+        assert found["codes"] == {Code.SHARED_ROWS}
+        prompt, steps = found["operators"][:3], found["operators"][3:]  # each layer is a graph by itself
+        assert not any(prompt)
+        assert steps
+        assert all(steps)
 
 
 @full("inductor")

@@ -146,6 +146,31 @@ def test_a_model_that_is_optimized_again_has_parts_of_its_own():
     assert once.mla_report.absorbed == 1
 
 
+class Several(nn.Module):
+    """Models in a dict, and a method of one of them as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.models = nn.ModuleDict({"first": Decoder(), "others": nn.ModuleDict({"second": Decoder()})})
+        self.start = self.models["first"].decode
+
+    def forward(self, *given):
+        return self.models["first"](*given)
+
+    def both(self, *given):
+        return self.start(*given), self.models["others"]["second"].decode(*given)
+
+
+def test_models_in_a_dict_and_methods_that_are_attributes():
+    model, given = Several().eval(), decode_inputs(queries=1)
+    fast = mla_compile.optimize(model, codegen="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(fast.both(*given), model.both(*given))
+    assert fast.mla_report.absorbed == len(fast.mla_report.sites) == 2
+    assert fast.start.__self__ is fast.models["first"] is not model.models["first"]
+    assert model.start.__self__ is model.models["first"]
+
+
 def test_layers_are_no_models_of_their_own():
     lm = models.build("minicpm3", num_hidden_layers=2)
     assert models_within(lm) == [lm.model]

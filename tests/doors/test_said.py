@@ -65,6 +65,24 @@ def test_attention_without_a_latent_however_many_graphs_have_it(door):
     assert message == "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
 
 
+class Broken(Plain):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("door", [through_optimize, through_backend])
+@torch.no_grad()
+def test_graphs_behind_a_break_are_of_the_same_model(door):
+    """Their weights are others. A second model is told for itself."""
+    layers = [torch.nn.Sequential(*(Broken(32, 3 * 4 * 8) for _ in range(3))) for _ in range(2)]
+    for model in layers:
+        torch._dynamo.reset()  # which would take the code of an equal model
+        fast = door(model.eval())
+        (message,) = said(lambda fast=fast: [fast(torch.randn(1, tokens, 32)) for tokens in (5, 6)])
+        assert message.startswith("nothing was absorbed: this attention is MHA")
+
+
 @torch.compiler.disable
 def left_out(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)

@@ -6,11 +6,13 @@ import copy
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from mla_compile import ExportError, InputError, ModelFileError
 from mla_compile.errors import TargetError
 from mla_compile.saved import door, kind
 from mla_compile.saved import folder as files
+from mla_compile.saved.entries import Entries, Entry
 from mla_compile.saved.facts import told, told_apart
 from tests.support import models
 from tests.support.latent_modules import D, OneLayer
@@ -354,3 +357,14 @@ def test_differences_are_told_in_few_words():
     found = kind.differences(before, {"a": {str(n): n + 1 for n in range(9)}})
     assert found[:2] == ["a 0: 1, saved for 0", "a 1: 2, saved for 1"]
     assert found[3:] == ["6 more of a", "b: none, saved for 1"]
+
+
+def test_of_relations_between_sizes_the_one_that_fails_is_named():
+    """Dynamo checks all of them in one guard, and lists all of them if one does not hold."""
+    whole, several = "L['kwargs']['x'].size()[1] == 4", "2 <= L['kwargs']['x'].size()[0]"
+    said = SimpleNamespace(verbose_code_parts=[f"{relation}  # of x" for relation in (whole, several)])
+    guards = SimpleNamespace(check=lambda _: False, check_verbose=lambda _: said)
+    entries = Entries([Entry(lambda: guards, lambda *_: None)], "the folder")
+    for shape, failing in (((2, 8), whole), ((1, 4), several)):
+        with pytest.raises(ModelFileError, match=rf"no code for this call: {re.escape(failing)}\. Save"):
+            entries(nn.Identity(), (), {"x": torch.zeros(shape)}, None)

@@ -11,6 +11,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from tests.zoo import rows_of_two_memories
 from tests.zoo.base import Dims
 
 pytest.importorskip("transformers.models.deepseek_v4")
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
+from transformers import DynamicCache
+
+from tests.support.compressed_rows import HEAVY, SLIDING, SPARSE, tiny
 
 pytestmark = [
     pytest.mark.usefixtures("native_kernel"),
@@ -32,26 +35,6 @@ pytestmark = [
 ]
 
 DIMS = Dims()
-SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-
-
-def tiny(*layers: str, dtype: torch.dtype = torch.float64, **sizes: object) -> DeepseekV4ForCausalLM:
-    torch.manual_seed(0)
-    given = {
-        "vocab_size": 67, "hidden_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": len(layers),
-        "num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 20, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "n_shared_experts": 1, "hc_mult": 2, "max_position_embeddings": 512, "sliding_window": 8, "index_n_heads": 2,
-        "index_head_dim": 12, "index_topk": 3, "o_groups": 2, "o_lora_rank": 8, "layer_types": list(layers),
-        "mlp_layer_types": ["moe"] * len(layers), "compress_rates": {SPARSE: 4, HEAVY: 8},
-        "partial_rotary_factor": 0.5, "experts_implementation": "batched_mm", "attn_implementation": "eager",
-    }  # fmt: skip
-    config = DeepseekV4Config(**given | sizes)
-    model = DeepseekV4ForCausalLM(config).eval().to(dtype)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, dtype=torch.float64)
-            weight.copy_(1 + 0.1 * noise if "norm" in name else noise * (0.3 if weight.dim() > 1 else 0.5))
-    return model
 
 
 def steps(model: torch.nn.Module, fast: torch.nn.Module, prompt: torch.Tensor, count: int, **given) -> float:
@@ -150,7 +133,7 @@ def test_a_second_generation_compiles_nothing() -> None:
             ((HEAVY,), 4, 131, 130, 5),
             # The window is full from the 129th token on, which the model asks of an int, and rows for 128 tokens come
             # at each 128th. So a full window and such a row first meet at the 256th.
-            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 9),
+            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 8),
             ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 9),
         ),
     ],
@@ -170,6 +153,17 @@ def test_a_thousand_tokens_settle(layers: tuple[str, ...], batch: int, prompt: i
                 settled = counters["stats"]["unique_graphs"]
     assert counters["stats"]["unique_graphs"] == settled <= most
     assert unfused(fast) == []
+
+
+def test_the_first_step_is_compiled_for_any_length() -> None:
+    """Nothing was read at the prompt, and then one row waits and one stands for four tokens, which is chance."""
+    torch.compiler.reset()
+    counters.clear()
+    model = tiny(SPARSE, HEAVY)
+    fast = mla_compile.optimize(model, codegen="eager", verify=False)
+    prompt = torch.randint(1, 67, (1, 5), generator=torch.Generator().manual_seed(1))
+    assert steps(model, fast, prompt, 3) < 1e-6
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.full("family")
@@ -201,38 +195,60 @@ def test_steps_settle_with_torch_compile_too() -> None:
         assert steps(model, fast, prompt, 24) < 1e-6
 
 
-KINDS = {"eager": (SLIDING, SPARSE, HEAVY), "inductor": (SPARSE,)}
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def generations(model: torch.nn.Module, *sizes: tuple[int, int]) -> list[torch.Tensor]:
-    """The tokens of generations of (tokens of the prompt, new tokens)."""
-    prompts = ((torch.arange(prompt)[None] * 7 % 61 + 3, new) for prompt, new in sizes)
+class Saved(NamedTuple):
+    """What is saved and loaded: generations of (sequences, tokens of the prompt, new tokens)."""
+
+    layers: tuple[str, ...]
+    codegen: str
+    saved: tuple[tuple[int, int, int], ...]
+    loaded: tuple[tuple[int, int, int], ...]
+
+
+SAVED = {
+    "eager": Saved((SLIDING, SPARSE, HEAVY), "eager", ((1, 21, 40), (1, 12, 30)), ((1, 17, 60), (1, 30, 40))),
+    "inductor": Saved((SPARSE,), "inductor", ((1, 21, 40), (1, 12, 30)), ((1, 17, 60), (1, 30, 40))),
+    # One sequence and several, each for prompts of two lengths: after the second all are symbolic.
+    "batches": Saved(
+        (SPARSE, HEAVY),
+        "eager",
+        ((1, 21, 20), (3, 21, 20), (1, 17, 20), (3, 17, 20)),
+        ((1, 17, 60), (3, 17, 60), (4, 30, 40)),
+    ),
+}
+
+
+def generations(model: torch.nn.Module, sizes: tuple[tuple[int, int, int], ...]) -> list[torch.Tensor]:
+    """The tokens of generations."""
+    prompts = ((torch.arange(batch * prompt).view(batch, prompt) * 7 % 61 + 3, new) for batch, prompt, new in sizes)
     return [model.generate(ids, max_new_tokens=new, **GREEDY) for ids, new in prompts]
 
 
-def save_code(path: str, codegen: str) -> None:
-    fast = mla_compile.optimize(tiny(*KINDS[codegen], dtype=torch.float32), codegen=codegen)
-    mla_compile.save(fast, path, lambda model: generations(model, (21, 40), (12, 30)))
+def save_code(path: str, name: str) -> None:
+    case = SAVED[name]
+    fast = mla_compile.optimize(tiny(*case.layers, dtype=torch.float32), codegen=case.codegen)
+    mla_compile.save(fast, path, lambda model: generations(model, case.saved))
 
 
-def load_code(path: str, codegen: str) -> None:
-    model = tiny(*KINDS[codegen], dtype=torch.float32)
+def load_code(path: str, name: str) -> None:
+    case = SAVED[name]
+    model = tiny(*case.layers, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.1)
     fast = mla_compile.load(path, model)
-    sizes = ((17, 60), (30, 40))
-    assert all(map(torch.equal, generations(fast, *sizes), generations(model, *sizes)))
+    assert all(map(torch.equal, generations(fast, case.loaded), generations(model, case.loaded)))
     assert not counters["frames"]
 
 
 @pytest.mark.full("inductor")
-@pytest.mark.parametrize("codegen", KINDS)
-def test_saved_code_runs_in_another_process_with_other_weights(tmp_path: Path, codegen: str) -> None:
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_code_runs_in_another_process_with_other_weights(tmp_path: Path, name: str) -> None:
     """All kinds of layers; with Inductor, which takes long, one that has a cache of each kind."""
-    for name in ("save_code", "load_code"):
-        call = f"{name}({str(tmp_path / 'code')!r}, {codegen!r})"
+    for do in ("save_code", "load_code"):
+        call = f"{do}({str(tmp_path / 'code')!r}, {name!r})"
         code = f"from tests.doors import test_shared_row_families as here; here.{call}"
         subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 

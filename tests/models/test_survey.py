@@ -10,6 +10,9 @@ from mla_compile.models.held import tensors_of
 from mla_compile.models.survey import survey
 from mla_compile.report.explained import explained
 from mla_compile.workbench.layouts import attentions
+from mla_compile.workbench.machines import machine
+from mla_compile.workbench.planning import plan
+from mla_compile.workbench.request import Request
 from tests.support.explaining import LLAMA, TINY, call, write
 from tests.support.models import SPARSE
 from tests.support.tiers import full
@@ -75,18 +78,20 @@ def test_a_sparse_attention_says_how_many_keys_it_chooses_however_many_that_are(
     assert (costs["sparse"].bytes[1] - costs["sparse"].bytes[0]) / (32768 - 4096) == 2 * 2 * 24
 
 
+V4_KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+V4 = {
+    "model_type": "deepseek_v4", "vocab_size": 97, "hidden_size": 48, "moe_intermediate_size": 24,
+    "num_hidden_layers": 3, "head_dim": 16, "num_attention_heads": 4, "q_lora_rank": 16, "num_experts_per_tok": 2,
+    "n_routed_experts": 4, "hc_mult": 2, "max_position_embeddings": 4096, "sliding_window": 32, "index_n_heads": 2,
+    "index_head_dim": 24, "index_topk": 40, "o_groups": 2, "o_lora_rank": 8, "layer_types": V4_KINDS,
+    "mlp_layer_types": ["moe"] * 3, "compress_rate_csa": 4, "compress_rate_hca": 64,
+}  # fmt: skip
+
+
 @full("family")
 def test_rows_of_a_window_and_rows_that_stand_for_several_tokens(explained_models):
     """DeepSeek-V4: what is said of a token, and of a window, is what the cache itself holds."""
-    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
-    sizes = {
-        "vocab_size": 97, "hidden_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 16,
-        "num_attention_heads": 4, "q_lora_rank": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "hc_mult": 2,
-        "max_position_embeddings": 4096, "sliding_window": 32, "index_n_heads": 2, "index_head_dim": 24,
-        "index_topk": 40, "o_groups": 2, "o_lora_rank": 8, "layer_types": kinds, "mlp_layer_types": ["moe"] * 3,
-        "compress_rate_csa": 4, "compress_rate_hca": 64,
-    }  # fmt: skip
-    model = survey(write({"model_type": "deepseek_v4", **sizes})).facts
+    model = survey(write(V4)).facts
     assert model.family == "shared rows"
     said = [(c.rows, c.every, c.window, c.besides, c.chosen) for c in model.cached]
     # Of a layer with a window alone transformers keeps keys and values, which are equal.
@@ -98,8 +103,34 @@ def test_rows_of_a_window_and_rows_that_stand_for_several_tokens(explained_model
         sum(t.numel() for layer in cache.layers for n, t in tensors_of(layer) if n != "values") for cache in (one, two)
     ]
     assert held[1] - held[0] == 1024 * model.cache_values
+    assert sum("which are counted" in note for note in model.notes) == 3
+    assert not any("not counted" in note for note in model.notes)
     floors = [site.rows(2048) for site in attentions(model)]
     assert floors == [31, 2048 / 4 + 31, 2048 / 64 + 31]
+
+
+@full("family")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_plan_counts_what_the_cache_holds_after_any_number_of_tokens(explained_models, dtype):
+    """With the tokens of which DeepSeek-V4 has made no row yet, and what rows of neighbours have in common."""
+    sizes = {"sliding_window": 128, "compress_rate_hca": 128}
+    facts = survey(write(V4 | sizes), dtype).facts
+    built = skeleton.build(config_file.read("config.json")[0], {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    most = {}
+    for tokens in (1, 5, 127, 128, 131, 1023, 1024):
+        cache, _ = skeleton.cached_call(built, tokens)
+        # Keys that are values too are one tensor; a count of tokens is none of them.
+        own = sum({id(t): t.nbytes for layer in cache.layers for _, t in tensors_of(layer)}.values())
+        request = Request(context=tokens, users=1, weight_dtype=dtype, cache_dtype=dtype)
+        (row,) = plan(facts, machine("h200"), request).layouts
+        assert row.cache_bytes_per_user == own
+        assert row.most_cache_bytes_per_user >= max(most.values(), default=0)
+        most[tokens] = row.most_cache_bytes_per_user
+        assert own <= most[tokens]
+        # While 127 tokens wait in one layer and 3 in another, that much is held and no less.
+        assert (own == most[tokens]) == (tokens in (1, 127, 1023))
+    room = 141e9 * 0.9 - row.weight_bytes
+    assert row.most_users == room // most[1024] < room // row.cache_bytes_per_user
 
 
 @full("family")

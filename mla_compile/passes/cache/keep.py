@@ -17,7 +17,7 @@ from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import ancestors, remove_dead_code
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.narrow import narrow
-from mla_compile.passes.sources.readers import narrower_readers, projection_of
+from mla_compile.passes.sources.readers import images_of, narrower_readers
 from mla_compile.passes.sources.records import Side, Verdict
 
 
@@ -113,7 +113,7 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
         for source in rows:
             at_source = maps.with_sources([source])
             for node in ancestors(cache.node, [source]):
-                if is_contraction(node) and projection_of(node, source, at_source) is not None:
+                if is_contraction(node) and images_of(node, [source], at_source):
                     found[node] = source
     return found
 
@@ -123,12 +123,12 @@ def _narrow(program: Program, made: Mapping[fx.Node, fx.Node], analysed: Callabl
     graph = program.gm.graph
     maps = analysed()
     alive = frozenset(graph.nodes)
-    alone: list[tuple[fx.Node, fx.Node]] = []
+    alone: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
     for node, source in made.items():
         if node in alive and source in alive:
-            parts = narrower_readers(node, source, maps, lambda n: n.all_input_nodes, alive, ())
+            parts = narrower_readers(node, [source], maps, lambda n: n.all_input_nodes, alive, ())
             if parts and sum(bytes_hint(n) for n in parts if is_tensor(n)) < bytes_hint(node):
-                alone += ((part, source) for part in parts)
+                alone += ((part, (source,)) for part in parts)
     narrow(alone, maps)
     remove_dead_code(graph)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import fx
@@ -22,6 +21,7 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.blame.blame import SYMPTOMS, explain_source
 from mla_compile.passes.blame.explain import explain_refusal
 from mla_compile.passes.cost.cost import DeviceModel, choose
+from mla_compile.passes.decide.alive import Alive, added_to, expansion_alive, expansions
 from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.fold_sides import fold_widths
@@ -31,9 +31,10 @@ from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on, reachable
-from mla_compile.passes.linear.records import Maps, Term
+from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_plan
 from mla_compile.passes.sources.cached import are_cached
+from mla_compile.passes.sources.mixed import mixing_products
 from mla_compile.passes.sources.readers import narrower_readers, other_reader, tokens_read
 from mla_compile.passes.sources.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.sources.residual import is_hidden_state
@@ -90,6 +91,10 @@ class _Judge:
         # Products that are rewritten one by one meet all keys, and the mask between them.
         if isinstance(plan, AbsorbPlan) and not (self.sparse and plan.whole):
             plan = replace(plan, visible=plan.visible.dense)
+        if isinstance(plan, Stop) and (mixed := mixing_products(site, plan, maps)):
+            behind = self.whole(site, {*computed, *mixed})
+            if behind.plan is not None and not behind.parts:
+                return behind
         if isinstance(plan, Stop):
             stop = explain_refusal(site, plan, maps, wide)
             refused = Verdict(site, Code(stop.code), stop.detail, stop.node, fix=stop.fix)
@@ -158,9 +163,9 @@ class _Judge:
         while True:
             # Nodes that one site was to make alone may lose their readers when another site changes.
             verdicts = [replace(v, narrowed=()) for v in verdicts]
-            alive = _Alive(self.graph, verdicts)
+            alive = Alive(self.graph, verdicts)
             for index, verdict in enumerate(verdicts):
-                if not verdict.absorb or (found := _expansion_alive(verdict, alive)) is None:
+                if not verdict.absorb or (found := expansion_alive(verdict, alive)) is None:
                     continue
                 which, node = found
                 narrowed = self._narrowed(verdict, alive)
@@ -173,19 +178,20 @@ class _Judge:
             else:
                 return verdicts
 
-    def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
+    def _narrowed(self, verdict: Verdict, alive: Alive) -> tuple[tuple[fx.Node, tuple[fx.Node, ...]], ...] | None:
         """Return the nodes to make alone so that no expanded column is wasted; None if that is impossible."""
         assert verdict.plan is not None
         paths = _ways(verdict)
-        made: dict[tuple[fx.Node, fx.Node], None] = {}
-        for _, node, source in _expansions(verdict):
+        made: dict[tuple[fx.Node, tuple[fx.Node, ...]], None] = {}
+        for _, node, source in expansions(verdict):
             if node in alive.nodes:
                 # If both sides are absorbed, only lengths and a few tokens may still be read.
                 columns = verdict.plan.part
-                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths, columns=columns)
+                rows = added_to(verdict, node, source)
+                found = narrower_readers(node, rows, self.maps, alive.reads, alive.nodes, paths, columns=columns)
                 if found is None:
                     return None
-                made.update(((f, source), None) for f in found)
+                made.update(((f, rows), None) for f in found)
         return tuple(made)
 
     def _instead(
@@ -282,70 +288,13 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
     return Verdict(plan.site, code, reason, None, plan, choice)
 
 
-class _Alive:
-    """The nodes that are still needed once the chosen sites are absorbed, and what each then reads."""
-
-    def __init__(self, graph: fx.Graph, verdicts: Sequence[Verdict]) -> None:
-        self._reads: dict[fx.Node, list[fx.Node]] = {}
-        for verdict in verdicts:
-            if verdict.absorb and verdict.plan is not None:
-                self._reads.update(_reads(verdict.plan))
-        self.nodes = frozenset(reachable([graph.output_node()], self.reads))
-
-    def reads(self, node: fx.Node) -> Collection[fx.Node]:
-        return self._reads.get(node, node.all_input_nodes)
-
-
-def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
-    """Return the new inputs of the nodes of a site whose inputs the rewrite changes."""
-    site = plan.site
-    keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
-    values = [site.v.node] if not plan.vals else _sources(plan.vals)
-    if (site.open_core is None and plan.fits_op) or site.probs is None:
-        queries = [p.q.node for p in site.products]
-        return {site.node: [*keys, *values, *queries, *(o.node for o in site.between)]}
-    reads: dict[fx.Node, list[fx.Node]] = {}
-    for index, product in enumerate(site.products if plan.keys else ()):
-        assert product.node is not None
-        reads[product.node] = [product.q.node, *_sources([t for t in plan.keys if t.product == index])]
-    if plan.vals:
-        reads[site.node] = [site.probs.node, *values]
-    return reads
-
-
-def _sources(terms: Sequence[Term]) -> list[fx.Node]:
-    """Return the rows and weights of ``terms``."""
-    factors = [f for t in terms for f in (t.piece.weight, t.piece.bias) if f is not None]
-    return [*(t.piece.source for t in terms if t.piece.source), *(n for f in factors for n in f.expr.leaves())]
-
-
-def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
-    """Return the projections that make K and V from the sources: the side, the node, the source."""
-    assert verdict.plan is not None
-    found: list[tuple[Side, fx.Node, fx.Node]] = []
-    for which, terms in verdict.plan.sides:
-        for piece in (t.piece for t in terms if t.piece.source is not None):
-            for path in (piece.path, piece.before):
-                for before, visit in pairwise(path):
-                    # Only the last projection on the path counts: an earlier one may make rows that others read too.
-                    last = visit.contractions == path[-1].contractions
-                    if visit.contractions > before.contractions and last:
-                        found.append((which, visit.node, path[0].node))
-    return found
-
-
 def _ways(verdict: Verdict) -> set[fx.Node]:
     """Return the nodes on the ways from the sources to K and V."""
     assert verdict.plan is not None
     return {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
 
 
-def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | None:
-    """Return a projection that makes K or V and is still computed: the side and the node."""
-    return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
-
-
-def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: _Alive, maps: Maps) -> Stop | None:
+def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: Alive, maps: Maps) -> Stop | None:
     """What makes rows of the site itself of ``node``, where nothing else reads it; None where something does."""
     assert verdict.plan is not None
     site, roots = verdict.site, verdict.site.node.graph.output_node().all_input_nodes
@@ -381,20 +330,21 @@ def _stop_of(side: Side, verdict: Verdict, node: fx.Node) -> Stop:
     return Stop(verdict.blame or node, (Code.UNSUPPORTED_OP if told else verdict.code).value, verdict.reason)
 
 
-def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, maps: Maps) -> Verdict:
+def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: Alive, maps: Maps) -> Verdict:
     for mask in (m.operand.node for m in verdict.site.masks):
         if depends_on(mask, [node]):
             code = Code.MASK_DEPENDS_ON_KEYS
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
-    source = next(source for _, made, source in _expansions(verdict) if made is node)
+    source = next(source for _, made, source in expansions(verdict) if made is node)
+    rows = added_to(verdict, node, source)
     if (stop := _read_by_its_own_rows(verdict, node, source, alive, maps)) is not None:
         return replace(verdict, code=Code(stop.code), reason=stop.detail, blame=stop.node)
-    if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
+    if (part := tokens_read(node, rows, maps, alive.reads, alive.nodes)) is not None:
         made = f"the product that makes the {which}"  # of which the other side may be the other half
         reason = f"some tokens of {made} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
-    reader = other_reader(node, alive.reads, alive.nodes, _ways(verdict))
+    reader = other_reader(node, rows, maps, alive.reads, alive.nodes, _ways(verdict))
     if reader.op == "output":
         return replace(
             verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node

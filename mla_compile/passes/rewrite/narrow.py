@@ -2,7 +2,8 @@
 
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
-The linear map of ``k`` names the rows of the weight, so every number is the same dot product as before.
+The linear map of ``k`` names the rows of the weight, so every number is the same dot product as before. Where ``k`` is
+a sum of images of several rows, each of them gets its own product.
 :mod:`mla_compile.passes.sources.readers` has decided which nodes qualify.
 """
 
@@ -21,37 +22,48 @@ from mla_compile.passes.ir.factors import aligned
 from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.linear.records import Maps, Piece
-from mla_compile.passes.sources.readers import length_of, of_few_rows, projection_of
+from mla_compile.passes.sources.readers import images_of, length_of, of_few_rows
 
 aten = torch.ops.aten
 
 
-def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
-    """Compute each node of ``(node, source)`` from the rows of its source alone; return how many were replaced."""
+def narrow(nodes: Iterable[tuple[fx.Node, tuple[fx.Node, ...]]], maps: Maps) -> int:
+    """Compute each node of ``(node, sources)`` from the rows of its sources alone; return how many were replaced."""
     done = 0
     # In reverse graph order, so that a few tokens of another listed node are read from its rows, as the verdict
     # assumed.
-    for node, source in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
+    for node, sources in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
         # Since other sites were rewritten, nothing reads this node.
         if not node.users:
             continue
-        if (dim := length_of(node, source)) is not None:
-            node.replace_all_uses_with(Builder(node, maps.fake_mode).call(aten.sym_size.int, source, dim))
+        if (known := length_of(node, sources)) is not None:
+            node.replace_all_uses_with(Builder(node, maps.fake_mode).call(aten.sym_size.int, *known))
         else:
-            piece = of_few_rows(node, source, maps) or projection_of(node, source, maps.with_sources([source]))
-            assert piece is not None
-            node.replace_all_uses_with(_made_alone(node, piece, maps.fake_mode))
+            pieces = of_few_rows(node, sources, maps) or images_of(node, sources, maps.with_sources(sources))
+            assert pieces
+            node.replace_all_uses_with(_made_alone(node, pieces, maps.fake_mode))
         done += 1
     return done
 
 
-def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -> fx.Node:
-    assert piece.source is not None
-    assert piece.weight is not None
+def _made_alone(node: fx.Node, pieces: Sequence[Piece], fake_mode: FakeTensorMode | None) -> fx.Node:
     builder = Builder(node, fake_mode)
-    memo: dict[Expr, fx.Node] = {}
+    new, *others = (_image(node, piece, builder) for piece in pieces)
+    for other in others:
+        new = builder.call(aten.add.Tensor, new, other)
+    # Keep the memory order of the old node, so that views of it stay views.
+    return new if _same_order(new, node) else same_layout(builder, new, node)
+
+
+def _image(node: fx.Node, piece: Piece, builder: Builder) -> fx.Node:
+    """Compute one summand of ``node``, with size 1 along axes along which it is constant."""
+    assert piece.source is not None
     source = materialize(piece.source, builder, {})
     sizes = SizeSources(builder, [(source, piece.source_axes)])
+    if piece.weight is None:
+        x = arrange(builder, sizes, source, piece.source_axes, piece.axes)
+        return x if piece.scale == 1.0 else builder.call(aten.mul.Tensor, x, piece.scale)
+    memo: dict[Expr, fx.Node] = {}
     order = _memory_order(node, piece)
     tokens = [a for a in order if a in piece.source_atoms]
     features = [a for a in order if a not in piece.source_atoms]
@@ -61,9 +73,7 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     bias = None if piece.bias is None else _vector(piece.bias, features).emit(builder, memo)
     new = builder.call(aten.linear.default, x, weight.emit(builder, memo), bias)
     new = arrange(builder, sizes, new, (*((a,) for a in tokens), tuple(features)), [(a,) for a in order])
-    new = arrange(builder, sizes, new, tuple((a,) for a in order), piece.axes)
-    # Keep the memory order of the old node, so that views of it stay views.
-    return new if _same_order(new, node) else same_layout(builder, new, node)
+    return arrange(builder, sizes, new, tuple((a,) for a in order), piece.axes)
 
 
 def _memory_order(node: fx.Node, piece: Piece) -> list[Atom]:

@@ -6,7 +6,7 @@ saved unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -19,7 +19,7 @@ from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import reachable
-from mla_compile.passes.linear.records import Maps, Piece, VirtualSources
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, VirtualSources
 from mla_compile.passes.linear.rows import taken_of
 from mla_compile.passes.sources.row_slices import with_slices_of
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 def narrower_readers(
     expansion: fx.Node,
-    source: fx.Node,
+    sources: Sequence[fx.Node],
     maps: Maps,
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
@@ -36,14 +36,15 @@ def narrower_readers(
     *,
     columns: bool = True,
 ) -> tuple[fx.Node, ...] | None:
-    """Return the narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.
+    """Return the narrower nodes through which alone ``expansion``, a product of rows, is still read.
 
-    These include its lengths, if the rows have them too (:func:`length_of`), and parts of a few tokens
-    (:func:`of_few_rows`). None if a reader needs all of it, or columns that were ``absorbed`` (nodes on their way to
-    the site): then nothing is saved. ``columns``: whether some columns of all tokens may still be read. ``reads`` says
-    what a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
+    ``sources``: those rows, and the rows of the images that are added to it. The nodes include lengths, if the rows
+    have them too (:func:`length_of`), and parts of a few tokens (:func:`of_few_rows`). None if a reader needs all of
+    it, or columns that were ``absorbed`` (nodes on their way to the site): then nothing is saved. ``columns``: whether
+    some columns of all tokens may still be read. ``reads`` says what a node reads, and ``alive`` which nodes are
+    needed, once all sites are rewritten.
     """
-    at_source = maps.with_sources([source])
+    at_sources = maps.with_sources(sources)
     whole = bytes_hint(expansion)
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
@@ -57,22 +58,22 @@ def narrower_readers(
         if node is expansion or is_tuple(node):
             continue
         if not is_tensor(node):
-            if length_of(node, source) is None:
+            if length_of(node, sources) is None:
                 return None
             found.append(node)
-        elif of_few_rows(node, source, maps) is not None:
+        elif of_few_rows(node, sources, maps):
             found.append(node)
         elif bytes_hint(node) >= whole:
             # Of keys that are joined from several rows, only lengths may be read, perhaps behind other moves.
             moved = decode(node) is not None
-            only_lengths = (length_of(u, source) is not None or (moved and decode(u) is not None) for u in users(node))
-            if projection_of(node, source, at_source) is None and not all(only_lengths):
+            only_lengths = (length_of(u, sources) is not None or (moved and decode(u) is not None) for u in users(node))
+            if not images_of(node, sources, at_sources) and not all(only_lengths):
                 return None
         elif node in absorbed:
             continue  # its readers were absorbed too, or they are visited
         elif not columns or any(n in absorbed and bytes_hint(n) < whole for n in node.all_input_nodes):
             return None
-        elif _can_be_made_alone(node, projection_of(node, source, at_source)):
+        elif not any(map(is_virtual, sources)) and _can_be_made_alone(node, images_of(node, sources, at_sources)):
             found.append(node)
         else:
             return None
@@ -81,7 +82,7 @@ def narrower_readers(
 
 def tokens_read(
     expansion: fx.Node,
-    source: fx.Node,
+    sources: Sequence[fx.Node],
     maps: Maps,
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
@@ -90,38 +91,45 @@ def tokens_read(
 
     The arguments are those of :func:`narrower_readers`.
     """
-    at_source = maps.with_sources([source])
+    at_sources = maps.with_sources(sources)
 
     def cuts(node: fx.Node) -> bool:
         how = decode(node)
         if not isinstance(how, (Slice, Select)) or bytes_hint(node) >= bytes_hint(how.x):
             return False
-        return any(a in p.source_atoms for p in at_source.map(how.x).pieces for a in p.axes[how.dim])
+        return any(a in p.source_atoms for p in at_sources.map(how.x).pieces for a in p.axes[how.dim])
+
+    def computes(node: fx.Node) -> bool:
+        return is_tensor(node) and not _carries(node, expansion, sources, at_sources)
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
-        moves = node is expansion or is_tuple(node) or (decode(node) is not None and not cuts(node))
+        moves = not (is_tensor(node) and (cuts(node) or computes(node)))
         return (u for u in node.users if u in alive and node in reads(u)) if moves else ()
 
     found = list(reachable([expansion], users))
-    if any((is_tensor(n) and decode(n) is None and n is not expansion) or n.op == "output" for n in found):
+    if any(computes(n) or n.op == "output" for n in found):
         return None
     return next((n for n in found if is_tensor(n) and cuts(n)), None)
 
 
 def other_reader(
     expansion: fx.Node,
+    sources: Sequence[fx.Node],
+    maps: Maps,
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
     absorbed: Collection[fx.Node],
 ) -> fx.Node:
-    """Return the first operator that computes with ``expansion``, or with moved, cut or joined parts of it.
+    """Return the first operator that computes with ``expansion``, or with moved, cut, joined or added parts of it.
 
     What makes K or V of it, the nodes ``absorbed``, is passed. If there is none, return the output of the graph, else
-    a reader of a length. The other arguments are those of :func:`narrower_readers`.
+    a reader of a length. The arguments are those of :func:`narrower_readers`.
     """
+    at_sources = maps.with_sources(sources)
 
     def moves(node: fx.Node) -> bool:
-        return node is expansion or is_tuple(node) or decode(node) is not None or node in absorbed
+        carries = node in absorbed or (is_tensor(node) and _carries(node, expansion, sources, at_sources))
+        return is_tuple(node) or carries
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
         return (u for u in node.users if u in alive and node in reads(u)) if moves(node) else ()
@@ -132,56 +140,90 @@ def other_reader(
     return next(chain(computes, returns, found))
 
 
-def length_of(node: fx.Node, source: fx.Node) -> int | None:
-    """Return the axis of ``source`` whose length ``node`` holds; None if ``node`` holds no such length."""
+def _carries(node: fx.Node, expansion: fx.Node, sources: Sequence[fx.Node], maps: Maps) -> bool:
+    """Whether ``node`` has numbers of ``expansion`` where they are needed to make it, or adds the other images."""
+    if node is expansion or decode(node) is not None:
+        return True
+    added = packet(node) in (aten.add, aten.sub)
+    return added and all(p.source is None or p.source in sources for p in maps.map(node).pieces)
+
+
+def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
+    """Return the rows and their axis whose length ``node`` holds; None if ``node`` holds no such length."""
     if packet(node) is not aten.sym_size:
         return None
     x, dim = args_of(node)
-    return next((k for k, length in enumerate(shape(source)) if same(length, shape(x)[dim])), None)
+    found = ((rows, k) for rows in sources for k, length in enumerate(shape(rows)) if same(length, shape(x)[dim]))
+    return next(found, None)
 
 
-def projection_of(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
-    """Return the linear map of ``node`` if it is a single projection of ``source``."""
-    pieces = maps.map(node).pieces
-    return pieces[0] if len(pieces) == 1 and pieces[0].source is source and pieces[0].projected else None
+def images_of(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
+    """Return the maps whose sum is ``node``, each of other rows among ``sources``; none if ``node`` is no such sum."""
+    found = _summands(maps.map(node))
+    return found if all(p.source in sources for p in found) else ()
 
 
-def of_few_rows(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
-    """Return the linear map of ``node`` over a few rows, if it is a projection of ``source`` for few tokens."""
+def _summands(lmap: LinearMap) -> tuple[Piece, ...]:
+    """Return the summands of a map in one piece, each of other rows and at least one projected; otherwise none."""
+    found = () if lmap.axis is not None else lmap.pieces
+    apart = len({p.source for p in found}) == len(found)
+    return found if apart and any(p.projected for p in found) else ()
+
+
+def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
+    """Return the maps over a few rows whose sum is ``node``, if it is made of ``sources`` for few tokens."""
     taken = taken_of(node)
     if taken is None or taken.padded is not None:
-        return None
+        return ()
     # The slices known for K and V are left out, so that the pass that makes `node` alone finds the same map.
-    maps = with_slices_of([[node]], maps.with_virtual(VirtualSources()).with_sources([source]))
-    pieces = maps.map(node).pieces
-    if len(pieces) != 1 or pieces[0].source is None or not is_virtual(pieces[0].source) or not pieces[0].projected:
-        return None
-    rows = pieces[0].source
+    maps = with_slices_of([[node]], maps.with_virtual(VirtualSources()).with_sources(sources))
+    pieces = _summands(maps.map(node))
+    few = all(p.source is not None and _few_of(p.source, sources) for p in pieces)
+    return pieces if few and _can_be_made_alone(node, pieces) else ()
+
+
+def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
+    """Whether ``rows`` is at most half of one of ``sources``, however long the context is."""
+    if not is_virtual(rows) or args_of(rows)[0] not in sources:
+        return False
+    source = args_of(rows)[0]
     # A slice whose length may grow with the context may take many rows.
     fixed = all(isinstance(s, int) or any(same(s, t) for t in shape(source)[:1]) for s in shape(rows))
-    few = 2 * bytes_hint(rows) <= bytes_hint(source)
-    return pieces[0] if args_of(rows)[0] is source and fixed and few and _can_be_made_alone(node, pieces[0]) else None
+    return fixed and 2 * bytes_hint(rows) <= bytes_hint(source)
 
 
-def _can_be_made_alone(node: fx.Node, piece: Piece | None) -> bool:
-    """Whether one product with some rows of the weight, in its dtype, gives exactly the values of ``node``."""
-    if piece is None or piece.weight is None:
-        return False
+def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
+    """Whether a product for each piece, with some rows of its weight and in its dtype, gives exactly ``node``."""
     # A separate product has its own strides; a split of the whole has those of the whole.
-    if _strides_show(node):
+    if not pieces or _strides_show(node):
         return False
-    tokens = [a for a in flatten(piece.axes) if a in piece.source_atoms]
-    features = [a for a in flatten(piece.axes) if a not in piece.source_atoms]
-    if set(piece.weight.atoms) != {*features, *piece.contracted}:
+    # In half precision, the sum of three depends on the order, and a constant was added to one of the summands.
+    ordered = len(pieces) == 1 or (len(pieces) == 2 and pieces[0].bias is None)
+    exact = val(node).dtype.itemsize >= 4 or (ordered and all(_is_exact(p) for p in pieces))
+    return exact and all(_has_own_product(node, p) for p in pieces)
+
+
+def _is_exact(piece: Piece) -> bool:
+    """Whether half precision rounds ``piece`` where the graph does.
+
+    A computed weight would be rounded at another place than the product that it replaces, and so would rows times a
+    number that may have followed the product.
+    """
+    return piece.scale in (1.0, -1.0) and all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
+
+
+def _has_own_product(node: fx.Node, piece: Piece) -> bool:
+    """Whether the rows, or one product of them, have the values of ``piece`` in the dtype of ``node``."""
+    if piece.source is None or val(piece.source).dtype != val(node).dtype:
         return False
-    if set(tokens) | set(piece.contracted) != piece.source_atoms:
-        return False
-    # In half precision, a computed weight would be rounded at another place than the product that it replaces, and so
-    # would rows times a number that may have followed the product.
-    views = all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
-    exact = val(node).dtype.itemsize >= 4 or (views and piece.scale == 1.0)
-    assert piece.source is not None
-    return exact and val(piece.source).dtype == val(node).dtype == piece.weight.expr.value.dtype
+    tokens = {a for a in flatten(piece.axes) if a in piece.source_atoms}
+    if piece.weight is None:
+        return tokens == piece.source_atoms and piece.bias is None
+    features = {a for a in flatten(piece.axes) if a not in piece.source_atoms}
+    whole = {*piece.weight.atoms} == {*features, *piece.contracted} and tokens | {
+        *piece.contracted
+    } == piece.source_atoms
+    return whole and piece.weight.expr.value.dtype == val(node).dtype
 
 
 def _strides_show(node: fx.Node) -> bool:

@@ -184,7 +184,7 @@ class Verdict:
     parts: tuple[AbsorbedColumns, ...] = ()
     kept: tuple[KeptPart, ...] = ()
     instead: Verdict | None = None
-    narrowed: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    narrowed: tuple[tuple[fx.Node, tuple[fx.Node, ...]], ...] = ()
     notes: tuple[str, ...] = ()
     fusion: Fusion | None = None
     fix: str | None = None

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile.codes import Code
-from tests.support.programs import decide, seeded
+from mla_compile.passes.ir.graph import val
+from tests.support.programs import decide, optimized, seeded, trace
 from tests.support.tiers import also
 
 B, H, T, L, M, N, V = 2, 3, 9, 12, 7, 6, 5  # M: width of the second rows
@@ -125,6 +126,126 @@ def gated(of):
         return attend(q, k + more, v - more[..., :V])
 
     return form
+
+
+def first(v):
+    return v[:, :, :1]
+
+
+def last(v):
+    return v[:, :, -1:]
+
+
+def selected(v):
+    return v[:, :, -1, None]
+
+
+def read_beside(of, *cuts):
+    """Values of two rows, of which some tokens are read beside the attention, too."""
+
+    def form(q, a, b, r, w_k, w_v, u_v):
+        v = of(a @ w_v, b @ u_v, r)
+        return attend(q, heads(a @ w_k), v) + sum(cut(v) for cut in cuts)
+
+    return form
+
+
+SUMS_READ = {
+    "joint": lambda x, y, r: heads(x + y),
+    "taken off": lambda x, y, r: heads(x) - 0.5 * heads(y),
+    "three": lambda x, y, r: heads(x) + heads(y) + r[:, None, :, :V],
+    "a row of all heads": lambda x, y, r: 0.3 * r[:, None, :, :V] + heads(x),
+}
+
+
+@pytest.mark.singly
+@pytest.mark.parametrize(
+    "cuts", [(first,), (last,), (selected,), (first, last)], ids=lambda c: "-".join(f.__name__ for f in c)
+)
+@pytest.mark.parametrize("of", SUMS_READ)
+def test_tokens_of_a_sum_that_are_read_beside_are_made_alone(of, cuts):
+    form, shapes = read_beside(SUMS_READ[of], *cuts), (W_K, W_V, U_V)
+    inputs = [seeded(B, H, 1, N, seed=3), *rows()]
+    program, outcome = decide(form, inputs, *shapes)
+    (site,) = outcome.report.sites
+    assert (site.code, site.parts, site.kept) == (Code.ABSORBED, (), ()), site.reason
+    weights = [seeded(*shape, seed=20 + k) / shape[-1] ** 0.5 for k, shape in enumerate(shapes)]
+    assert count(outcome.program.gm, inputs, weights) < 0.8 * count(program.gm, inputs, weights)
+
+
+@pytest.mark.parametrize("of", ["one", "joint"])
+def test_columns_of_some_tokens_that_are_read_beside_are_not_made_alone(of):
+    """Attention to the first tokens, half of whose product is read elsewhere: the rows are those of a slice."""
+    sums = {"one": lambda x, y, r: heads(x), **SUMS_READ}
+
+    def form(q, a, b, r, w, u):
+        k, v = sums[of](a @ w, b @ u, r)[:, :, :2].split([N, V], -1)
+        return attend(q, k, v).sum() + k.square().sum()
+
+    _, outcome = decide(form, [seeded(B, H, 1, N, seed=3), *rows()], (L, H * (N + V)), (M, H * (N + V)))
+    (site,) = outcome.report.sites
+    assert site.code is Code.UNSUPPORTED_OP, site.reason
+    assert "some tokens of the product that makes the keys are read outside" in site.reason
+
+
+def test_columns_of_a_sum_that_are_returned_are_made_alone():
+    """Keys and values are halves of one sum; the keys are needed anyway, so the values alone are absorbed."""
+
+    def form(q, a, b, r, w, u):
+        k, v = heads(a @ w + b @ u).split([N, V], -1)
+        return attend(q, k, v).sum() + k.square().sum()
+
+    inputs = [seeded(B, H, 1, N, seed=3), *rows()]
+    _, outcome = decide(form, inputs, (L, H * (N + V)), (M, H * (N + V)))
+    (site,) = outcome.report.sites
+    assert (site.parts, [k.code for k in site.kept]) == (("values",), [Code.KEYS_USED_ELSEWHERE]), site.reason
+    assert site.kept[0].blame.op in ("aten.pow", "aten.square"), site.kept
+    made = [val(n).shape[-1] for n in outcome.program.gm.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert made.count(H * N) == 2, made
+
+
+@pytest.mark.parametrize("S", [1, 2])
+def test_tokens_of_a_sum_in_half_precision_are_what_they_were(S):
+    """Two products, each rounded and then added, as before."""
+
+    def form(q, a, b, r, w_k, w_v, u_v):
+        v = heads(a @ w_v) - heads(b @ u_v)
+        return torch.cat([attend(q, heads(a @ w_k), v), v[:, :, :1]], 2)
+
+    inputs = [x.bfloat16() for x in (seeded(B, H, S, N, seed=3), *rows())]
+    weights = [seeded(*shape, seed=20 + k).bfloat16() for k, shape in enumerate((W_K, W_V, U_V))]
+    program = trace(form, inputs, weights)
+    outcome = optimized(program, forms="absorbed")
+    (site,) = outcome.report.sites
+    assert (site.code, site.parts) == (Code.ABSORBED, ()), site.reason
+    with torch.no_grad():
+        (result,) = outcome.program.gm(*inputs, *weights)
+        assert torch.equal(result[:, :, S:], form(*inputs, *weights)[:, :, S:])
+
+
+NOT_ALONE = {  # of the values, and what is read of them; the code of what stays
+    "most tokens": (SUMS_READ["joint"], lambda v: v[:, :, : T - 1].sum(2, keepdim=True), Code.UNSUPPORTED_OP),
+    "all tokens": (SUMS_READ["joint"], lambda v: v.sum(2, keepdim=True), Code.VALUES_USED_ELSEWHERE),
+    "a factor": (lambda x, y, r: heads(x) + heads(y * r[..., :1].sigmoid()), first, Code.UNSUPPORTED_OP),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ALONE)
+def test_what_is_read_of_a_sum_and_cannot_be_made_alone(name):
+    of, cut, code = NOT_ALONE[name]
+    _, outcome = decide(read_beside(of, cut), [seeded(B, H, 1, N, seed=3), *rows()], W_K, W_V, U_V)
+    (site,) = outcome.report.sites
+    assert (site.parts, [k.code for k in site.kept]) == (("keys",), [code]), site.reason
+    assert code is Code.UNSUPPORTED_OP or site.kept[0].reason.startswith("sum also"), site.kept
+
+
+def test_in_half_precision_a_sum_of_three_keeps_its_order():
+    inputs = [x.bfloat16() for x in (seeded(B, H, 1, N, seed=3), *rows())]
+    weights = [seeded(*shape, seed=20 + k).bfloat16() for k, shape in enumerate((W_K, W_V, U_V))]
+    for name, parts in (("joint", ()), ("taken off", ("keys",)), ("three", ("keys",))):
+        program = trace(read_beside(SUMS_READ[name], first), inputs, weights)
+        (site,) = optimized(program, forms="absorbed").report.sites
+        assert (site.code, site.parts) == (Code.ABSORBED, parts), (name, site.reason)
 
 
 GATES = {

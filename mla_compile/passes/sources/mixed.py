@@ -1,0 +1,41 @@
+"""Products with a weight that mix the rows of tokens: what they make are rows of tokens again.
+
+In ``attention(q, up(M c), ...)`` with a weight M over tokens (a fixed convolution, say), K is no image of the rows c,
+token by token, but one of the rows ``M c``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from torch import fx
+
+from mla_compile.passes.attention.site import AttentionSite, Operand
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece
+
+
+def mixing_products(site: AttentionSite, failed: Stop, maps: Maps) -> set[fx.Node]:
+    """Return the products behind which the tokens of K and V are those of rows; none if ``failed`` is no mixing."""
+    if failed.code != "token_mixing":
+        return set()
+    operands = (*(p.k for p in site.products), site.v)
+    return {node for o in operands for node in _of_operand(o, site, maps)}
+
+
+def _of_operand(operand: Operand, site: AttentionSite, maps: Maps) -> Iterator[fx.Node]:
+    tokens = [dim for dim, axis in enumerate(operand.axes) if set(axis) & set(site.keys)]
+    for piece in _mixed(maps.map(operand.node), tokens):
+        for before, visit in pairwise(piece.path):
+            if visit.contractions > before.contractions:
+                behind = maps.with_sources([visit.node]).map(operand.node)
+                if not any(p.source is visit.node for p in _mixed(behind, tokens)):
+                    yield visit.node
+                    break
+
+
+def _mixed(lmap: LinearMap, tokens: list[int]) -> list[Piece]:
+    """Return the pieces whose positions along ``tokens`` are not positions of their rows."""
+    rows = [p for p in lmap.pieces if p.source is not None]
+    return [p for p in rows if any(a not in p.source_atoms for dim in tokens for a in p.axes[dim])]
