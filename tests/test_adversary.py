@@ -19,11 +19,11 @@ from mla_compile.codes import Code
 from tests.adversary.aliasing import WRITES, check_write
 from tests.adversary.bases import Base, bases
 from tests.adversary.check import mutant, said
+from tests.adversary.many import check_mutants
 from tests.adversary.mutations import MUTATIONS
 from tests.adversary.oracle import BOTH
-from tests.adversary.places import Refused
 from tests.adversary.scales import KINDS, MUTANTS, PARTICULAR, check_scales
-from tests.support.generator import Case
+from tests.support.generator import Case, check_each
 from tests.support.tiers import also
 
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
@@ -43,16 +43,7 @@ def pool() -> tuple[Base, ...]:
 def test_mutants(part: int, name: str) -> None:
     rng = random.Random(zlib.crc32(name.encode()) + SEED * PARTS + part)
     wanted = -(-COUNT // len(MUTATIONS) // PARTS)
-    made = 0
-    for _ in range(TRIES * wanted):
-        try:
-            mutant(rng.choice(pool()), MUTATIONS[name], rng)
-        except Refused:
-            continue
-        made += 1
-        if made == wanted:
-            return
-    pytest.fail(f"{made} of {wanted} mutants were made")
+    check_mutants(wanted, TRIES * wanted, lambda: mutant(rng.choice(pool()), MUTATIONS[name], rng))
 
 
 # Cores, caches and layouts; in the second and the fourth all sizes are equal.
@@ -75,7 +66,8 @@ def test_writes_in_place(name: str) -> None:
     every = [c for c in ALIASED if not (fused and c.core == "sdpa")]
     at = zlib.crc32(name.encode()) % len(every)
     thorough = COUNT >= 1000
-    for case in every if thorough else every[at : at + 1]:
+
+    def check(case: Case) -> None:
         report, ranks, limit = check_write(case, write, calls=2 if thorough else 1)
         rank = ranks[BOTH]
         if write.legal is not None:
@@ -87,6 +79,8 @@ def test_writes_in_place(name: str) -> None:
         if (write.legal is True and write.stage in ("between", "after")) or "before the scores" in name:
             assert (report.code, report.parts) == (Code.ABSORBED, ()), report.reason
 
+    check_each(every if thorough else every[at : at + 1], check)
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scales(kind: str) -> None:
@@ -95,11 +89,10 @@ def test_scales(kind: str) -> None:
     assert plain is not None
     assert (plain.code, plain.parts) == (Code.ABSORBED, ()), plain.reason
     of = sorted(KINDS).index(kind)
-    for name, steps in MUTANTS.items():
+
+    def drawn(name: str) -> bool:
         draw = zlib.crc32(name.encode())
-        drawn = draw % len(KINDS) == of and (name in PARTICULAR or draw // len(KINDS) % 6 == 0)
-        if COUNT >= 1000 or drawn:
-            try:
-                check_scales(kind, steps)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
+        return draw % len(KINDS) == of and (name in PARTICULAR or draw // len(KINDS) % 6 == 0)
+
+    names = [name for name in MUTANTS if COUNT >= 1000 or drawn(name)]
+    check_each(names, lambda name: check_scales(kind, MUTANTS[name]))

@@ -11,8 +11,9 @@ import random
 import pytest
 
 from mla_compile.codes import Code
+from tests.adversary.many import check_mutants
 from tests.adversary.mutations import MUTATIONS
-from tests.adversary.places import Edit, Refused, apply, edges
+from tests.adversary.places import Edit, apply, edges
 from tests.adversary.shared import STEPS, base_of, checked, mutant, pool
 from tests.support.generated_rows import RowsCase
 
@@ -26,15 +27,8 @@ pytestmark = pytest.mark.usefixtures("native_kernel")
 
 def test_mutants() -> None:
     rng = random.Random(SEED)
-    reports = []
-    for _ in range(TRIES * COUNT):
-        try:
-            reports.append(mutant(rng.choice(pool(BASES, 1000 * SEED)), MUTATIONS[rng.choice(STEPS)], rng))
-        except Refused:
-            continue
-        if len(reports) == COUNT:
-            break
-    assert len(reports) == COUNT
+    bases = pool(BASES, 1000 * SEED)
+    reports = check_mutants(COUNT, TRIES * COUNT, lambda: mutant(rng.choice(bases), MUTATIONS[rng.choice(STEPS)], rng))
     codes = {site.code for report in reports for site in report.sites}
     assert Code.SHARED_ROWS in codes
     assert len(codes) > 1

@@ -204,7 +204,7 @@ ROOMS = {
     "passes.blame": "codes passes.attention passes.ir passes.linear passes.proof passes.quantized passes.sources",
     "passes.decide": """codes core passes.attention passes.blame passes.cost passes.dependence passes.ir passes.linear
         passes.proof passes.sources""",
-    "passes.cache": "core passes.attention passes.cost passes.ir passes.linear passes.rewrite passes.sources",
+    "passes.cache": "core passes.attention passes.ir passes.linear passes.rewrite passes.sources",
     "passes.rewrite": """core ops passes.attention passes.cost passes.decide passes.dependence passes.ir passes.linear
         passes.proof passes.quantized passes.sources""",
     "passes.verify": "core passes.attention passes.decide passes.dependence passes.ir passes.sources",

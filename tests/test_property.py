@@ -92,6 +92,10 @@ FOUND = [
     Case(T=1, D=1, H=5, L=1, N=2, R=0, V=1, up="blocks", key_scale="vector", query_scale="norm", rope="none",
          share="repeat_interleave", join="assign", layout="heads_last", scale="query", factor=0.37, mask="keep",
          mask_rank=3, cache="joint", fault="rope_on_keys", door="dynamo", fold="never", seed=8, library="xformers"),
+    Case(B=1, T=1, D=9, H=4, L=6, N=4, R=6, V=4, steps=1, chunk=2, up="select", values_first=True,
+         query_scale="constant", rope="interleaved", share="repeat", join="assign", layout="heads_last",
+         scale="argument", cache="none", fault="latent_per_head", forms="absorbed", lowering="aten", seed=9,
+         beside="key"),
 ]  # fmt: skip
 
 
@@ -159,7 +163,8 @@ def _check_verdict(case: Case, report: Report) -> None:
         sound = site.parts == SOUND.get(case.fault) or case.H == 1
         # Keys that a compiled step returns may carry their rows instead, of which the next reader makes them.
         sound |= case.fault == "keys_returned" and case.door == "dynamo"
-        if case.fault == "latent_per_head" and case.groups > 1:  # several queries to a head of K: absorbed head by head
+        # Absorbed head by head: with several queries to a head of K, and where heads take the place of the batch.
+        if case.fault == "latent_per_head" and (case.groups > 1 or case.B == 1):
             sound |= bool(site.parts) and all(part.startswith("heads ") for part in site.parts)
             sound |= not site.parts and site.dims is not None and site.dims.G == case.H
         if case.fault == "rope_on_keys":  # an image of two rows that all heads share: the latent by cos, and by sin

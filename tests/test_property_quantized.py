@@ -20,7 +20,7 @@ from torch import Tensor
 from mla_compile.errors import MlaCompileWarning
 from tests.support.generated_quantized import Quantized, QuantizedMLA, quantized
 from tests.support.generated_run import options_of, side_by_side
-from tests.support.generator import Case
+from tests.support.generator import Case, check_each
 from tests.support.tiers import also
 
 CASES = int(os.environ.get("MLA_PROPERTY_QUANTIZED", "8"))
@@ -32,13 +32,7 @@ OUTLIER = 10  # of the largest error, which is that of a single row
 
 @pytest.mark.parametrize("part", [0, *also("draws", *range(1, PARTS))])
 def test_generated_quantization(part: int) -> None:
-    wrong = []
-    for how in itertools.islice(quantized(CASES, SEED), part, None, PARTS):
-        try:
-            check(how)
-        except AssertionError as error:
-            wrong.append(f"{how!r}: {error}")
-    assert not wrong, f"{len(wrong)} of {CASES}\n" + "\n".join(wrong)
+    check_each(itertools.islice(quantized(CASES, SEED), part, None, PARTS), check)
 
 
 # The scales of rows and weights are multiplied with each other before the sums are.

@@ -117,6 +117,30 @@ MASKED = Case(
 )  # fmt: skip
 
 
+# Keys that are returned, and values that are a sum: of a latent that is wider than they are, and of a narrow row.
+WIDE_SUMMAND = Case(
+    T=6, D=9, H=2, L=7, Q=5, N=5, R=0, V=2, groups=2, up="two", bias=True, key_scale="vector", query_scale="constant",
+    rope="none", share="repeat", join="assign", layout="heads_last", pad_values=True, scale="argument", factor=0.37,
+    mask="is_causal", cache="none", fault="keys_returned", door="dynamo", lowering="aten", seed=9, beside="rows",
+)  # fmt: skip
+
+
+# A latent for each head, made wider of a hidden state that all share, with a norm between.
+OWN_LATENTS = Case(
+    D=9, H=6, L=6, Q=7, N=7, R=7, V=7, up="blocks", bias=True, query_scale="positions", rope="none", join="assign",
+    layout="heads_last", core="einsum_heads_last", scale="both", factor=0.37, mask="compare", mask_rank=2, cache="none",
+    fault="latent_per_head", lowering="aten", seed=4,
+)  # fmt: skip
+
+
+# Keys that are returned, which no product makes wider than the latent.
+NARROW_KEYS = Case(
+    T=2, D=9, H=2, L=5, N=1, R=0, steps=1, chunk=2, up="raw", lora=True, latent_norm=False, key_scale="heads",
+    rope="none", share="repeat_interleave", join="cat_reversed", core="matmul", mask="add", mask_rank=3, cache="joint",
+    fault="keys_returned", seed=8,
+)  # fmt: skip
+
+
 # A softmax over heads, which read two normalised latents, made of a hidden state that is hardly wider.
 OVER_HEADS = Case(
     D=9, H=2, L=3, R=7, V=7, up="batched", bias=True, rope="none", share="repeat", layout="heads_last", core="matmul",
@@ -126,10 +150,24 @@ OVER_HEADS = Case(
 
 @pytest.mark.parametrize(
     ("case", "part", "code"),
-    [(MASKED, "keys", "mask_depends_on_keys"), (OVER_HEADS, "both", "softmax_axis")],
-    ids=["mask", "softmax"],
+    [
+        (MASKED, "keys", "mask_depends_on_keys"),
+        (OVER_HEADS, "both", "softmax_axis"),
+        (WIDE_SUMMAND, "some columns of the values", "cost_latent_wide"),
+    ],
+    ids=["mask", "softmax", "wide"],
 )
 def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> None:
+    check(case)
+    assert {str(t.code) for t in reasons(case) if t.part == part} == {code}
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "code"),
+    [(OWN_LATENTS, "both", "nonlinear"), (NARROW_KEYS, "keys", "keys_used_elsewhere")],
+    ids=["own latents", "narrow keys"],
+)
+def test_what_is_narrower_or_wider_than_the_rows(case: Case, part: str, code: str) -> None:
     check(case)
     assert {str(t.code) for t in reasons(case) if t.part == part} == {code}
 

@@ -54,8 +54,10 @@ def mutant(base: Base, mutation: Mutation, rng: random.Random) -> Found:
     said = f"{mutation.name} on the {place} of {base.case!r}, past {base.past}, symbolic {base.symbolic}, at {edge}"
     try:
         return _checked(base, program, mutation, place, str(edge.node), rng)
-    except AssertionError as error:
-        raise AssertionError(f"{said}: {error}") from error
+    except Refused:
+        raise
+    except Exception as error:  # of whatever kind: it is told of which mutant
+        raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error
 
 
 def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge: str, rng: random.Random) -> Found:

@@ -99,8 +99,12 @@ def mutant(base: RowsBase, mutation: Mutation, rng: random.Random) -> Report:
         # Sequences may be mixed instead of tokens, and rows as wide as what all heads share, which the check of reasons
         # does not watch.
         return checked(base, program, {Code.TOKEN_MIXING, Code.COST_LATENT_WIDE, *mutation.codes})
-    except AssertionError as error:
-        raise AssertionError(f"{mutation.name} on {place} of {base.case!r} at {edge}: {error}") from error
+    except Refused:
+        raise
+    except Exception as error:  # of whatever kind: it is told of which mutant
+        raise AssertionError(
+            f"{mutation.name} on {place} of {base.case!r} at {edge}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _anywhere(base: RowsBase) -> list[Edge]:

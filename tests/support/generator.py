@@ -218,9 +218,16 @@ def drawn(count: int, start: int, what: st.SearchStrategy[T] | None = None) -> l
 
 
 def check_each(examples: Iterable[T], check: Callable[[T], None]) -> None:
-    """Raises AssertionError with the first example that ``check`` raises anything for."""
+    """Raises AssertionError with all examples that ``check`` raises anything for, each once.
+
+    A run does not end at the first of them, which would hide those behind it.
+    """
+    wrong: dict[str, str] = {}
+    count = 0
     for one in examples:
+        count += 1
         try:
             check(one)
-        except Exception as error:
-            raise AssertionError(f"{one!r}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # noqa: BLE001  the other examples are checked, whatever was raised
+            wrong.setdefault(repr(one), f"{type(error).__name__}: {error}")
+    assert not wrong, f"{len(wrong)} of {count}\n" + "\n".join(f"{one}: {error}" for one, error in wrong.items())

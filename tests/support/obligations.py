@@ -37,11 +37,12 @@ class Obligations:
         self.sides: dict[str, list[Operand]] = {"keys": [p.k for p in site.products], "values": [site.v]}
 
     def broken(self) -> dict[str, frozenset[str]]:
-        """What each side breaks, by the names in :data:`TRUE`."""
+        """What each side, some columns of it and both sides break, by the names in :data:`TRUE`."""
         sides = {side: Side(self, side) for side in self.sides}
         near = {side: Side(self, side, nearest=True) for side in self.sides}
         found = self._of_site()
-        found |= {f"{side} read" for side in sides if self._read_elsewhere(sides[side].products | near[side].products)}
+        made_by = {side: sides[side].products | self._nearest(side) for side in sides}
+        found |= {f"{side} read" for side in sides if self._read_elsewhere(made_by[side])}
         behind = set(reachable([o.node for o in self.site.between], lambda n: n.all_input_nodes))
         if any(behind & {*near[side].products, *self.operands(side)} for side in sides):
             found.add("mask")
@@ -51,12 +52,28 @@ class Obligations:
         made = {side: {r.node for of in (sides, near) for r in of[side].rows} for side in sides}
         joint = {"keys": self._joint("keys", made["values"]), "values": self._joint("values", made["keys"])}
         heads = {side: any(of.tells_heads_apart() for of in (sides[side], near[side])) for side in sides}
-        return {
+        broken = {
             side: frozenset(
-                of.broken() | found | joint[side] | self._copied(of) | ({"heads"} if heads[side] else set())
+                of.broken() | found | joint[side] | self._copied(of) | (self._of_heads(of) if heads[side] else set())
             )
             for side, of in sides.items()
         }
+        # Beside these, the other columns may come from rows that are narrower than what they make.
+        wide = {side: frozenset({"wide"} if near[side].made_of_wide_rows() else ()) for side in sides}
+        some = {f"some columns of the {side}": broken[side] | wide[side] for side in sides}
+        return {**broken, **some, "both": broken["keys"] | broken["values"]}
+
+    def _nearest(self, side: str) -> set[fx.Node]:
+        """The nearest products with a weight behind one side, whatever is returned between."""
+        ways = reachable(self.operands(side), lambda n: () if self.is_product(n) else self.moving_inputs(n))
+        return {node for node in ways if self.is_product(node)}
+
+    def is_product(self, node: fx.Node) -> bool:
+        """Whether a node is a product of rows with a weight."""
+        return is_contraction(node) and len(node.all_input_nodes) > len(self.moving_inputs(node)) == 1
+
+    def moving_inputs(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n in self.moving]
 
     def _copied(self, side: Side) -> set[str]:
         """Whether tokens are mixed behind what is copied, to heads or to tokens, or between rows made of each other."""
@@ -68,6 +85,14 @@ class Obligations:
         if first != rows:
             sides.append(Side(self, side.side, cuts=first))
         return {"mixed"} if any("mixed" in of.broken() for of in sides) else set()
+
+    def _of_heads(self, side: Side) -> set[str]:
+        """What is broken where heads have rows of their own; what all share lies behind these, if it is narrower."""
+        behind = reachable([r.node for r in side.rows], self.moving_inputs)
+        made = ((n, self.moving_inputs(n)) for n in behind if self.is_product(n))
+        cuts = frozenset(rows for n, (rows,) in made if self.size(rows) < self.size(n))
+        nonlinear = Side(self, side.side, cuts=cuts).broken() & {"nonlinear"} if cuts else set()
+        return {"heads"} | nonlinear
 
     def _joint(self, side: str, rows: Iterable[fx.Node]) -> set[str]:
         """What one side breaks as a function of the rows of the other, as far as it is made of them."""

@@ -122,8 +122,7 @@ def told(program: Program, given: Mapping[str, Any], batch: int) -> list[Told]:
         said = _said(verdict)
         if any(code not in ALWAYS for _, code, _ in said):
             broken = Obligations(program, verdict.site, inputs, batch).broken()
-            of_all = frozenset().union(*broken.values())
-            said = [(part, code, words, broken.get(part.split()[-1], of_all)) for part, code, words in said]
+            said = [(part, code, words, broken[part]) for part, code, words in said]
         else:
             said = [(*s, frozenset()) for s in said]
         found += [Told(*s) for s in said]

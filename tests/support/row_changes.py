@@ -81,8 +81,8 @@ class Side:
             if (node, weighed) in seen:
                 continue
             seen.add((node, weighed))
-            inputs = [n for n in node.all_input_nodes if n in of.moving]
-            product = is_contraction(node) and len(inputs) == 1 and len(node.all_input_nodes) > 1
+            inputs = of.moving_inputs(node)
+            product = of.is_product(node)
             before = of.size(inputs[0]) if len(inputs) == 1 else math.inf
             copied = copies and isinstance(decode(node), Repeat) and before <= one_head
             if cuts:
@@ -103,7 +103,7 @@ class Side:
 
     def _widens(self, node: fx.Node) -> bool:
         """Whether a node makes more numbers of what one operand holds: a product, or copies."""
-        inputs = [n for n in node.all_input_nodes if n in self.of.moving]
+        inputs = self.of.moving_inputs(node)
         more = len(inputs) == 1 and self.of.size(inputs[0]) < self.of.size(node)
         return more and (is_contraction(node) or isinstance(decode(node), Repeat))
 
@@ -215,6 +215,11 @@ class Side:
         each = moved.any(2).unflatten(1, (self.batch, self.heads)).any(2)
         crosses = (each.sum(0) > 1).any() | (each.sum(1) > 1).any()
         return bool((each != each[:1]).any() & crosses)
+
+    def made_of_wide_rows(self) -> bool:
+        """Whether products make no more numbers of some rows than these hold."""
+        read = {r.node: [n for n in self.products if r.node in n.all_input_nodes] for r in self.rows}
+        return any(made and sum(map(self.of.size, made)) <= self.of.size(node) for node, made in read.items())
 
     def tells_heads_apart(self) -> bool:
         """Whether one position of an axis moves some heads of a batch entry, and not others."""

@@ -25,7 +25,7 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_part_plan, make_plan
 from mla_compile.passes.proof.proved import Proofs
-from mla_compile.passes.sources.records import AbsorbPlan, Side, pieces_of, repeats
+from mla_compile.passes.sources.records import AbsorbPlan, Side, groups_of, pieces_of, repeats
 from mla_compile.passes.sources.sources import choose_sources
 
 
@@ -47,7 +47,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     if failed.code == "not_mla" and wide is not None and wide not in own:
         rows = [wide]
         too_wide = Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
-        if not isinstance(at_cuts[0], Stop):
+        if not isinstance(at_cuts[0], Stop) and not _stays_by_head(at_cuts[0]):
             return too_wide
     # Without a weight between rows and attention, there is no up-projection whose tokens could be mixed.
     for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
@@ -83,6 +83,15 @@ def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
     """Return the plans for the whole, for the keys alone, and for the values alone."""
     alone: tuple[Side, ...] = ("keys", "values")
     return [make_plan(site, maps), *(make_part_plan(site, maps, (side,)) for side in alone)]
+
+
+def _stays_by_head(plan: AbsorbPlan) -> bool:
+    """Whether K or V are read as they are and differ between heads whose other side weights of their own make."""
+    groups = groups_of(plan.terms, plan.batch)
+    return any(
+        not any(t.piece.projected for t in terms) and any(t.kind(a) == "token" for t in terms for a in groups)
+        for _, terms in plan.sides
+    )
 
 
 def _shared(plan: AbsorbPlan | Stop) -> bool:

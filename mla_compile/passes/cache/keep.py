@@ -12,7 +12,6 @@ from mla_compile.core.program import Program
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
-from mla_compile.passes.cost.cost import saves_cache
 from mla_compile.passes.ir.graph import BESIDE, bytes_hint, is_tensor
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import ancestors, remove_dead_code
@@ -47,7 +46,7 @@ def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
         return False
     absorbed = {side for side, terms in plan.sides if terms}
     # Rows may be wider than K and V. If one side stays expanded, its rows were already compared with the other side.
-    return sides <= absorbed and (len(absorbed) < 2 or saves_cache(plan.dims))
+    return sides <= absorbed and (len(absorbed) < 2 or plan.saves_cache)
 
 
 def keep_rows(

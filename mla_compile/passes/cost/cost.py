@@ -210,11 +210,6 @@ def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
     return int(formulas.evaluate(formulas.marginal_bytes(form), dims, E=element_bytes))
 
 
-def saves_cache(dims: Dims) -> bool:
-    """Whether latent rows are narrower than the K and V that they replace; otherwise absorption saves nothing."""
-    return dims.latent_values < dims.expanded_values
-
-
 @dataclass(frozen=True)
 class AbsorbedColumns:
     """A side of an attention, or some of its columns, that weights make from narrow rows.

@@ -20,7 +20,7 @@ from mla_compile.core.choices import Fold, Forms
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.blame.blame import SYMPTOMS, explain_source
 from mla_compile.passes.blame.explain import explain_refusal
-from mla_compile.passes.cost.cost import DeviceModel, choose, saves_cache
+from mla_compile.passes.cost.cost import DeviceModel, choose
 from mla_compile.passes.decide.alive import Alive, added_to, expansion_alive, expansions
 from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.call_sizes import call_sizes
@@ -110,9 +110,8 @@ class _Judge:
             problem = site.problem
             return Verdict(site, Code(problem.code), problem.detail, problem.node, fix=problem.fix)
         # For rows that are cached in any case, only the work is left to compare.
-        if not saves_cache(plan.dims) and not are_cached(plan.latent.node):
-            rows, whole = plan.dims.latent_values, plan.dims.expanded_values
-            reason = f"the latent rows hold {rows} values, K and V {whole}"
+        if not plan.saves_cache and not are_cached(plan.latent.node):
+            reason = f"the latent rows hold {plan.row_values} values, K and V {plan.expanded_values}"
             return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
         # This comes late, because a refused attention does not need the walks from the query and the output.
         if self.fold != "never":
@@ -182,7 +181,7 @@ class _Judge:
     def _narrowed(self, verdict: Verdict, alive: Alive) -> tuple[tuple[fx.Node, tuple[fx.Node, ...]], ...] | None:
         """Return the nodes to make alone so that no expanded column is wasted; None if that is impossible."""
         assert verdict.plan is not None
-        paths = {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
+        paths = _ways(verdict)
         made: dict[tuple[fx.Node, tuple[fx.Node, ...]], None] = {}
         for _, node, source in expansions(verdict):
             if node in alive.nodes:
@@ -289,6 +288,12 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
     return Verdict(plan.site, code, reason, None, plan, choice)
 
 
+def _ways(verdict: Verdict) -> set[fx.Node]:
+    """Return the nodes on the ways from the sources to K and V."""
+    assert verdict.plan is not None
+    return {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
+
+
 def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: Alive, maps: Maps) -> Stop | None:
     """What makes rows of the site itself of ``node``, where nothing else reads it; None where something does."""
     assert verdict.plan is not None
@@ -339,7 +344,7 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: Alive, maps
         reason = f"some tokens of {made} are read outside the attention, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
-    reader = other_reader(node, rows, maps, alive.reads, alive.nodes)
+    reader = other_reader(node, rows, maps, alive.reads, alive.nodes, _ways(verdict))
     if reader.op == "output":
         return replace(
             verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node

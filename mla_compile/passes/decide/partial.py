@@ -145,10 +145,20 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
                 own_stop = maps.reasons.get(rows.node)
                 # A dropout or a nonlinearity is a better reason than differing heads.
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
-                    code = "per_head_rope" if side == "keys" else "head_dependent_latent"
-                    own_stop = Stop(rows.node, code, "every head has rows of its own")
+                    own_stop = _of_heads(site, side, rows.node, maps)
                 stop = explain_source(rows.node, site, maps, read) or own_stop
                 yield _kept_part(f"some columns of the {side}", stop)
+
+
+def _of_heads(site: AttentionSite, side: Side, node: fx.Node, maps: Maps) -> Stop:
+    """Return why columns of ``side`` are read of ``node``, where each head has its own; no operator is to blame."""
+    _, wide = choose_sources(pieces_of([maps.map(node)]), of_queries(site, maps))
+    if wide is not None:
+        return Stop(
+            wide, "cost_latent_wide", f"the rows that are expanded are no narrower than these columns of the {side}"
+        )
+    code = "per_head_rope" if side == "keys" else "head_dependent_latent"
+    return Stop(node, code, "every head has rows of its own")
 
 
 def _kept_part(what: str, stop: Stop) -> KeptPart:

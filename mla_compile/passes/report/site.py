@@ -74,7 +74,7 @@ def site_report(
         report,
         form=after,
         dims=dims,
-        values_read_before=dims.G * dims.expanded_values,
+        values_read_before=verdict.plan.expanded_values,
         values_read_after=verdict.plan.row_values,
         decode_flops_before=dims.G * cost.decode_flops(dims, before),
         decode_flops_after=dims.G * cost.decode_flops(dims, compared),
@@ -155,8 +155,7 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
     )
     if not (plan.keys and plan.vals):
         return report
-    dims = plan.dims
-    return replace(report, values_read_before=dims.G * dims.expanded_values, values_read_after=plan.row_values)
+    return replace(report, values_read_before=plan.expanded_values, values_read_after=plan.row_values)
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:

@@ -24,6 +24,9 @@ from mla_compile.passes.sources.sources import choose_sources
 
 aten = torch.ops.aten
 
+_KEEP = (aten.add, aten.sub, aten.mul, aten.div)
+"""Operators with a weight that may differ between groups, as the weight of the product behind them does."""
+
 
 def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
     """Return an analysis that follows products with a weight per group on the way to K and V of ``sites``."""
@@ -48,8 +51,8 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
             stops = [at.reasons[end] for end in ends]
             found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
-            # A sum with such a product, or a part of it, ends the walk too.
-            further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in (aten.add, aten.sub))
+            # A sum with such a product, a factor for each group, or a part of it, ends the walk too.
+            further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in _KEEP)
             return [n for stopped in further for n in at.operands(stopped)]
 
         deque(reachable((o.node for o in operands), behind, REACH), maxlen=0)

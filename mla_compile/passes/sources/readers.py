@@ -118,16 +118,18 @@ def other_reader(
     maps: Maps,
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
+    absorbed: Collection[fx.Node],
 ) -> fx.Node:
     """Return the first operator that computes with ``expansion``, or with moved, cut, joined or added parts of it.
 
-    If there is none, return the output of the graph, else a reader of a length. The arguments are those of
-    :func:`narrower_readers`.
+    What makes K or V of it, the nodes ``absorbed``, is passed. If there is none, return the output of the graph, else
+    a reader of a length. The arguments are those of :func:`narrower_readers`.
     """
     at_sources = maps.with_sources(sources)
 
     def moves(node: fx.Node) -> bool:
-        return is_tuple(node) or (is_tensor(node) and _carries(node, expansion, sources, at_sources))
+        carries = node in absorbed or (is_tensor(node) and _carries(node, expansion, sources, at_sources))
+        return is_tuple(node) or carries
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
         return (u for u in node.users if u in alive and node in reads(u)) if moves(node) else ()

@@ -108,6 +108,16 @@ class AbsorbPlan:
         groups = groups_of(self.terms, self.batch)
         return sum(r.size * r.count * fixed_size(a for a in groups if a in flatten(r.axes)) for r in self.rows)
 
+    @property
+    def expanded_values(self) -> int:
+        """Values per token of K and V of all heads."""
+        return self.dims.G * self.dims.expanded_values
+
+    @property
+    def saves_cache(self) -> bool:
+        """Whether the rows are narrower than the K and V that they replace; otherwise absorption saves nothing."""
+        return self.row_values < self.expanded_values
+
     def expands(self, rows: Rows) -> bool:
         """Whether a weight makes part of K or V from ``rows``; shared rotary keys are read as they are."""
         return any(t.piece.source is rows.node and t.piece.projected for t in self.terms)

@@ -377,19 +377,6 @@ def test_an_unknown_accelerator_is_taken_for_a_gpu():
     assert cost.default_device("cuda") is cost.default_device("xpu") is DEVICES["cuda"]
 
 
-@pytest.mark.parametrize(
-    ("dims", "saves"),
-    [
-        (V3, True),
-        (Dims(H=1, L=64, R=8, N=32, V=32), False),  # 72 = 1 x (32 + 8 + 32): a tie saves nothing
-        (Dims(H=1, L=65, R=8, N=32, V=32), False),
-        (Dims(H=1, L=63, R=8, N=32, V=32), True),
-    ],
-)
-def test_saves_cache(dims, saves):
-    assert cost.saves_cache(dims) is saves
-
-
 def test_tokens_that_are_expanded_and_not_attended_to():
     """K and V are cut out of a longer cache: the expanded form makes all of it, the absorbed one reads what is cut."""
     call = {"B": 2, "S": 20, "T": 20, "element_bytes": 8, "device": ARITHMETIC}

@@ -71,6 +71,43 @@ def test_a_group_is_a_batch_entry(form, batch, monkeypatch):
     assert site.values_read_before == G * H * (N + V)
 
 
+@pytest.mark.parametrize("along", ["groups", "heads of groups", "divided", "tokens"])
+def test_a_factor_for_each_group(along):
+    """Behind the product with a weight for each group; a factor for each token is a table of positions."""
+    sizes = {"tokens": (T, 1), "heads of groups": (G, 1, H, 1)}.get(along, (G, 1, 1, 1))
+
+    def fn(q, c, w_k, w_v, factor):
+        k = torch.einsum("btgl,glhn->bgthn", c, w_k).transpose(2, 3)
+        factor = factor.transpose(1, 2) if along == "heads of groups" else factor
+        k = k / (2 + factor) if along == "divided" else k * factor
+        return sdpa(q, k, torch.einsum("btgl,glhv->bghtv", c, w_v))
+
+    inputs = [seeded(B, G, H, S, N, seed=1), seeded(B, T, G, L, seed=2)]
+    _, outcome = decide(fn, inputs, (G, L, H, N), (G, L, H, V), sizes)
+    (site,) = outcome.report.sites
+    if along == "tokens":
+        assert (site.parts, [k.code for k in site.kept]) == (("values",), [Code.POSITION_DEPENDENT]), site.reason
+    else:
+        assert (site.code, site.parts, site.dims.G) == (Code.ABSORBED, (), G), site.reason
+
+
+@pytest.mark.parametrize(("width", "code"), [(30, Code.ABSORBED), (32, Code.COST_LATENT_WIDE)])
+def test_rows_that_all_groups_share_are_held_once(width, code):
+    """With the latent of a single group they are no narrower than its K and V."""
+    inputs = [seeded(B, G, H, S, N, seed=1), seeded(B, T, G, width, seed=2), seeded(B, T, R, seed=3)]
+
+    def fn(*given):
+        return groups_add_a_shared_key(*given, mask=None)
+
+    _, outcome = decide(fn, inputs, (G, width, H, N), (G, width, H, V))
+    (site,) = outcome.report.sites
+    rows, whole = G * width + R, G * H * (N + V)
+    assert width + R >= whole // G
+    assert site.code is code, site.reason
+    if code is Code.COST_LATENT_WIDE:
+        assert site.reason == f"the latent rows hold {rows} values, K and V {whole}"
+
+
 def test_a_weight_for_each_token_is_none_of_a_group():
     def fn(q, c, w_k, w_v):
         return sdpa(q, torch.einsum("btl,tlhn->bhtn", c, w_k), torch.einsum("btl,lhv->bhtv", c, w_v))
@@ -79,3 +116,26 @@ def test_a_weight_for_each_token_is_none_of_a_group():
     _, outcome = decide(fn, inputs, (T, L, H, N), (L, H, V))
     (site,) = outcome.report.sites
     assert site.parts == ("values",)
+
+
+def test_width_is_no_reason_for_keys_that_each_head_has_of_its_own():
+    """The rows that make the values are as wide as them, and the walk from the keys ends at the keys of each head."""
+
+    def fn(q, c, w_k, w_v):
+        k = torch.einsum("bthl,hln->bhtn", c, w_k).tanh()
+        return sdpa(q, k, torch.einsum("bthl,hlv->bhtv", c, w_v))
+
+    inputs = [seeded(1, H, S, N, seed=1), seeded(1, T, H, V, seed=2)]
+    _, outcome = decide(fn, inputs, (H, V, N), (H, V, V))
+    (site,) = outcome.report.sites
+    assert (site.code, outcome.absorbed) == (Code.HEAD_DEPENDENT_LATENT, 0), site.reason
+
+
+def test_rows_of_each_head_that_are_no_narrower_than_its_keys_and_values():
+    def fn(q, c, w_k, w_v):
+        return sdpa(q, torch.einsum("bthl,hln->bhtn", c, w_k), torch.einsum("bthl,hlv->bhtv", c, w_v))
+
+    inputs = [seeded(1, H, S, N, seed=1), seeded(1, T, H, N + V, seed=2)]
+    _, outcome = decide(fn, inputs, (H, N + V, N), (H, N + V, V))
+    (site,) = outcome.report.sites
+    assert (site.code, outcome.absorbed) == (Code.COST_LATENT_WIDE, 0), site.reason

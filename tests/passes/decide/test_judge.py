@@ -121,6 +121,20 @@ def test_a_side_that_is_computed_anyway_stays(name):
     assert kept.blame.op == "aten.mul"
 
 
+def test_what_makes_a_side_is_no_other_reader_of_its_product():
+    """K is returned behind a factor that is K's own, and the product is read for nothing besides."""
+
+    def fn(q, c, r, w_k, w_v, factor):
+        k, v = heads(F.linear(c, w_k), N) * factor, heads(F.linear(c, w_v), V)
+        return result(sdpa(q, with_rope(k, r), v, None, 0.3), k)
+
+    inputs = [query(H, S, N + R), rows(L), rows(R, seed=13)]
+    (site,) = decide(fn, inputs, (H * N, L), (H * V, L), (N,))[1].report.sites
+    (kept,) = site.kept
+    assert (site.parts, kept.code) == (("values",), Code.KEYS_USED_ELSEWHERE)
+    assert kept.reason == "the expanded keys are returned, so they are computed anyway"
+
+
 def test_a_side_that_stays_leaves_the_other_only_where_that_saves_something():
     """K is read elsewhere, and V alone is narrower than the latent."""
     program, outcome = reading(lambda k, v, more: k * 2, "k", V=2)

@@ -36,6 +36,7 @@ from tests.support.programs import (
     assert_untouched,
     calls,
     codes,
+    decide,
     export,
     one_side,
     optimized,
@@ -358,6 +359,21 @@ def test_forms_expanded_changes_nothing():
 def test_a_latent_wider_than_the_values_alone():
     """L = 8 is narrower than K and V together, and wider than V alone: what is said is what happens to K."""
     refused(rotated(V=2), inputs(), Code.POSITION_DEPENDENT)
+
+
+@pytest.mark.parametrize(("width", "kept"), [(H * V, [Code.NONLINEAR, Code.COST_LATENT_WIDE]), (7, [Code.NONLINEAR])])
+def test_a_summand_of_the_values_made_of_wide_rows(width, kept):
+    """Of a sum, what comes from rows that are no narrower is read of each head, and it is for that that it is."""
+
+    def fn(q, a, b, w_k, w_v, u_v):
+        k, v, more = ((x @ w).unflatten(-1, (H, -1)).transpose(1, 2) for x, w in ((a, w_k), (a, w_v), (b, u_v)))
+        return F.scaled_dot_product_attention(q, k.tanh(), v + more)
+
+    given = [seeded(2, H, 1, N, seed=1), seeded(2, 9, width, seed=2), seeded(2, 9, 4, seed=3)]
+    _, outcome = decide(fn, given, (width, H * N), (width, H * V), (4, H * V))
+    (site,) = outcome.report.sites
+    assert (site.code, site.parts) == (Code.ABSORBED, ("values",))
+    assert [k.code for k in site.kept] == kept, site.kept
 
 
 def test_a_symbolic_number_of_queries_is_picked_in_each_call():
