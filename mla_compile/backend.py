@@ -5,10 +5,8 @@ torch imports this module as soon as the backend is named, so the passes are imp
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +25,7 @@ _told_of_models: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Model -> what users have been told about its graphs."""
 _told_of_functions = WeakTensorKeyDictionary()
 """First weight of a graph -> the same, where a function is compiled and not a model."""
+_ATTENTION = "a graph of this model has an attention"
 _recent: deque[Report] = deque(maxlen=_KEPT)
 
 
@@ -40,30 +39,21 @@ def mla(
 ) -> Callable[..., object]:
     """The backend. Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor."""
     from mla_compile.dynamo.compiler import Compiler  # on use: imports all passes
-    from mla_compile.dynamo.outside import told_when_run_again
+    from mla_compile.dynamo.outside import outermost_call, told_in_a_later_call
     from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
-    if (model := _model_called()) is not None:
-        compiler.told = _told_of_models.setdefault(model, set())
+    if (outermost := outermost_call()) is not None:  # graphs behind a break have other weights
+        compiler.told = _told_of_models.setdefault(outermost.f_locals["self"], set())
     elif weights := parameters_of(gm, example_inputs):
         compiler.told = _told_of_functions.setdefault(weights[0], set())
     call = compiler(gm, example_inputs)
     _recent.extend(compiler.reports)
     if compiler.reports or compiler.failures:
+        compiler.told.add(_ATTENTION)
         return call
-    return told_when_run_again(call, gm, lambda: _recent)
-
-
-def _model_called() -> nn.Module | None:
-    """The outermost module in whose call a graph is compiled: graphs behind a break have other weights."""
-    found: nn.Module | None = None
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
-            found = frame.f_locals["self"]
-        frame = frame.f_back
-    return found
+    told, of_model = compiler.told, outermost is not None
+    return told_in_a_later_call(call, gm, told, lambda: _ATTENTION in told if of_model else _recent)
 
 
 def reports() -> tuple[Report, ...]:

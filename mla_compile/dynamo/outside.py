@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import FrameSummary
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.utils import counters
 
 from mla_compile.core.program import Call
@@ -65,24 +69,55 @@ def end_of(gm: fx.GraphModule) -> str | None:
     return None if why is None or not why.graph_break else _one_line(why.reason) + _place(why.user_stack)
 
 
-def told_when_run_again(call: Call, gm: fx.GraphModule, seen: Callable[[], object]) -> Call:
-    """``call``, which warns in its second run if Dynamo ended ``gm`` early and ``seen`` is still false.
+def told_in_a_later_call(call: Call, gm: fx.GraphModule, told: set[str], seen: Callable[[], object]) -> Call:
+    """``call``, which warns in a later call of the model, if Dynamo ended ``gm`` early and ``seen`` is still false.
 
-    A backend does not learn when a model's call ends. When one of its graphs runs again, the others have been compiled.
+    A backend does not learn when a model's call ends, and until then other graphs may be compiled. ``told`` holds what
+    users have been told about graphs of this model.
     """
     end = end_of(gm)
     if end is None:
         return call
-    runs = 0
+    lasts, done = _this_call(), False
 
-    def counted(*inputs: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs == 2 and not seen():
-            warn(_message(end))
+    def checked(*inputs: Any) -> Any:
+        nonlocal done
+        if not done and not lasts():
+            done = True
+            if not seen() and UNSEEN not in told:
+                told.add(UNSEEN)
+                warn(_message(end))
         return call(*inputs)
 
-    return counted
+    return checked
+
+
+def outermost_call() -> FrameType | None:
+    """The frame of the outermost module that is being called; None outside of modules."""
+    found: FrameType | None = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+class _Mark:
+    """An object that lives as long as a call."""
+
+
+def _this_call() -> Callable[[], object]:
+    """A function that says whether the outermost call of a module, as it is now, still lasts.
+
+    A mark is kept among the keyword arguments of that call, which nothing reads any more. Where a function was
+    compiled, the first question is taken for the last one of its call.
+    """
+    mark, frame = _Mark(), outermost_call()
+    if frame is None:
+        return partial(next, iter([mark]), None)
+    frame.f_locals["kwargs"][mark] = mark
+    return weakref.ref(mark)
 
 
 def _place(stack: Sequence[FrameSummary]) -> str:

@@ -125,8 +125,16 @@ UNSEEN = "no graph that was compiled has an attention"
 DOORS = [through_optimize, through_backend]
 
 
+def compiled_function(module):
+    def call(x):
+        return module(x)
+
+    return through_backend(call)
+
+
 @pytest.mark.parametrize(
-    ("door", "make"), [*((door, lambda: LeftOut(8, 3 * 4 * 8)) for door in DOORS), (through_optimize, InALoop)]
+    ("door", "make"),
+    [*((door, lambda: LeftOut(8, 3 * 4 * 8)) for door in (*DOORS, compiled_function)), (through_optimize, InALoop)],
 )
 @torch.no_grad()
 def test_attention_in_code_that_dynamo_leaves_out(door, make):
@@ -160,6 +168,30 @@ def test_the_line_that_broke_the_graph_is_named():
     assert site.code is Code.GRAPH_BREAK
     for told in ("a branch depends on the values of a tensor", "test_said.py", "if heads.sum() > 1e9"):
         assert told in site.reason
+
+
+class Stem(torch.nn.Module):
+    """Layers of one graph with a break before the first attention, and another attention that Dynamo leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.plain, self.left_out = Plain(8, 3 * 4 * 8), LeftOut(8, 3 * 4 * 8)
+
+    def forward(self, x):
+        for layer in self.stem:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return self.plain(x), self.left_out(x)
+
+
+@torch.no_grad()
+def test_a_graph_that_runs_again_in_the_same_call():
+    """Other graphs may still be compiled."""
+    torch._dynamo.reset()
+    fast = through_backend(Stem().eval())
+    messages = said(lambda: [fast(torch.randn(1, 5, 8)) for _ in range(3)])
+    assert not any(message.startswith(UNSEEN) for message in messages)
 
 
 @pytest.mark.parametrize("door", DOORS)
