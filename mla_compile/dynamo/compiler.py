@@ -115,6 +115,7 @@ class Compiler:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """Compile a graph. Our own failures raise only with ``strict``; else the original graph is compiled."""
+        end = end_of(gm)
         if self.finishing.takes(gm, example_inputs):
             return gm
         self.graphs += 1
@@ -123,7 +124,7 @@ class Compiler:
         try:
             return self._compile(gm, example_inputs)
         finally:
-            Compiler.last_break = end_of(gm) or Compiler.last_break
+            Compiler.last_break = end or Compiler.last_break
             self.compilations.stage("guards")
             if not self.explain_only and self.on_report is not None:
                 self.on_report()

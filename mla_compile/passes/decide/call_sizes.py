@@ -55,16 +55,16 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     if come_from((r.node for r in plan.rows), BESIDE):
         made = 0
     prefill = symbolic and (s == t or made == 0)
-    return CallSizes(counts[0], counts[1], context, element, prefill, symbolic, made, _chosen(plan))
+    return CallSizes(counts[0], counts[1], context, element, prefill, symbolic, made, chosen_keys(plan))
 
 
 def keys_read(plan: AbsorbPlan) -> tuple[int, int]:
     """How many keys a query reads at most where windows and lists say so, and how many there are, as traced."""
     T, seen = _axis_hint(plan, plan.site.keys), plan.visible
-    return min(T, seen.window or T, _chosen(plan) or T), T
+    return min(T, seen.window or T, chosen_keys(plan) or T), T
 
 
-def _chosen(plan: AbsorbPlan) -> int | None:
+def chosen_keys(plan: AbsorbPlan) -> int | None:
     """Return the length of each query's list in a long context."""
     chosen = plan.visible.chosen
     if chosen is None:

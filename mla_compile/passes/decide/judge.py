@@ -9,6 +9,7 @@ it or is given up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,14 +27,14 @@ from mla_compile.passes.decide.by_hand import over_shared_rows
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial
-from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, val
+from mla_compile.passes.ir.graph import ROWS, args_of, is_tensor, operator_name, packet, val
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_plan
-from mla_compile.passes.sources.cached import are_cached
+from mla_compile.passes.sources.cached import are_cached, come_from
 from mla_compile.passes.sources.mixed import mixing_products
 from mla_compile.passes.sources.readers import narrower_readers, other_reader, tokens_read
 from mla_compile.passes.sources.records import AbsorbPlan, Side, Verdict, pieces_of
@@ -275,17 +276,17 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
     by_call = sizes.symbolic and forms == "auto" and (not sizes.prefill or sizes.chosen is not None)
     if not (choice.sparse or by_call):
         plan = replace(plan, visible=plan.visible.dense)
+    held = come_from((rows.node for rows in plan.rows), ROWS)
+    told = functools.partial(Verdict, plan.site, plan=plan, choice=choice, held=held, beside=sizes.made == 0)
     if by_call:
-        return Verdict(
-            plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, by_call=True
-        )
+        return told(Code.ABSORBED, "each call picks by its number of queries", by_call=True)
     if choice.absorbed and not (sizes.prefill and forms == "auto"):
-        return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
+        return told(Code.ABSORBED, choice.reason)
     # With as many queries as keys, this is a prompt: the estimate for the traced length says nothing about other
     # lengths.
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
     reason = sizes.many if choice.absorbed else choice.reason
-    return Verdict(plan.site, code, reason, None, plan, choice)
+    return told(code, reason)
 
 
 def _ways(verdict: Verdict) -> set[fx.Node]:

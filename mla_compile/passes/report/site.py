@@ -11,15 +11,14 @@ from mla_compile.codes import CODES, Code
 from mla_compile.core.records import SiteReport
 from mla_compile.passes.cost import cost
 from mla_compile.passes.cost.formulas import Form
-from mla_compile.passes.decide.call_sizes import call_sizes
+from mla_compile.passes.decide.call_sizes import chosen_keys
 from mla_compile.passes.decide.choosing import choosing
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import ROWS, TOLD, operator_name, val
+from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
-from mla_compile.passes.sources.cached import come_from
 from mla_compile.passes.sources.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.verify.comparison import Check
 
@@ -60,9 +59,8 @@ def site_report(
     dims = verdict.plan.dims
     element = val(verdict.plan.latent.node).element_size()
     after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
-    sizes = call_sizes(verdict.plan)
-    listed = sizes.chosen if verdict.absorb else None
-    before: Form = "held" if come_from((rows.node for rows in verdict.plan.rows), ROWS) else "expanded"
+    listed = chosen_keys(verdict.plan) if verdict.absorb else None
+    before: Form = "held" if verdict.held else "expanded"
     # A site that stays expanded shows what absorbing it would cost.
     compared: Form = "chained" if not verdict.absorb else after if listed is None else "sparse"
     chooses = choosing(verdict.plan) if verdict.absorb else None
@@ -80,7 +78,7 @@ def site_report(
         decode_flops_after=dims.G * cost.decode_flops(dims, compared),
         decode_bytes_before=dims.G * cost.decode_bytes(dims, before, element),
         decode_bytes_after=dims.G * cost.decode_bytes(dims, compared, element),
-        break_even_S=None if sizes.made == 0 else cost.break_even_S(dims),
+        break_even_S=None if verdict.beside else cost.break_even_S(dims),
         fold_error=max(errors, default=None),
         chosen=listed,
         choosing_flops=None if chooses is None else chooses.flops,
@@ -128,7 +126,7 @@ def _roundings(verdict: Verdict) -> list[str]:
 def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
     """Complete the report on an attention over shared rows, some of which a list may name."""
     for plan in fusion.each:
-        if (listed := call_sizes(plan).chosen) is not None:
+        if (listed := chosen_keys(plan)) is not None:
             chooses = choosing(plan)
             report = replace(
                 report,

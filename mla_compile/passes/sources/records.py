@@ -171,7 +171,8 @@ class Verdict:
     For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` is what stays and why, and ``instead``
     is the verdict that applies if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be
     made alone because the rest of their projection is no longer read. ``fusion``: the fusion of a site over shared
-    rows. ``fix``: what the user could change, if it differs from the code's advice.
+    rows. ``fix``: what the user could change, if it differs from the code's advice. ``held``: whether the cache held K
+    and V of each head as it was given; ``beside``: whether it still does, beside rows.
     """
 
     site: AttentionSite
@@ -188,6 +189,8 @@ class Verdict:
     notes: tuple[str, ...] = ()
     fusion: Fusion | None = None
     fix: str | None = None
+    held: bool = False
+    beside: bool = False
 
     @property
     def absorb(self) -> bool:
