@@ -2,9 +2,9 @@
 
 The backend of ``torch.compile`` owns no module, so it cannot put rows in the place of a buffer. It may keep them beside
 it: a compiled call writes K to the buffer, as the model does, and the rows from which K was made to a tensor that
-belongs to the buffer here. The next call attends to these rows. They are used only as long as they are certain to make
-what the buffer holds: nothing but such calls has written to it since it was empty. Its version counter tells that, and
-for writes that are not counted (through ``.data``, NumPy or a kernel of one's own) a sample of its values.
+belongs to the buffer here. The next call attends to these rows. They are used as long as nothing but such calls has
+written to the buffer since it was empty. Its version counter tells that, and for writes that are not counted (through
+``.data``, NumPy or a kernel of one's own) a sample of its values.
 """
 
 from __future__ import annotations
@@ -36,20 +36,26 @@ class _Beside:
 
     rows: LatentTensor
     version: int
-    address: int
+    memory: tuple[object, ...]
     places: torch.Tensor
     sample: torch.Tensor
 
     @classmethod
     def of(cls, rows: LatentTensor, buffer: torch.Tensor, before: _Beside | None) -> _Beside:
         """The state of ``buffer`` now; ``before`` is its state before this call, if any."""
-        places = _places(buffer) if before is None else before.places
-        return cls(rows, version(buffer), buffer.data_ptr(), places, _sample(buffer, places))
+        same = before is not None and before.memory == _memory_of(buffer)
+        places = before.places if before is not None and same else _places(buffer)
+        return cls(rows, version(buffer), _memory_of(buffer), places, _sample(buffer, places))
 
     def describes(self, buffer: torch.Tensor) -> bool:
         """Whether nothing has changed the buffer since."""
-        counted = (self.version, self.address) == (version(buffer), buffer.data_ptr())
+        counted = (self.version, self.memory) == (version(buffer), _memory_of(buffer))
         return counted and same_bits(_sample(buffer, self.places), self.sample)
+
+
+def _memory_of(buffer: torch.Tensor) -> tuple[object, ...]:
+    """Where a buffer lies, and how."""
+    return buffer.data_ptr(), buffer.device, buffer.shape, buffer.stride()
 
 
 _SAMPLES = 1024

@@ -123,6 +123,11 @@ def other_memory(model: Model) -> None:
     cache.data = cache.data + 1
 
 
+def more_memory(model: Model) -> None:
+    cache = model.layers[0].k_cache
+    cache.data = torch.cat([cache, torch.ones_like(cache)])
+
+
 def another_buffer(model: Model) -> None:
     model.layers[0].k_cache = model.layers[0].k_cache + 1
 
@@ -136,7 +141,7 @@ def one_emptied(model: Model) -> None:
 
 
 OTHERS = (
-    written_through_a_view, written_through_numpy, other_weight, other_memory, eager_step, one_emptied,
+    written_through_a_view, written_through_numpy, other_weight, other_memory, more_memory, eager_step, one_emptied,
 )  # fmt: skip
 
 
@@ -151,8 +156,12 @@ def test_buffers_and_weights_that_change(change, layer, codes):
     with torch.no_grad():
         change(model)
         change(twin)
-    with pytest.warns(MlaCompileWarning, match=f"{FELL_BACK}|expanded_cache"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MlaCompileWarning)
         same(session(fast, inputs(2), 7), session(twin, inputs(2), 7))
+    # Indexed writes K and V by different operators, so each has rows of its own, and those of the other may be kept.
+    said = [str(w.message) for w in caught]
+    assert layer is Indexed or any(FELL_BACK in text or "expanded_cache" in text for text in said)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
         same(session(fast, inputs(3), 8), session(twin, inputs(3), 8))
