@@ -9,9 +9,11 @@ import torch
 from torch import fx
 
 from mla_compile.capture import capture
+from mla_compile.capture.shared_state import replaced_weights
 from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Inputs
 from mla_compile.core.wrapped import Unwrapped, unwrap
+from mla_compile.errors import CaptureError
 from mla_compile.passes.quantized.layers import is_known
 from mla_compile.report.report import Report
 
@@ -23,6 +25,8 @@ def take_off(module: torch.nn.Module) -> Unwrapped:
 
 def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
     def backend(gm: fx.GraphModule, example_inputs: Inputs) -> Callable[..., object]:
+        if replaced_weights(gm, example_inputs):  # torch 2.14 traces it, but the model would run uncompiled
+            raise CaptureError("a layer gives its weight other memory")
         capture.from_dynamo(gm, example_inputs)
         return gm
 

@@ -156,9 +156,9 @@ def layers_once(rank: int) -> dict[str, Any]:
     made: list[int] = []
     of_inductor = CodeGenerator.whole
 
-    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any, layers: int = 1) -> Any:
         made.append(sum("all_reduce" in str(node.target) for node in gm.graph.nodes))
-        return of_inductor(self, gm, inputs)
+        return of_inductor(self, gm, inputs, layers)
 
     with mock.patch.object(CodeGenerator, "whole", counted):
         ours, _ = generated(mla_compile.optimize(by_heads(whole), strict=True, verify=False), 4)

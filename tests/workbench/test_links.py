@@ -27,9 +27,9 @@ def step_of_a_rank(family: str, count: int, directory: str) -> tuple[dict[str, i
     graphs: list[fx.Graph] = []
     honest = CodeGenerator.whole
 
-    def seen(self: CodeGenerator, gm: fx.GraphModule, inputs: object) -> object:
+    def seen(self: CodeGenerator, gm: fx.GraphModule, inputs: object, layers: int = 1) -> object:
         graphs.append(gm.graph)
-        return honest(self, gm, inputs)
+        return honest(self, gm, inputs, layers)
 
     with first_of(count), mock.patch.object(CodeGenerator, "whole", seen):
         fast = mla_compile.optimize(by_transformers(models.build(family), directory), ranks="alone", **EAGER)
