@@ -78,7 +78,7 @@ def rows_case(seed: int, *, legal: bool) -> RowsCase:
         spelling="repeat_kv" if G > 1 and spelling in ("broadcast", "einsum") else spelling,
         queries=pick(["normed", "rotated", "both", "given"]),
         values="equal" if prompt else pick(["equal", "equal", "first", "last", "middle"]),
-        sinks="none" if fused else pick(["none", "joined", "before", "below_top"]),
+        sinks="none" if fused else pick(["none", "joined", "before", "below_top", "in_exponent", "in_sum"]),
         float32=not fused and pick([False, False, True]),
         half=pick([False, False, True]),
         mask="added" if fused and mask == "finite" else mask,
@@ -223,6 +223,8 @@ class SharedRows(nn.Module):
         case, dtype = self.case, torch.float32 if self.case.float32 else None
         if case.sinks == "none":
             return scores.softmax(-1, dtype=dtype)
+        if case.sinks in ("in_exponent", "in_sum"):
+            return self._sink_in_other_words(scores.to(dtype or scores.dtype), self.sinks.reshape(1, -1, 1, 1))
         sink = self.sinks.reshape(1, -1, 1, 1).expand(case.B, -1, case.S, -1)  # in float32 where scores are not
         first = case.sinks == "before"
         both = torch.cat([sink, scores] if first else [scores, sink], -1)
@@ -230,6 +232,13 @@ class SharedRows(nn.Module):
             both = both - both.max(-1, keepdim=True).values
         probs = both.softmax(-1, dtype=dtype)
         return probs[..., 1:] if first else probs[..., :-1]
+
+    def _sink_in_other_words(self, scores: Tensor, sink: Tensor) -> Tensor:
+        if self.case.sinks == "in_exponent":
+            return (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sink.to(scores.dtype))).exp()
+        top = torch.maximum(scores.amax(-1, keepdim=True), sink.to(scores.dtype))
+        e = (scores - top).exp()
+        return e / (e.sum(-1, keepdim=True) + (sink - top).exp())
 
 
 def in_half(module: SharedRows) -> SharedRows:

@@ -1,4 +1,4 @@
-"""`softmax1`: exp / (1 + sum exp), a sink of logit zero written out. Legal: the part between the products stays."""
+"""`softmax1`: exp / (1 + sum exp), a sink of logit zero written out. Legal."""
 
 from tests.zoo.base import Absorbed, Usual, carried, causal
 
