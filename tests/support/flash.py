@@ -15,6 +15,8 @@ from torch import Tensor
 
 HUB = "_flash_attn2_0f1e2d3"
 """A namespace as the ``kernels`` package makes them, with the hash of a build at the end."""
+VLLM = "_vllm_flash_attn3_4a5b6c7"
+"""The namespace of version 3 as it is built for vLLM, which takes sinks."""
 
 
 def truth(
@@ -28,8 +30,9 @@ def truth(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     from_first: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: q [S,H,D], k [T,h,D], v [T,h,V], bias [H,S,T]. Returns out [S,H,V] and lse [H,S]."""
+    """One sequence: q [S,H,D], k [T,h,D], v [T,h,V], bias [H,S,T], sinks [H]. Returns out [S,H,V] and lse [H,S]."""
     (S, H, _), (T, h, V) = q.shape, v.shape
     out, lse = q.new_zeros(S, H, V), q.new_full((H, S), float("-inf"), dtype=torch.float64)
     for s in range(S):
@@ -47,8 +50,9 @@ def truth(
             scores = (keys.double() @ q[s, n].double()) * scale
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
             scores = scores if bias is None else scores + bias[n, s, there].double()
-            out[s, n] = (scores.softmax(0) @ values.double()).to(q.dtype)
-            lse[n, s] = scores.logsumexp(0)
+            total = scores.logsumexp(0)
+            total = total if sinks is None else torch.logaddexp(total, sinks.flatten()[n].double())
+            out[s, n], lse[n, s] = ((scores - total).exp() @ values.double()).to(q.dtype), total
     return out, lse.float()
 
 
@@ -106,6 +110,7 @@ _THREE = (
     "int window_size_right=-1, int attention_chunk=0, float softcap=0., bool is_rotary_interleaved=False, "
     "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> (Tensor, Tensor)"
 )
+_THREE_OF_VLLM = _THREE.replace("sm_margin=0)", "sm_margin=0, Tensor? s_aux=None)")
 _XFORMERS = "(Tensor q, Tensor k, Tensor v, Tensor? b = None, float? p = 0.0, float? scale = None) -> Tensor"
 _UNKNOWN = "(Tensor a, Tensor b, Tensor c, float factor) -> Tensor"
 
@@ -140,7 +145,10 @@ def _flash_three(q, k, v, *_, **given):  # type: ignore[no-untyped-def]
         "left": given["window_size_left"],
         "right": given["window_size_right"],
         "softcap": given["softcap"],
+        "sinks": given.get("s_aux"),
     }
+    if given["cu_seqlens_q"] is not None:
+        return packed(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], given["seqused_k"], **how)
     return dense(q, k, v, given["seqused_k"], **how)
 
 
@@ -177,13 +185,15 @@ def register() -> None:
         return
     flash = lambda q, k, v, *_: _like(q, v, (q.shape[0], q.shape[2], q.shape[1]), 2)  # noqa: E731
     short = lambda q, k, v, *_, **__: _like(q, v, (q.shape[0], q.shape[2], q.shape[1]), 0)  # noqa: E731
+    three = lambda q, k, v, *_, **__: _like(q, v, (*q.shape[:-3], q.shape[-2], q.shape[-3]), 0)  # noqa: E731
     varlen = lambda q, k, v, *_, **__: _like(q, v, (q.shape[1], q.shape[0]), 2)  # noqa: E731
     one = lambda q, k, v, *_: q.new_empty(*q.shape[:-1], v.shape[-1])  # noqa: E731
     for namespace in ("flash_attn", HUB):
         _define(namespace, "_flash_attn_forward", _DENSE, _flash, flash)
         _define(namespace, "_flash_attn_varlen_forward", _VARLEN, _flash_varlen, varlen)
     _define(HUB, "fwd_kvcache", _WITH_CACHE, _flash_with_cache, short)
-    _define("flash_attn_3", "fwd", _THREE, _keywords(_THREE, _flash_three), short)
+    _define("flash_attn_3", "fwd", _THREE, _keywords(_THREE, _flash_three), three)
+    _define(VLLM, "fwd", _THREE_OF_VLLM, _keywords(_THREE_OF_VLLM, _flash_three), three)
     _define("xformer", "memory_efficient_attention_forward", _XFORMERS, _xformers, one)
     _define("house", "fast_attn", _UNKNOWN, _unknown, one)
     _define("house", "mix", _UNKNOWN, _unknown, one)

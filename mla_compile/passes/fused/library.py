@@ -6,7 +6,7 @@ release with more arguments is therefore read too, as long as the new arguments 
 
 * FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), also as built for vLLM and for the ``kernels`` package of
   Hugging Face, whose namespaces end in the hash of a build: docstrings of ``flash_attn_func`` and
-  ``flash_attn_with_kvcache``.
+  ``flash_attn_with_kvcache``. Builds for vLLM, which transformers uses too, take a sink of each head as ``s_aux``.
 * xformers: docstring of ``memory_efficient_attention``. It checks that no diagonal from the first key reaches
   FlashAttention, not even torch's.
 * torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere the alignment of ``is_causal`` is not documented,
@@ -35,6 +35,7 @@ _WORDS = {
     **dict.fromkeys(("cu_seqlens_k", "cum_seq_k", "cu_seq_k"), "starts_k"),
     **dict.fromkeys(("seqused_k", "seqlens_k", "cache_seqlens"), "used"),
     **dict.fromkeys(("b", "bias", "attn_bias", "attn_mask"), "bias"),
+    "s_aux": "sinks",
 }
 """Names of the arguments that affect the result, and the word for each in this package."""
 

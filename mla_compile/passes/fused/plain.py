@@ -2,8 +2,8 @@
 
 Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, tokens before heads
 
-After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With a soft cap it is
-two products with ``tanh`` and a softmax between them, in float32 or wider, as the kernels compute it inside.
+After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With a soft cap or
+sinks it is two products, between them ``tanh`` and a softmax, in float32 or wider, as the kernels compute it inside.
 
 Of T keys, query s of S sees key t with ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation),
 where T and S belong to its sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
@@ -40,6 +40,7 @@ class Plain:
         starts: the start of each packed sequence among the queries and among the keys [n+1], integers.
         used: the number of keys of each batch entry or packed sequence [n], integers.
         bias: added to the scores; or booleans, True where a key is seen.
+        sinks: one more score for each head of ``q`` [H], which has no value. It is not scaled, capped or hidden.
     """
 
     q: fx.Node
@@ -54,6 +55,7 @@ class Plain:
     starts: tuple[fx.Node, fx.Node] | None = None
     used: fx.Node | None = None
     bias: fx.Node | None = None
+    sinks: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class _PlainWriter:
         q, k, v = (self._heads_first(x) for x in (plain.q, plain.k, plain.v))
         keep, causal = self._seen(q, k)
         core: tuple[fx.Node, ...]
-        if plain.softcap:
-            core, attention = self._capped(q, k, v, keep, causal=causal)
+        if plain.softcap or plain.sinks is not None:
+            core, attention = self._in_two_products(q, k, v, keep, causal=causal)
         else:
             grouped = len(shape(q)) > 3 and not same(shape(q)[-3], shape(k)[-3])
             mask = plain.bias if keep is None else self._with_bias(keep)
@@ -201,10 +203,10 @@ class _PlainWriter:
             keep = self.call(aten.logical_and.default, keep, part)
         return keep
 
-    def _capped(
+    def _in_two_products(
         self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, *, causal: bool
     ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
-        """Return the two products with the cap between them, and the result; k and v may have fewer heads."""
+        """Return the two products with cap and sinks between them, and the result; k and v may have fewer heads."""
         call, plain = self.call, self.plain
         dtype = wide(val(q).dtype)
         group = 1
@@ -226,10 +228,22 @@ class _PlainWriter:
                 aten.mul.Tensor, call(aten.tanh.default, call(aten.div.Tensor, x, plain.softcap)), plain.softcap
             )
 
-        scores = masked_scores(self.builder, product, plain.scale, masks, cap)
-        probs = probabilities(self.builder, scores, some_empty=bool(masks))
+        scores = masked_scores(self.builder, product, plain.scale, masks, cap if plain.softcap else None)
+        if plain.sinks is None:
+            probs = probabilities(self.builder, scores, some_empty=bool(masks))
+        else:
+            probs = self._beside_sinks(scores, plain.sinks, group)
         out = call(aten.matmul.default, probs, v)
         return (product, out), call(aten.flatten.using_ints, out, -4, -3) if group > 1 else out
+
+    def _beside_sinks(self, scores: fx.Node, sinks: fx.Node, group: int) -> fx.Node:
+        call, dtype = self.call, val(scores).dtype
+        # A sink of minus infinity takes nothing from other keys, and all of a row that sees no key, which is zero then.
+        column = call(aten.clamp.default, self.builder.cast(sinks, dtype), torch.finfo(dtype).min)
+        column = call(aten.view.default, column, [-1, group, 1, 1] if group > 1 else [-1, 1, 1])
+        sizes = [self.builder.size(scores, d) for d in range(len(shape(scores)) - 1)]
+        both = call(aten.cat.default, [scores, call(aten.expand.default, column, [*sizes, 1])], -1)
+        return call(aten.slice.Tensor, call(aten.softmax.int, both, -1), -1, 0, -1)
 
     def _grouped(self, mask: fx.Node, group: int) -> fx.Node:
         """Split the heads of a mask [..., H, S, T], which may lack leading axes, into key heads and groups."""

@@ -179,6 +179,7 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
         raise _UntoldError("lengths that are not one number for each sequence")
     if bias is not None and not val(bias).dtype.is_floating_point:
         raise _UntoldError("its mask is not additive")
+    _check_sinks(told.get("sinks"), q, heads_first=known.heads_first, packed=packed is not None)
     sight = _sight(told)
     first = known.diagonal == "first" or (told.get("diagonal") == _FROM_THE_FIRST_KEY and packed is None)
     aligned = known.diagonal == "last" and told.get("diagonal") != _FROM_THE_FIRST_KEY
@@ -200,6 +201,7 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
         starts=packed,
         used=used,
         bias=bias,
+        sinks=told.get("sinks"),
     )
 
 
@@ -215,6 +217,14 @@ def _check_shapes(q: fx.Node, k: fx.Node, v: fx.Node, known: Fused) -> None:
     heads = [shape(x)[1 if known.heads_first else -2] for x in (q, k, v)]
     if not same(heads[0], heads[1]) and not all(isinstance(h, int) for h in heads):
         raise _UntoldError("numbers of heads that are not constants")
+
+
+def _check_sinks(sinks: fx.Node | None, q: fx.Node, *, heads_first: bool, packed: bool) -> None:
+    if sinks is None:
+        return
+    heads = shape(q)[-3 if heads_first and not packed else -2]
+    if len(shape(q)) + packed != 4 or not same_sizes(shape(sinks), [heads]) or not val(sinks).dtype.is_floating_point:
+        raise _UntoldError("sinks that are not one number for each head")
 
 
 def _check_dropout(p: object) -> None:

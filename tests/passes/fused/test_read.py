@@ -22,7 +22,7 @@ from mla_compile.passes.ir.graph import is_tensor
 from tests.support import flash
 from tests.support.flash import HUB, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.support.modules import MLA, H, N, R, V, inputs
-from tests.support.programs import absorbed, assert_equal, calls, codes, export, optimized, seeded
+from tests.support.programs import OP, absorbed, assert_equal, calls, codes, export, optimized, seeded
 from tests.support.tiers import also, full
 from tests.support.usual import usual
 
@@ -107,6 +107,19 @@ def three(q, k, v, **how):
     return torch.ops.flash_attn_3.fwd(q, k, v, **how)[0]
 
 
+SINKS = seeded(H, seed=6)
+
+
+def with_sinks(q, k, v, sinks=SINKS, **how):
+    return getattr(torch.ops, flash.VLLM).fwd(q, k, v, s_aux=sinks, **how)[0]
+
+
+def packed_with_sinks(q, k, v):
+    starts = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (S, T)]
+    names = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+    return with_sinks(*(x.flatten(0, 1) for x in (q, k, v)), is_causal=True, **names).unflatten(0, q.shape[:2])
+
+
 def of_torch(op, *before, causal=False):
     """An operator that torch's own attention calls on some device, heads first; ``before``: what precedes dropout."""
 
@@ -134,6 +147,12 @@ CASES = {
     "version 3": lambda q, k, v: three(q, k, v, is_causal=True),
     "version 3, a cap": lambda q, k, v: three(q, k, v, is_causal=True, softcap=2.0, softmax_scale=0.4),
     "version 3, lengths": lambda q, k, v: three(q, k, v, is_causal=True, seqused_k=LENGTHS),
+    "sinks": lambda q, k, v: with_sinks(q, k, v, is_causal=True),
+    "sinks that take nothing": lambda q, k, v: with_sinks(q, k, v, SINKS - float("inf"), is_causal=True),
+    "sinks in half precision": lambda q, k, v: with_sinks(q, k, v, SINKS.bfloat16(), window_size_left=2),
+    "sinks and lengths": lambda q, k, v: with_sinks(q, k, v, is_causal=True, seqused_k=LENGTHS - 3),
+    "sinks and a cap": lambda q, k, v: with_sinks(q, k, v, softcap=1.5),
+    "sinks of packed sequences": packed_with_sinks,
     "a cache that is filled": lambda q, k, v: flash_attn_with_kvcache(q * 1, k, v, cache_seqlens=LENGTHS, causal=True),
     "lengths, no diagonal": lambda q, k, v: flash_attn_with_kvcache(q * 1, k, v, cache_seqlens=LENGTHS),
     "lengths and a window": lambda q, k, v: flash_attn_with_kvcache(
@@ -163,7 +182,7 @@ SELDOM = (
     "padded heads", "a window to the right", "a soft cap, causal", "version 3, a cap", "packed, three of them",
     "packed, a cap", "a scale", "a window, causal", "a namespace with a hash", "version 3", "lengths, no diagonal",
     "packed, a window", "xformers", "causal", "all keys", "a window", "a cache that is filled", "packed",
-    "xformers, three axes", "torch's own, written out, causal",
+    "xformers, three axes", "torch's own, written out, causal", "sinks and a cap", "sinks in half precision",
 )  # fmt: skip
 """Cases of which others show each part."""
 
@@ -178,7 +197,7 @@ def test_absorbed(case):
 OPERATORS = (
     "a namespace with a hash", "a cache that is filled", "packed", "torch's own for the CPU",
 )  # fmt: skip
-ONE_QUERY = ("causal", "a window", "version 3, lengths")
+ONE_QUERY = ("causal", "a window", "version 3, lengths", "sinks")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +244,48 @@ def test_heads_of_keys_that_serve_several_queries(causal, softcap):
         return out[:, :, ::2] + out[:, :, 1::2]
 
     absorbed(Flash(grouped), inputs(S=S, T=T))
+
+
+@pytest.mark.thorough
+def test_sinks_of_heads_that_share_keys():
+    """A number for each head of the queries, of which two read the same keys."""
+
+    def grouped(q, k, v):
+        q = q.repeat_interleave(2, 2) * seeded(2 * H, 1)
+        out = with_sinks(q, k, v, seeded(2 * H, seed=3), is_causal=True)
+        return out[:, :, ::2] + out[:, :, 1::2]
+
+    absorbed(Flash(grouped), inputs(S=S, T=T))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [c for c in CASES if "sinks" in c and c != "sinks and a cap"])
+def test_sinks_are_those_of_the_operator(case):
+    """Not one product after the other, with the softmax of the original between."""
+    program = absorbed(Flash(CASES[case]), inputs(S=S, T=T), program=exported(case), lowering="op")
+    assert calls(program).count(OP) == 1
+
+
+class SharedRows(torch.nn.Module):
+    """Queries [B,S,H,W] over rows [B,T,1,W] that are key and value of all heads, with learned sinks."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.sinks = torch.nn.Parameter(SINKS.to(dtype))
+
+    def forward(self, q, rows):
+        return with_sinks(q, rows, rows, self.sinks, window_size_left=4, is_causal=True).flatten(2)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("native_kernel")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_that_all_heads_share_with_sinks(dtype):
+    module, given = SharedRows(dtype).eval(), [seeded(2, 1, H, 8), seeded(2, T, 1, 8, seed=1)]
+    outcome = optimized(export(module, given), lowering="op", verify=True)
+    assert codes(outcome) == [Code.SHARED_ROWS]
+    assert (outcome.fused, calls(outcome.program).count(OP)) == (1, 1)
+    assert_equal(module, outcome.program, given)
 
 
 @pytest.mark.thorough
@@ -322,6 +383,21 @@ UNTOLD = {
         ).unflatten(0, q.shape[:2]),
         Code.UNSUPPORTED_OP,
         "block_table is given",
+    ),
+    "a sink for all heads": (
+        lambda q, k, v: with_sinks(q, k, v, SINKS[:1].expand(1, H)),
+        Code.UNSUPPORTED_OP,
+        "sinks that are not one number for each head",
+    ),
+    "sinks of some heads": (
+        lambda q, k, v: with_sinks(q, k, v, torch.ones(H + 1)),
+        Code.UNSUPPORTED_OP,
+        "sinks that are not one number for each head",
+    ),
+    "whole numbers as sinks": (
+        lambda q, k, v: with_sinks(q, k, v, torch.ones(H, dtype=torch.int64)),
+        Code.UNSUPPORTED_OP,
+        "sinks that are not one number for each head",
     ),
     "a second query": (lambda q, k, v: three(q, k, v, q_v=v[:, :S] * 1), Code.UNSUPPORTED_OP, "q_v is given"),
     "a chunk": (lambda q, k, v: three(q, k, v, attention_chunk=2), Code.UNSUPPORTED_OP, "attention_chunk is given"),
