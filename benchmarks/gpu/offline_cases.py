@@ -186,6 +186,7 @@ def cases() -> Iterator[Case]:
         shared = Case(arch, "", "attend", 64, rope=0, sinks=True)
         yield replace(shared, label="bf16, 64 rows, no rope, sinks", window=128)
         yield replace(shared, label="bf16, 64 rows, no rope, sinks, list", listed=512)
+        yield replace(shared, label="bf16, 64 rows, no rope, sinks, list, window", listed=512, window=WINDOW)
         yield Case(arch, "combine", "combine")
         yield Case(arch, "indexer, bf16, 64 heads", "index_scores", 64)
         yield Case(arch, "indexer, fp32, 64 heads", "index_scores", 64, "float32")
@@ -265,6 +266,7 @@ def without_rope(hopper: Case, lists: Case) -> Iterator[Case]:
     )
     yield replace(plain, label="Hopper, bf16, no rope, cluster of 2", rows=128, cluster=2)
     yield replace(listed, label="Hopper, bf16, no rope, list, 1 split", splits=1)
+    yield replace(listed, label="Hopper, bf16, no rope, list, window", window=WINDOW)
     yield replace(listed, label="Hopper, bf16, no rope, page 64, two layers, list", page=64, layers=2)
 
 

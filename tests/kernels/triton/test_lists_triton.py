@@ -131,7 +131,7 @@ def test_masks_that_remain(case: Case, run: Run):
         replace(LISTED, Lv=24),
         replace(LISTED, Lv=130, splits=2, L=40, R=8, mask="bool B1ST"),
         replace(LISTED, R=0, page=32),
-        replace(LISTED, L=512, R=0, sinks=True, splits=2),
+        replace(LISTED, L=512, R=0, sinks=True, window=17, splits=2),
         replace(LISTED, L=17, R=3, splits=2),
         replace(LISTED, L=512, R=64, page=16),
         replace(LISTED, garbage=torch.inf, page=16),
