@@ -104,7 +104,8 @@ def _maker(result: object, given: list[FakeTensor]) -> _Made | None:
     fresh: set[int] = set()
     for one in leaves:
         memory, shared = _memory(one), memories.count(_memory(one))
-        whole = not one.storage_offset() and memory not in fresh
+        offset = one.storage_offset()  # to ask whether a symbolic one is 0 would compile a graph for each answer
+        whole = isinstance(offset, int) and offset == 0 and memory not in fresh
         if any(one is tensor for tensor in given) or shared > 1 or (not shared and not whole):
             return None
         if one.requires_grad or one.is_conj() or one.is_neg() or free_unbacked_symbols(one):

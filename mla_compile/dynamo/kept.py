@@ -80,10 +80,12 @@ def _axes(shapes: Mapping[str, Shape], wanted: Callable[[Shape, int], bool]) -> 
 
 
 def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
-    """Tensors within arguments, by Dynamo's names, with their sizes in this call."""
+    """Tensors within arguments, by Dynamo's names, with their sizes in this call; those of parameters stay."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source, value = getattr(node, "_dynamo_source", None), node.meta.get("example_value")
-        if source is not None and isinstance(value, torch.Tensor) and is_within(name := source_name(source)):
+        if source is None or not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            continue
+        if is_within(name := source_name(source)):
             yield name, tuple(map(seen, value.shape))
 
 

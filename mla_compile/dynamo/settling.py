@@ -33,6 +33,7 @@ from torch.fx.experimental import _config as sizes_config
 from mla_compile.dynamo.causes import changed_source
 from mla_compile.dynamo.kept import kept
 from mla_compile.dynamo.phases import Phases
+from mla_compile.dynamo.products import of_any_size
 from mla_compile.dynamo.recompiles import running, why_again
 from mla_compile.dynamo.sizes import History
 
@@ -153,6 +154,7 @@ def _open(known: _Settling, reason: str) -> None:
     if known.phases.drains:
         sizes: Any = sizes_config
         patches.enter_context(sizes.patch(backed_size_oblivious=True, use_duck_shape=False))
+        patches.enter_context(of_any_size())
     module = running()
     found = changed_source(reason) if module is None else None
     if found is not None:

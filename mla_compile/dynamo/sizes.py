@@ -43,9 +43,15 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
 
     def from_tensor(tensor: Tensor, **given: Any) -> object:
         context = given.get("symbolic_context")
-        if not isinstance(context, StatefulSymbolicContext) or not (axes := _open_axes(context)):
+        if not isinstance(context, StatefulSymbolicContext):
             return fake(tensor, **given)
-        if not is_within(source_name(given["source"])):
+        axes, inside = _open_axes(context), is_within(source_name(given["source"]))
+        if not axes and inside:
+            for axis in _loose_axes(tensor):
+                context.dynamic_strides[axis] = DimDynamic.DYNAMIC
+        if not axes:
+            return fake(tensor, **given)
+        if not inside:
             for axis in (one for one in axes if tensor.shape[one] == 1):
                 context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
             return fake(tensor, **given)
@@ -64,6 +70,16 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
             env.settings = given_settings
 
     vars(mode)["from_tensor"] = from_tensor
+
+
+def _loose_axes(tensor: Tensor) -> list[int]:
+    """The axes of a part of other memory whose strides are those of the whole, as of a window that was cut."""
+    found, step = [], 1
+    for axis in reversed(range(tensor.dim())):
+        if tensor.stride(axis) != step:
+            found.append(axis)
+        step *= tensor.shape[axis]
+    return found
 
 
 def begin_with_one(ctx: ComptimeContext) -> None:

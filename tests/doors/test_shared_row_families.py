@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 import mla_compile
 from mla_compile.errors import ExportError
+from tests.support.made import Made
 from tests.support.tiers import also
 from tests.zoo import rows_of_two_memories
 from tests.zoo.base import Dims
@@ -125,16 +126,17 @@ def test_a_second_generation_compiles_nothing() -> None:
 @pytest.mark.parametrize(
     ("layers", "batch", "prompt", "last", "most"),
     [
-        ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 5),
+        ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4),
         *also(
             "draws",
-            ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 5),
-            ((SPARSE,), 1, 131, 130, 4),
+            ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4),
+            ((SPARSE,), 1, 131, 130, 3),
+            # No tensor is empty before the 256th token, so none is known to drain.
             ((HEAVY,), 4, 131, 130, 5),
             # The window is full from the 129th token on, which the model asks of an int, and rows for 128 tokens come
             # at each 128th. So a full window and such a row first meet at the 256th.
-            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 8),
-            ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 9),
+            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 7),
+            ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 7),
         ),
     ],
 )
@@ -159,11 +161,11 @@ def test_the_first_step_is_compiled_for_any_length() -> None:
     """Nothing was read at the prompt, and then one row waits and one stands for four tokens, which is chance."""
     torch.compiler.reset()
     counters.clear()
-    model = tiny(SPARSE, HEAVY)
+    model = tiny(SPARSE, HEAVY, sliding_window=128, compress_rates={SPARSE: 4, HEAVY: 128})
     fast = mla_compile.optimize(model, codegen="eager", verify=False)
     prompt = torch.randint(1, 67, (1, 5), generator=torch.Generator().manual_seed(1))
-    assert steps(model, fast, prompt, 3) < 1e-6
-    assert counters["stats"]["unique_graphs"] == 2
+    assert steps(model, fast, prompt, 7) < 1e-6  # of which one makes the second row
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.full("family")
@@ -307,6 +309,38 @@ def test_a_compressed_row_more_costs_what_the_indexer_costs() -> None:
         assert row == (batch * indexer if (at + 1) % 4 == 0 else 0)
     own = counted["own", 61] - counted["own", 57]
     assert own > batch * attention
+
+
+@pytest.mark.full("family")
+@pytest.mark.parametrize("kind", [SPARSE, HEAVY])
+def test_a_prompt_makes_neither_copies_of_rows_nor_their_scores(kind: str) -> None:
+    """What grows with the square of a prompt is one number of the indexer, or of a mask, for a query and a row.
+
+    The number of queries, heads and rows are told apart by their sizes, also where a row or a column more is joined.
+    """
+    torch.compiler.reset()
+    S, H, C = 509, 6, {SPARSE: 127, HEAVY: 31}[kind]
+    rates = {SPARSE: 4, HEAVY: 16}
+    model = tiny(kind, num_attention_heads=H, compress_rates=rates, max_position_embeddings=1024, dtype=torch.float32)
+    fast = mla_compile.optimize(model, codegen="eager", verify=False, strict=True)
+    prompt = torch.randint(1, 67, (1, S), generator=torch.Generator().manual_seed(1))
+    queries, heads = frozenset((S,)), frozenset((H,))
+    window, compressed, joined = (frozenset((n, n + 1)) for n in (S, C, S + C))
+    with torch.no_grad():
+        fast(prompt, cache=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        for call, of_ours in ((model, False), (fast, True)):
+            with Made() as made:
+                call(prompt, cache=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+            assert (not made.with_axes(joined)) == of_ours, "rows or masks of both memories"
+            assert (not made.with_axes(queries, window)) == of_ours, "a mask of the window"
+            assert (not made.with_axes(heads, queries, compressed | joined)) == of_ours, "scores of each head"
+            if of_ours:
+                assert not made.with_axes(heads, compressed), "rows of each head"
+                found = made.with_axes(queries, compressed - {32})  # 32 is also the width of queries of the indexer
+                ours = {"aten.ge.Tensor", "aten.masked_fill.Scalar"}  # rows that are not there yet
+                ours |= {"mla_compile.index_scores.default"} if kind == SPARSE else {"aten.full.default"}
+                assert {name for name, _ in found} == ours
+                assert len(found) == 3
 
 
 @pytest.mark.full("family")

@@ -186,6 +186,19 @@ def test_what_is_never_remembered(x: Tensor):
     assert fakes._maker(operator.add(x, 1), [x]) is not None
 
 
+def test_where_a_view_begins_is_not_asked():
+    """Whether anything is cut off before it would otherwise have a graph of its own."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    x = mode.from_tensor(torch.empty(7, 6), symbolic_context=None, static_shapes=False)
+    with mode:
+        view = x[x.shape[0] // 4 * 2 - 2 :]
+        before = len(env.guards)
+        assert fakes._maker(view, [x]) is not None
+        assert fakes._maker(view, []) is None
+    assert len(env.guards) == before
+
+
 def test_the_order_of_named_arguments_makes_no_difference(x: Tensor):
     for named in ({"input": x, "other": x.T}, {"other": x.T, "input": x}):
         node = fx.Graph().create_node("call_function", torch.swapaxes)

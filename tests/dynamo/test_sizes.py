@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mla_compile import optimize
 from mla_compile.dynamo import compiler as compilers
-from mla_compile.dynamo.sizes import History
+from mla_compile.dynamo.sizes import History, _loose_axes
 from mla_compile.runtime.latent import LatentTensor
 from tests.support import models
 from tests.support.compiling import compiler
@@ -124,6 +124,16 @@ def test_lengths_are_one_while_an_optimized_module_is_traced(monkeypatch: pytest
         want, theirs = model(x, theirs)
         torch.testing.assert_close(got, want)
     assert seen == [0, 1]
+
+
+def test_axes_that_lie_as_in_the_whole():
+    """Also where one sequence has no other after it: Dynamo compares the stride."""
+    whole = torch.empty(1, 2, 9, 4)
+    assert _loose_axes(whole) == []
+    assert _loose_axes(whole[:, :, -3:]) == [1, 0]
+    assert _loose_axes(whole[:, 1:]) == [0]
+    assert _loose_axes(torch.empty(1, 9, 4)[:, -3:]) == [0]
+    assert _loose_axes(whole[..., :2]) == [2, 1, 0]
 
 
 def test_every_length_is_compiled_by_itself_where_that_is_wanted():

@@ -135,10 +135,10 @@ class RowFactors:
             return self.value(operands[0], kept=kept)
         if kind not in (aten.logaddexp, aten.add, aten.sub, aten.neg) or x.kwargs or len(operands) > 2:
             return None
-        powers = [self._power(one, kept=kept) for one in operands]
-        if any(power is None for power in powers):
+        powers = [power for one in operands if (power := self._power(one, kept=kept)) is not None]
+        if len(powers) < len(operands):
             return None
-        a, b = powers if len(powers) == 2 else (sympy.Integer(1), powers[0])
+        a, b = powers if len(powers) == 2 else (sympy.Integer(1), *powers)
         return {aten.logaddexp: a + b, aten.add: a * b}.get(kind, a / b)
 
     def _sum(self, y: fx.Node) -> sympy.Expr | None:

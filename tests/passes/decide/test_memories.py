@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mla_compile
 from mla_compile.codes import Code
+from tests.support.made import Made
 from tests.support.programs import OP, error, export, optimized, run, seeded
 
 pytestmark = [
@@ -191,6 +192,25 @@ def test_a_prompt_whose_queries_read_few_keys(window, count, fused, symbolic):
         more = [seeded(B, H, queries, W, seed=8), *given[1:]]
         with torch.no_grad():
             assert error(run(done.program, *more)[0], module(*more)) < 1e-12
+
+
+def test_a_prompt_makes_no_copies_of_rows_and_no_scores_of_all() -> None:
+    """30 rows of the last tokens and 12 of a list for 20 queries: no axis has 42, and no other holds all for each."""
+
+    def mask(q, a, b):
+        return torch.cat([near(q, a, 5).expand(q.shape[0], 1, -1, -1), lists(q, b, 4)], -1)
+
+    module = Joined(mask).eval()
+    given = [seeded(B, H, 20, W), seeded(B, 1, 30, W), seeded(B, 1, 12, W)]
+    done = optimized(export(module, given), lowering="op")
+    both, queries = frozenset((42, 43)), frozenset((20,))
+    for call, of_ours in ((lambda: module(*given), False), (lambda: run(done.program, *given), True)):
+        with torch.no_grad(), Made() as made:
+            call()
+        assert (not made.with_axes(both)) == of_ours, "rows or scores of both"
+        assert (not made.with_axes(queries, frozenset((30, 31)))) == of_ours, "a mask of the last tokens"
+        many = [shape for _, shape in made.with_axes(queries, frozenset((12, 13)))]
+        assert (set(many) == {(B, 20, 12)}) == of_ours, "numbers from which the list is chosen"
 
 
 class Ring(nn.Module):
