@@ -42,7 +42,7 @@ class RowNumber:
 
 
 @dataclass(frozen=True)
-class Term:
+class DivisorTerm:
     """``factor`` times the exponentials of some numbers, each to a power."""
 
     factor: float
@@ -96,7 +96,7 @@ class RowFactors:
         a, b = (self.value(one, kept=kept) for one in operands)
         return None if a is None or b is None or (kind is aten.div and b == 0) else rule(a, b)
 
-    def divisor(self, factor: sympy.Expr) -> tuple[Term, ...] | None:
+    def divisor(self, factor: sympy.Expr) -> tuple[DivisorTerm, ...] | None:
         """Return the terms beside Z in the sum ``1 / factor``; None if it is no sum of Z and positive terms."""
         terms = sympy.Add.make_args(sympy.expand(sympy.cancel(1 / factor)))
         if self._total not in terms:
@@ -104,13 +104,13 @@ class RowFactors:
         found = [self._term(term) for term in terms if term != self._total]
         return None if None in found else tuple(term for term in found if term is not None)
 
-    def _term(self, term: sympy.Expr) -> Term | None:
+    def _term(self, term: sympy.Expr) -> DivisorTerm | None:
         factor, rest = term.as_coeff_Mul()
         powers = {} if rest == 1 else rest.as_powers_dict()
         named = {symbol: number for number, symbol in self._numbers.items()}
         if not factor > 0 or any(s not in named or not n.is_Integer for s, n in powers.items()):
             return None
-        return Term(float(factor), tuple((named[s], int(n)) for s, n in powers.items()))
+        return DivisorTerm(float(factor), tuple((named[s], int(n)) for s, n in powers.items()))
 
     def _power(self, given: object, *, kept: bool) -> sympy.Expr | None:
         """Return the exponential of a number of each row; None if it varies along the row."""

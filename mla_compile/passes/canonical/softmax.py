@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.score_tracer import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
-from mla_compile.passes.canonical.row_factors import RowFactors, RowNumber, Term
+from mla_compile.passes.canonical.row_factors import DivisorTerm, RowFactors, RowNumber
 from mla_compile.passes.ir.graph import ORIGIN, Builder, args_of, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.moves import Copy
@@ -74,7 +74,7 @@ class _Written:
 
     x: fx.Node
     dim: int
-    terms: tuple[Term, ...]
+    terms: tuple[DivisorTerm, ...]
     root: fx.Node
     weights: fx.Node
     product: fx.Node | None
@@ -200,7 +200,7 @@ def _softmax(builder: Builder, written: _Written) -> fx.Node:
     return call(aten.slice.Tensor, call(aten.softmax.int, joined, dim), dim, 0, -1)
 
 
-def _sink(builder: Builder, x: fx.Node, dim: int, term: Term) -> fx.Node:
+def _sink(builder: Builder, x: fx.Node, dim: int, term: DivisorTerm) -> fx.Node:
     """The logarithm of a term, as a column beside ``x``."""
     call, rank = builder.call, len(shape(x))
     found: fx.Node | None = None

@@ -297,8 +297,8 @@ OPEN = {
     "nan to zero": lambda q, k, v: torch.nan_to_num((q @ k.mT).softmax(-1)) @ v,
     "a fill that counts": lambda q, k, v: (q @ k.mT).masked_fill(~causal(S, T), -5.0).softmax(-1) @ v,
     "probabilities twice": lambda q, k, v: (lambda p: p @ v + p.sum())((q @ k.mT).softmax(-1)),
-    "exponentials divided last": lambda q, k, v: (e := (q @ k.mT).exp()) @ v / (1 + e.sum(-1, keepdim=True)),
-    "one more in the sum": lambda q, k, v: (e := (q @ k.mT).exp()) / (1 + e.sum(-1, keepdim=True)) @ v,
+    "exponentials divided last": lambda q, k, v: (e := (q @ k.mT).exp()) @ v / e.sum(-1, True).clamp(min=1),
+    "a least sum": lambda q, k, v: (e := (q @ k.mT).exp()) / e.sum(-1, keepdim=True).clamp(min=1) @ v,
     "exponentials alone": lambda q, k, v: (q @ k.mT - 1).exp() @ v,
     "safe softmax": lambda q, k, v: torch.ops.aten._safe_softmax(q @ k.mT, -1) @ v,
 }
