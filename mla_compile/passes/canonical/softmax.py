@@ -129,7 +129,7 @@ def _factors(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_FA
         return None
     if ends(node):
         return _Factors(node)
-    if isinstance(how := decode(node), Copy):
+    if isinstance(how := decode(node), Copy) and same_sizes(shape(how.x), shape(node)):
         return _factors(how.x, ends, most - 1)
     # A keyword is a rounding mode.
     if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(args_of(node)) != 2:
