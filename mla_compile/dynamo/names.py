@@ -22,7 +22,7 @@ def read_names(output: Any) -> None:
     def restore() -> None:
         GetAttrVariable.call_method = call  # type: ignore[method-assign]
 
-    GetAttrVariable.call_method = call_method  # type: ignore[method-assign]
+    GetAttrVariable.call_method = call_method  # type: ignore[method-assign, assignment]
     output.add_cleanup_hook(restore)
 
 

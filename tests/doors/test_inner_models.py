@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mla_compile
-from mla_compile.core.modules import models_within
+from mla_compile.core.inner import models_within
 from tests.support import models
 from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
