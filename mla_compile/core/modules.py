@@ -27,6 +27,15 @@ def shallow(module: Module) -> Module:
     return made
 
 
+class Added:
+    """What an optimized module has in its attributes and its original has not: it leads to no other module.
+
+    ``replaced``: the function of the model whose place it takes, if that was set on the object itself.
+    """
+
+    replaced: Callable[..., Any] | None = None
+
+
 _HOOKED = "_output_capturing_hooks_installed"
 _originals: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 

@@ -81,7 +81,7 @@ class CompiledForward(OwnForward):
         self.left_out: list[str] = []
         self._warned: set[str] = set()
         # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
-        self._replaced = replaced
+        self.replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
@@ -136,7 +136,7 @@ class CompiledForward(OwnForward):
             self._unwrapped = found
 
     def _plainly(self, *args: object, **kwargs: object) -> object:
-        forward = self._replaced or functools.partial(type(self.module).forward, self.module)
+        forward = self.replaced or functools.partial(type(self.module).forward, self.module)
         return forward(*args, **kwargs)
 
     def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -145,7 +145,7 @@ class CompiledForward(OwnForward):
         with self.unseen.call(self._has_seen_attention), self.recompiles.settings(), self.compilations.of_this_thread():
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
-            done = self._run(self.module, args, kwargs, self._replaced)
+            done = self._run(self.module, args, kwargs, self.replaced)
         if self.compiler.finishing.happened:  # Dynamo would treat the sizes of the replaced weights as dynamic
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
@@ -206,12 +206,12 @@ class CompiledForward(OwnForward):
 
     def below(self, forward: Callable[..., object] | None) -> None:
         """Set the module's own forward; None stands for that of its class."""
-        self._replaced = forward
+        self.replaced = forward
         self._buffers = self._own_buffers()
 
     def _own_buffers(self) -> OwnBuffers | None:
         # A forward that was set on the object is bound to the original, and would read the original's buffers.
-        if self.compiler.options.cache != "latent" or self._replaced is not None:
+        if self.compiler.options.cache != "latent" or self.replaced is not None:
             return None
         return OwnBuffers(self.module, self._plain, _kept_buffers(replace(self.options, verify=False)))
 
@@ -224,8 +224,8 @@ class CompiledForward(OwnForward):
     def uninstall(self, module: torch.nn.Module) -> None:
         """Restore the previous forward in a copy of the module."""
         del vars(module)["forward"]
-        if self._replaced is not None:
-            vars(module)["forward"] = self._replaced
+        if self.replaced is not None:
+            vars(module)["forward"] = self.replaced
         unwatch(module)
         for name in ("get_compiled_call", "warm_up"):
             vars(module).pop(name, None)
@@ -288,13 +288,13 @@ class CompiledForward(OwnForward):
             warn(message)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CompiledForward:
-        module, replaced, outer = copy.deepcopy((self.module, self._replaced, self.outer), memo)
+        module, replaced, outer = copy.deepcopy((self.module, self.replaced, self.outer), memo)
         settings, shown = dict(self.settings), self.compilations.show
         return CompiledForward(module, self.options, self.mode, settings, replaced, outer, progress=shown)
 
     def __reduce__(self) -> tuple[object, ...]:
         made = functools.partial(CompiledForward, progress=self.compilations.show)
-        return made, (self.module, self.options, self.mode, self.settings, self._replaced, self.outer)
+        return made, (self.module, self.options, self.mode, self.settings, self.replaced, self.outer)
 
 
 def _kept_buffers(options: Options) -> FindKept:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_leaves
 
 from mla_compile.core.inner import methods_of, names_in
+from mla_compile.core.modules import Added
 from mla_compile.core.tracing import is_traced
 from mla_compile.dynamo.candidates import PRODUCTS
 from mla_compile.dynamo.recompiles import running
@@ -41,7 +42,7 @@ class _ThreadWatch(threading.local):
 _thread = _ThreadWatch()
 
 
-class OwnMethod:
+class OwnMethod(Added):
     """A method of an optimized module, set on the object; it calls the method of the module's class."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
