@@ -232,7 +232,7 @@ def with_forward(
 ) -> Module:
     """The optimized module of ``module``, which may be one itself; ``report``: what is known of it so far."""
     fast = plain_copy(module)
-    copy_called(fast, plain_copy, _shared_copy)
+    copy_called(fast, module, plain_copy, _shared_copy)
     forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
     if report is not None:
         vars(fast)["mla_report"] = report
@@ -259,7 +259,7 @@ def plain_copy(module: Module) -> Module:
     forward = vars(fast).get("forward")
     if isinstance(forward, CompiledForward):  # already optimized: start again from its original
         forward.uninstall(fast)
-        copy_called(fast, plain_copy, _shared_copy)
+        copy_called(fast, module, plain_copy, _shared_copy)
     return fast
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -40,9 +41,24 @@ def methods_of(kind: type[nn.Module]) -> dict[str, FunctionType]:
     return found
 
 
-def names_in(method: FunctionType) -> Names:
-    """The attributes and globals that the code of a method names, functions within it included."""
-    return frozenset(name for code in _codes(inspect.unwrap(method).__code__) for name in code.co_names)
+def names_in(method: FunctionType, kind: type[nn.Module]) -> Names:
+    """What the code of a method names: attributes and globals, and those of the properties of ``kind`` among them.
+
+    Functions within the method count as its code.
+    """
+    names, left = set[str](), [method]
+    while left:
+        new = {name for code in _codes(inspect.unwrap(left.pop()).__code__) for name in code.co_names} - names
+        names |= new
+        left += [getter for name in new if (getter := _getter(kind, name)) is not None]
+    return frozenset(names)
+
+
+def _getter(kind: type[nn.Module], name: str) -> FunctionType | None:
+    """The function of a property."""
+    found = inspect.getattr_static(kind, name, None)
+    function = found.fget if isinstance(found, property) else getattr(found, "func", None)
+    return function if isinstance(function, FunctionType) else None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -57,14 +73,16 @@ def _named(kind: type[nn.Module]) -> Names:
     methods = methods_of(kind)
     names, left = set[str](), [name for name in methods if name == "__call__" or not name.startswith("_")]
     while left:
-        new = names_in(methods.pop(left.pop())) - names
+        new = names_in(methods.pop(left.pop()), kind) - names
         names |= new
         left += [name for name in new if name.startswith("_") and name in methods]
     return frozenset(names)
 
 
-def copy_called(root: nn.Module, model: Callable[[nn.Module], nn.Module], other: Callable[[Any], Any]) -> None:
-    """Replace each module within ``root`` that methods may call on their own by a copy.
+def copy_called(
+    root: nn.Module, original: nn.Module, model: Callable[[nn.Module], nn.Module], other: Callable[[Any], Any]
+) -> None:
+    """Replace each module within ``root``, a copy of ``original``, that methods may call on their own by a copy.
 
     ``model`` copies a module with layers, ``other`` any other. ``root``, the copies and the containers on the way get
     dicts of submodules of their own and share everything else. Methods of copied modules that were set as attributes
@@ -86,11 +104,22 @@ def copy_called(root: nn.Module, model: Callable[[nn.Module], nn.Module], other:
         vars(owner).update(attributes)
 
     visit(root, "", frozenset())
-    for owner in (root, *copies.values()):
+    copies[original] = root
+    for owner in copies.values():
         for name, value in list(vars(owner).items()):
             # The forward of a copy is another's affair, and so is what wrappers keep of it.
-            if isinstance(value, MethodType) and value.__self__ in copies and "forward" not in name:
-                vars(owner)[name] = MethodType(value.__func__, copies[value.__self__])
+            if "forward" not in name:
+                vars(owner)[name] = _rebound(value, copies)
+
+
+def _rebound(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
+    """A method of a module that was copied, also within a ``partial``, as a method of the copy."""
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in copies:
+        return MethodType(value.__func__, copies[value.__self__])
+    if type(value) is partial:
+        args = [copies.get(one, one) if isinstance(one, nn.Module) else one for one in value.args]
+        return partial(_rebound(value.func, copies), *args, **value.keywords)
+    return value
 
 
 def called_within(root: nn.Module) -> dict[nn.Module, str]:

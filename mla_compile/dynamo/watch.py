@@ -93,7 +93,7 @@ def watch_methods(module: nn.Module) -> None:
     holding = {*_WAYS, *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
     for name, method in methods_of(type(module)).items():
         later = inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method)
-        if name != "__call__" and name not in vars(module) and not later and names_in(method) & holding:
+        if name != "__call__" and name not in vars(module) and not later and names_in(method, type(module)) & holding:
             vars(module)[name] = OwnMethod(module, name)
 
 
