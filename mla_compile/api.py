@@ -16,7 +16,8 @@ from mla_compile.capture import cache_change, capture, emit
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
-from mla_compile.core.modules import HookOf, Module, copy_models, models_within, remember_original, shallow
+from mla_compile.core.inner import called_within, copy_called
+from mla_compile.core.modules import HookOf, Module, remember_original, shallow
 from mla_compile.core.program import Program
 from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.forward import CompiledForward
@@ -103,7 +104,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
         with one_at_a_time(), Compilations("the program", show=progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
-        if not models_within(obj):  # methods may call the inner models
+        if not called_within(obj):  # by methods
             _needs_forward(obj, "optimize()")
         return _optimize_module(obj, example_inputs, dict(options), progress=progress)
     raise InputError(
@@ -231,11 +232,11 @@ def with_forward(
 ) -> Module:
     """The optimized module of ``module``, which may be one itself; ``report``: what is known of it so far."""
     fast = plain_copy(module)
-    copy_models(fast, plain_copy)
+    copy_called(fast, module, plain_copy, _shared_copy)
     forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
     if report is not None:
         vars(fast)["mla_report"] = report
-    for part in models_within(fast):
+    for part in called_within(fast):
         own = vars(part).get("forward")
         CompiledForward(part, options, mode, dict(settings), own, progress=progress, outer=fast).install()
     forward.install()
@@ -258,7 +259,15 @@ def plain_copy(module: Module) -> Module:
     forward = vars(fast).get("forward")
     if isinstance(forward, CompiledForward):  # already optimized: start again from its original
         forward.uninstall(fast)
-        copy_models(fast, plain_copy)
+        copy_called(fast, module, plain_copy, _shared_copy)
+    return fast
+
+
+def _shared_copy(module: Module) -> Module:
+    """A module object that also shares its hooks with ``module``, as the layers of a model do."""
+    fast = shallow(module)
+    if isinstance(forward := vars(fast).get("forward"), CompiledForward):
+        forward.uninstall(fast)
     return fast
 
 

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mla_compile.core.modules import Added
+
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 _MANY = 1_000_000
 
@@ -164,6 +166,8 @@ def _reached(value: object) -> Iterator[object]:
         seen[id(one)] = one
         if isinstance(one, (nn.Module, torch.Tensor)):
             yield one
+        elif isinstance(one, Added):
+            left.append(one.replaced)
         elif isinstance(one, weakref.ReferenceType):
             left.append(one())
         elif isinstance(one, types.FunctionType):  # not its globals, which may hold anything

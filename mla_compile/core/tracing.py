@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch._guards import TracingContext
+
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
@@ -21,3 +24,10 @@ def one_at_a_time() -> Iterator[None]:
 
     with compile_lock:
         yield
+
+
+def is_traced() -> bool:
+    """Whether another compiler is tracing in this thread; ``is_compiling`` alone is a flag of the whole process."""
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return True
+    return torch.compiler.is_compiling() and TracingContext.try_get() is not None

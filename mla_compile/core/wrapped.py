@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from mla_compile.core.layers import CalledLayer, is_of_library
-from mla_compile.core.modules import shallow
+from mla_compile.core.modules import Added, shallow
 
 _CLOSED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule)
 Function = Callable[..., Any]
@@ -31,7 +31,7 @@ IsCaptured = Callable[[Function, Tensor], bool]
 """Whether the forward of a layer of rows is captured as one graph; called with a row."""
 
 
-class OwnForward:
+class OwnForward(Added):
     """The forward of a module that is already a copy."""
 
     def below(self, forward: Function | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm", "__matmul__", "rmatmul", "__rmatmul__", "imatmul"})
+PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm", "__matmul__", "rmatmul", "__rmatmul__", "imatmul"})
 _ENDS = frozenset({"linear", "addmm", "mm", "conv1d", "conv2d", "conv3d", "embedding"})
 _MAPS = (
     "sigmoid", "relu", "gelu", "silu", "elu", "swish", "tanh", "softplus", "square", "pow", "clamp", "clip", "mish",
@@ -68,7 +68,7 @@ def _behind_a_function(product: fx.Node, products: set[fx.Node]) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    return _name(node) in _PRODUCTS and not any(_is_parameter(n) for n in node.all_input_nodes)
+    return _name(node) in PRODUCTS and not any(_is_parameter(n) for n in node.all_input_nodes)
 
 
 def _is_parameter(node: fx.Node) -> bool:

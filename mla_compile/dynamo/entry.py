@@ -15,6 +15,7 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 
 from mla_compile.dynamo.fakes import remember_results
 from mla_compile.dynamo.lines import remember_lines
+from mla_compile.dynamo.names import read_names
 from mla_compile.dynamo.settling import sizes_so_far
 from mla_compile.dynamo.sizes import begin_apart, begin_with_one
 
@@ -60,3 +61,4 @@ def _begin(ctx: ComptimeContext) -> None:
     output = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     remember_results(output)
     remember_lines(output)
+    read_names(output)

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_map_only
 
-from mla_compile.core.modules import models_within, shallow, share_marks
+from mla_compile.core.inner import called_within, models_within
+from mla_compile.core.modules import shallow, share_marks
 from mla_compile.core.places import Place
-from mla_compile.core.tracing import one_at_a_time
+from mla_compile.core.tracing import is_traced, one_at_a_time
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
 from mla_compile.dynamo.entry import compiled_entry
@@ -26,6 +26,7 @@ from mla_compile.dynamo.outside import Unseen
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.recompiles import Recompiles, running
 from mla_compile.dynamo.trace import trace
+from mla_compile.dynamo.watch import compiled, unwatch, watch_methods
 from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import InputError, MlaCompileError, warn
 from mla_compile.options import Options
@@ -77,9 +78,10 @@ class CompiledForward(OwnForward):
             options, mode, on_report=tell, recompiles=self.recompiles, compilations=self.compilations
         )
         self.unseen = Unseen(tell)
+        self.left_out: list[str] = []
         self._warned: set[str] = set()
         # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
-        self._replaced = replaced
+        self.replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
@@ -90,12 +92,13 @@ class CompiledForward(OwnForward):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the module's forward; compiled, unless gradients are needed or another compiler is tracing it."""
-        if _is_traced() or self._is_within():
+        if is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
         device = self._device_of_all()
         share_marks(self._copies)
         try:
-            return self._placed(device, args, kwargs)
+            with compiled():
+                return self._placed(device, args, kwargs)
         finally:
             share_marks(self._copies)
 
@@ -127,12 +130,13 @@ class CompiledForward(OwnForward):
     def _take_off(self) -> None:
         if self._unwrapped is None:  # another thread may have done it meanwhile
             found = take_off(self.module)
-            for part in (self, *self._parts()):
+            for part in (self, *self._parts):
                 part.compiler.wrapped = found
+                part.compiler.told, part._warned = self.compiler.told, self._warned
             self._unwrapped = found
 
     def _plainly(self, *args: object, **kwargs: object) -> object:
-        forward = self._replaced or functools.partial(type(self.module).forward, self.module)
+        forward = self.replaced or functools.partial(type(self.module).forward, self.module)
         return forward(*args, **kwargs)
 
     def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -141,14 +145,17 @@ class CompiledForward(OwnForward):
         with self.unseen.call(self._has_seen_attention), self.recompiles.settings(), self.compilations.of_this_thread():
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
-            done = self._run(self.module, args, kwargs, self._replaced)
+            done = self._run(self.module, args, kwargs, self.replaced)
         if self.compiler.finishing.happened:  # Dynamo would treat the sizes of the replaced weights as dynamic
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
 
     def _has_seen_attention(self) -> bool:
-        return bool(self.compiler.reports or self.compiler.failures or self.compiler.finishing.happened)
+        if self.compiler.reports or self.compiler.failures or self.compiler.finishing.happened:
+            return True
+        whole = None if self.outer is None else vars(self.outer).get("forward")
+        return isinstance(whole, CompiledForward) and any(part.compiler.reports for part in (whole, *whole._parts))
 
     def unwrap(self) -> None:
         """Takes wrappers off now, which the first call does otherwise."""
@@ -172,6 +179,7 @@ class CompiledForward(OwnForward):
         if self.outer is None and not hasattr(self.module, "mla_report"):
             self._report()
         vars(self.module)["forward"] = self
+        watch_methods(self.module)
         if hasattr(self.module, "get_compiled_call"):
             vars(self.module)["get_compiled_call"] = self.call_module
         if self.outer is None and not hasattr(self.module, "warm_up") and hasattr(self.module, "generate"):
@@ -198,12 +206,12 @@ class CompiledForward(OwnForward):
 
     def below(self, forward: Callable[..., object] | None) -> None:
         """Set the module's own forward; None stands for that of its class."""
-        self._replaced = forward
+        self.replaced = forward
         self._buffers = self._own_buffers()
 
     def _own_buffers(self) -> OwnBuffers | None:
         # A forward that was set on the object is bound to the original, and would read the original's buffers.
-        if self.compiler.options.cache != "latent" or self._replaced is not None:
+        if self.compiler.options.cache != "latent" or self.replaced is not None:
             return None
         return OwnBuffers(self.module, self._plain, _kept_buffers(replace(self.options, verify=False)))
 
@@ -216,8 +224,9 @@ class CompiledForward(OwnForward):
     def uninstall(self, module: torch.nn.Module) -> None:
         """Restore the previous forward in a copy of the module."""
         del vars(module)["forward"]
-        if self._replaced is not None:
-            vars(module)["forward"] = self._replaced
+        if self.replaced is not None:
+            vars(module)["forward"] = self.replaced
+        unwatch(module)
         for name in ("get_compiled_call", "warm_up"):
             vars(module).pop(name, None)
 
@@ -226,18 +235,23 @@ class CompiledForward(OwnForward):
             if isinstance(outer := vars(self.outer).get("forward"), CompiledForward):
                 outer._report()
             return
-        all_parts = [self, *self._parts()]
-        paths = {module: path for path, module in self.module.named_modules()}
-        found = ((paths.get(part.module, ""), part.compiler.reports) for part in all_parts)
+        all_parts = [self, *self._parts]
+        found = ((self._called_within.get(part.module, ""), part.compiler.reports) for part in all_parts)
         report = Report.merged(one.within(path) for path, reports in found for one in reports)
         unseen = [part.unseen.message for part in all_parts if part.unseen.message is not None]
+        unseen += [message for part in all_parts for message in part.left_out]
         first = unseen if unseen or any(part.compiler.graphs for part in all_parts) else [NOTHING_YET]
         told = [note for part in all_parts for note in (*part.recompiles.notes, *part.recompiles.left_out)]
         notes = dict.fromkeys((*first, *report.messages, *told))
         vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
 
+    @functools.cached_property
+    def _called_within(self) -> dict[torch.nn.Module, str]:
+        return called_within(self.module)
+
+    @functools.cached_property
     def _parts(self) -> list[CompiledForward]:
-        found = (vars(model).get("forward") for model in models_within(self.module))
+        found = (vars(part).get("forward") for part in self._called_within)
         return [one for one in found if isinstance(one, CompiledForward)]
 
     def _is_within(self) -> bool:
@@ -261,19 +275,26 @@ class CompiledForward(OwnForward):
         self._warn_once(_GLOBAL_HOOKS)
         return True
 
+    def tell_left_out(self, message: str) -> None:
+        """Tell once, in a warning and in the report, that a method runs an attention uncompiled."""
+        if message not in self.left_out:
+            self.left_out.append(message)
+            self._report()
+            warn(message)
+
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warn(message)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CompiledForward:
-        module, replaced, outer = copy.deepcopy((self.module, self._replaced, self.outer), memo)
+        module, replaced, outer = copy.deepcopy((self.module, self.replaced, self.outer), memo)
         settings, shown = dict(self.settings), self.compilations.show
         return CompiledForward(module, self.options, self.mode, settings, replaced, outer, progress=shown)
 
     def __reduce__(self) -> tuple[object, ...]:
         made = functools.partial(CompiledForward, progress=self.compilations.show)
-        return made, (self.module, self.options, self.mode, self.settings, self._replaced, self.outer)
+        return made, (self.module, self.options, self.mode, self.settings, self.replaced, self.outer)
 
 
 def _kept_buffers(options: Options) -> FindKept:
@@ -290,13 +311,6 @@ def _kept_buffers(options: Options) -> FindKept:
             return []
 
     return kept
-
-
-def _is_traced() -> bool:
-    """Whether another compiler is tracing in this thread; ``is_compiling`` alone is a flag of the whole process."""
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        return True
-    return torch.compiler.is_compiling() and TracingContext.try_get() is not None
 
 
 def _forward_of(module: torch.nn.Module) -> str:

@@ -38,6 +38,9 @@ NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), unde
 UNSEEN = "no graph that was compiled has an attention"
 """The beginning of a message of a report without sites, of a model of which some code is in no graph."""
 
+LEFT_OUT = "an attention ran uncompiled"
+"""The beginning of a message about a method of an optimized module that calls what is not compiled."""
+
 
 @dataclass(frozen=True, repr=False)
 class Report:
@@ -160,7 +163,9 @@ class Report:
         if NOTHING_YET in self.messages:
             return NOTHING_YET
         if not self.sites:
-            return next((note for note in self.messages if note.startswith(UNSEEN)), f"no attention sites{place}")
+            return next(
+                (note for note in self.messages if note.startswith((UNSEEN, LEFT_OUT))), f"no attention sites{place}"
+            )
         counts = []
         for verdict in VERDICTS:
             sites = [site for site in self.sites if site.verdict == verdict]

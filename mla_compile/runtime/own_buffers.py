@@ -23,6 +23,7 @@ from torch import fx, nn
 from mla_compile.core.modules import shallow
 from mla_compile.core.places import Link, Place, at_path, item, only_here, paths_of, tensors_of
 from mla_compile.core.program import Call, Inputs, Program
+from mla_compile.core.wrapped import OwnForward
 from mla_compile.errors import InputError, warn
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
@@ -220,7 +221,7 @@ class OwnBuffers:
         self._detach(self._module)
         for depth in range(len(place.modules)):
             owner, name, module = place.links(self._module)[depth]
-            if module not in self._copies:
+            if module not in self._copies and not isinstance(vars(module).get("forward"), OwnForward):
                 owner[name] = shallow(module)
             self._detach(owner[name])
         for depth in range(len(place.modules), len(place.modules) + len(place.keys) - 1):

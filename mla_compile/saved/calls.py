@@ -10,7 +10,7 @@ from types import FunctionType
 
 import torch
 
-from mla_compile.core.modules import models_within
+from mla_compile.core.inner import called_within
 from mla_compile.dynamo import entry as entry_of_dynamo
 from mla_compile.dynamo.forward import CompiledForward
 from mla_compile.errors import InputError
@@ -56,7 +56,7 @@ def forward_of(model: object) -> CompiledForward:
 
 def only_whole(model: torch.nn.Module, kind_of_error: type[Exception]) -> None:
     """Make inner models raise when they are called directly instead of through ``model``."""
-    for part in models_within(model):
+    for part in called_within(model):
         if isinstance(forward := vars(part).get("forward"), CompiledForward):
             forward.use(_Refusing(type(part).__name__, type(model).__name__, kind_of_error))
 

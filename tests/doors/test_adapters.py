@@ -232,20 +232,35 @@ def test_through_inductor() -> None:
     assert fast.mla_report.absorbed == 1
 
 
-@full("combination")  # of a broken graph and of a merged weight
 def test_dora() -> None:
-    """Its code in peft breaks Dynamo's graph, so what breaks is refused; merged, it is a weight like others."""
-    model = small_with(small(use_dora=True))
+    """The norm of the merged weight is a weight expression: on, off, changed, switched and merged."""
+    model = small_with(small(use_dora=True), small(use_dora=True, r=3))
     fast = optimize(model, **FAST)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MlaCompileWarning)
-        one = assert_same(fast, model)
+    one = assert_same(fast, model)
+    with model.disable_adapter():
+        assert_other(assert_same(fast, model), one)
+    model.requires_grad_(False)
     change(model)
-    assert {site.code for site in fast.mla_report.sites} <= {"graph_break", "absorbed", "cost_prefill"}
-    fast = optimize(model, **FAST)
+    changed = assert_same(fast, model)
+    assert_other(changed, one)
+    activate(model, "two")
+    assert_other(assert_same(fast, model), changed)
+    activate(model, "one")
     model.merge_adapter()
-    assert_other(assert_same(fast, model), one)
+    torch.testing.assert_close(assert_same(fast, model), changed, rtol=1e-3, atol=1e-3)
+    model.unmerge_adapter()
+    assert_same(fast, model)
+    assert len(fast.mla_report.sites) >= 3
     assert absorbed(fast)
+
+
+@full("combination")  # of a broken graph and a door
+def test_dora_through_the_backend() -> None:
+    """Dynamo breaks the graph before the backend is asked: the original's numbers, and it is said so."""
+    model = small_with(small(use_dora=True))
+    compiled = torch.compile(model, backend="mla", options={"codegen": "eager"})
+    with pytest.warns(MlaCompileWarning, match="graph_break"):
+        assert_same(compiled, model)
 
 
 @pytest.mark.parametrize("fold", ["always", *also("combination", "never")])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mla_compile
-from mla_compile.core.modules import models_within
+from mla_compile.core.inner import models_within
 from tests.support import models
 from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
@@ -41,11 +41,17 @@ def prefixed():
     return wrapper, (torch.randn(1, 3, 10), torch.tensor([[5, 6, 7]])), {}
 
 
-def adapted():
+def adapted(**settings):
     peft = pytest.importorskip("peft")
     lm = models.build("minicpm3", num_hidden_layers=1)
-    config = peft.LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=2, target_modules=["kv_b_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **settings
+    )
     return peft.get_peft_model(lm, config).eval(), (), {"input_ids": torch.tensor([[5, 6, 7]])}
+
+
+def with_magnitudes():
+    return adapted(use_dora=True)
 
 
 @torch.no_grad()
@@ -62,7 +68,7 @@ def counted(model, args, kwargs):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-@pytest.mark.parametrize("build", [adapted, *also("family", prefixed)])
+@pytest.mark.parametrize("build", [adapted, *also("family", prefixed, with_magnitudes)])
 def test_generate_of_a_wrapper(build):
     model, args, kwargs = build()
     want = generated(model, args, kwargs)

@@ -78,6 +78,32 @@ class Model(nn.Module):
         return x
 
 
+class Wrapper(nn.Module):
+    """Has a model whose layers own the buffers; a method calls it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model(count=2)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        return self.model(x, start)
+
+    def step(self, x: Tensor, start: int) -> Tensor:
+        return self.model(x, start)
+
+
+class Stepped(Model):
+    """A method calls the layers that own the buffers one by one, as the forward does."""
+
+    def __init__(self) -> None:
+        super().__init__(count=2)
+
+    def step(self, x: Tensor, start: int) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, start)
+        return x
+
+
 def optimized(model: nn.Module, **options: Any) -> Any:
     return mla_compile.optimize(model, codegen="eager", strict=True, **options)
 
@@ -799,6 +825,25 @@ class Holding(own_cache_module.Attention):
 
     def forward(self, x: Tensor, start: int) -> Tensor:
         return super().forward(x, torch.arange(start, start + x.shape[1]))
+
+
+@pytest.mark.parametrize("calls", ["forward", "step", "both"])
+@pytest.mark.parametrize("kind", [Wrapper, Stepped])
+def test_through_a_forward_and_a_method(kind: type[Any], calls: str) -> None:
+    model = kind()
+    twin, fast = copy.deepcopy(model), optimized(model)
+    with torch.no_grad():
+        start = 0
+        for number, x in enumerate(inputs(steps=PROMPTED)):
+            name = ("forward", "step")[number % 2] if calls == "both" else calls
+            one, other = (each if name == "forward" else each.step for each in (fast, twin))
+            same([one(x, start)], [other(x, start)])
+            start += x.shape[1]
+    ours, theirs = (caches(getattr(each, "model", each)) for each in (fast, model))
+    assert len(ours) == 4
+    assert all(isinstance(cache, LatentTensor) for cache in ours)
+    assert {site.verdict for site in fast.mla_report.sites} == {"absorbed"}
+    assert not any(cache.any() for cache in theirs)
 
 
 @pytest.mark.parametrize("layer", [Attention, Holding])

@@ -1,0 +1,33 @@
+"""Lets a trace read the name of a class of torch, with which libraries recognise their own classes of tensors.
+
+``type(weight).__module__.startswith(...)`` breaks Dynamo's graph where ``weight`` is an ordinary ``nn.Parameter``:
+Dynamo knows the class, and calls no method of its attributes (torch 2.11 to 2.14).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._dynamo.variables import ConstantVariable, GetAttrVariable
+
+
+def read_names(output: Any) -> None:
+    """From now on, the trace that writes into Dynamo's ``output`` calls methods of strings that a class holds."""
+    call = GetAttrVariable.call_method
+
+    def call_method(self: GetAttrVariable, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        text = _text(self) if tx.output is output else None
+        return call(self, tx, name, args, kwargs) if text is None else text.call_method(tx, name, args, kwargs)
+
+    def restore() -> None:
+        GetAttrVariable.call_method = call  # type: ignore[method-assign]
+
+    GetAttrVariable.call_method = call_method  # type: ignore[method-assign, assignment]
+    output.add_cleanup_hook(restore)
+
+
+def _text(attribute: GetAttrVariable) -> Any:
+    """The string that an attribute of a class is; None for any other attribute."""
+    owner = getattr(attribute.obj, "value", None)
+    value = getattr(owner, attribute.name, None) if isinstance(owner, type) else None
+    return ConstantVariable.create(value) if type(value) is str else None
