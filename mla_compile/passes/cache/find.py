@@ -32,14 +32,15 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.writes import CacheWrite, is_zeros, seen_through_views, write_of
 from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.moves import Join, Permute, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
+from mla_compile.passes.sources.along_tokens import computes
 from mla_compile.passes.sources.records import Side, pieces_of
 from mla_compile.passes.sources.sources import choose_sources
+from mla_compile.passes.sources.writes import CacheWrite, is_zeros, seen_through_views, write_of
 
 
 @dataclass(frozen=True)
@@ -183,22 +184,24 @@ class _Search:
             if isinstance(shown, Permute) and shown.map is not None:
                 axes = [shown.map.read_along(k)[0] for k in axes]
             whole = shown.x
-        write = write_of(whole)
-        if write is None:
+        write = self._write(whole)
+        if write is None or not write.dims:
             return None
         shown_as = self._token_axis(node, operand, site)
         # If a single token is read, its axis cannot be told from others; the last axis that is written counts tokens.
-        tokens = write.steps[-1].dims[-1] if shown_as is None else axes[shown_as]
+        tokens = write.dims[-1] if shown_as is None else axes[shown_as]
         write = self._token_write(whole, tokens)
         return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> CacheWrite | None:
         """Return ``node`` as a write of tokens into a buffer of rows."""
-        write = write_of(node)
-        if write is None or not (self._is_past(write.buffer) or is_zeros(write.buffer)):
-            return None
+        write = self._write(node)
         # The axis decides, because K that is assembled from columns is a write as well.
-        return write if any(tokens in step.dims for step in write.steps) else None
+        return write if write is not None and tokens in write.dims else None
+
+    def _write(self, node: fx.Node) -> CacheWrite | None:
+        write = write_of(node, self._is_past) or write_of(node, is_zeros)
+        return None if write is None or self._is_past(write.new) else write
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
         """Return the axis of ``node`` along which the attention's keys run; None if its size of 1 hides it."""
@@ -286,9 +289,10 @@ class _Search:
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
     """Whether the buffer that is written to can be a buffer of rows."""
-    # Unwritten positions are read as zeros, where a bias would appear instead. Rows have no heads to choose from.
-    dims = {dim for step in write.steps for dim in step.dims}
-    return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[dim] == "row" for dim in dims)
+    # Unwritten positions are read as zeros, where a bias would appear instead. Rows have no heads to choose from, and
+    # packed ones cannot be multiplied.
+    plain = all(p.bias is None for p in recipe.parts) and not (any(recipe.packed) and computes(write.made))
+    return plain and all(recipe.kinds[dim] == "row" for dim in write.dims)
 
 
 def _joined(node: fx.Node) -> list[fx.Node]:

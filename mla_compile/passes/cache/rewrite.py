@@ -13,7 +13,6 @@ from mla_compile.core.program import results_of
 from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
-from mla_compile.passes.cache.writes import WriteStep, is_zeros, write_over
 from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import (
@@ -32,6 +31,8 @@ from mla_compile.passes.ir.graph import (
 from mla_compile.passes.ir.moves import Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
+from mla_compile.passes.sources.along_tokens import NEW, OLD, Made, make, moved
+from mla_compile.passes.sources.writes import is_zeros
 
 aten = torch.ops.aten
 
@@ -92,6 +93,7 @@ class _Rewriter:
         self.last_input: fx.Node | None = next(reversed(graph.find_nodes(op="placeholder")), None)
         self.inputs: dict[Hashable, fx.Node] = {}
         self.zeros: dict[Hashable, fx.Node] = {}
+        self.same = first_equals(graph)  # K and V may each have a mask of their own for the same positions
         self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
         self.arranged: dict[tuple[fx.Node, tuple[Axis, ...]], fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
@@ -191,12 +193,12 @@ class _Rewriter:
                 parts.append(self._past(part, cache, index, ingredients))
             else:
                 parts.append(self._new(part[index], cache.recipe, index))
-        write, steps = cache.write, self._steps(cache)
-        key = (*parts, *steps)
-        if key not in self.joined and write is not None:
+        write, made = cache.write, self._made(cache)
+        key = (*parts, made)
+        if key not in self.joined and write is not None and made is not None:
             builder = Builder(write.node, self.fake_mode)
             past, new = parts
-            self.joined[key] = write_over(steps, builder.call, past, builder.cast(new, val(past).dtype))
+            self.joined[key] = make(made, builder, {OLD: past, NEW: builder.cast(new, val(past).dtype)})
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
             # If nothing is joined, the rows are copied: they outlive this call and must not share memory.
@@ -209,9 +211,9 @@ class _Rewriter:
             )
         return self.joined[key]
 
-    def _steps(self, cache: CacheOfRows) -> tuple[WriteStep, ...]:
-        """Return the steps that write the new rows."""
-        return () if cache.write is None else cache.write.along(cache.recipe.row_axis)
+    def _made(self, cache: CacheOfRows) -> Made | None:
+        """Return how the written rows are made; None if the new ones are joined to the past."""
+        return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
         key = ingredient.node, ingredient.target  # K and V may take different axes of size 1 for an axis of the rows
@@ -262,7 +264,7 @@ class _Rewriter:
         Tensors that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
         """
         room = cache.recipe.row_shape(val(node).shape, 0)
-        return ("grows by", new.node, *self._steps(cache), *map(str, room))
+        return ("grows by", new.node, self._made(cache), *map(str, room))
 
     def _zeros(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None

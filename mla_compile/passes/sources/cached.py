@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
+from mla_compile.passes.ir.graph import ROWS, is_tensor, packet, whole_rows
 from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Select, Slice, Write, WriteOne, WriteRows
 from mla_compile.passes.ir.operators import CONTRACTIONS, behind, decode
 from mla_compile.passes.ir.walk import REACH, reachable
+from mla_compile.passes.sources.writes import write_of
 
 
 def are_cached(rows: fx.Node) -> bool:
@@ -45,7 +46,8 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
             return parts
         case Write(base=base) | WriteOne(base=base) | WriteRows(base=base):
             return (base,)
-    return ()
+    written = write_of(node, lambda n: ROWS in n.meta)  # by arithmetic
+    return () if written is None else (written.buffer,)
 
 
 def _input(node: fx.Node) -> fx.Node | None:
