@@ -32,8 +32,9 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
+from mla_compile.passes.cache.stacked import Made, stacked
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.moves import Join, Permute, Slice
+from mla_compile.passes.ir.moves import Join, Permute, Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
@@ -180,9 +181,11 @@ class _Search:
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
         whole, axes = node, [*range(len(shape(node)))]
-        while isinstance(shown := decode(whole), (Slice, Permute)):
+        while isinstance(shown := decode(whole), (Slice, Permute, Select)):
             if isinstance(shown, Permute) and shown.map is not None:
                 axes = [shown.map.read_along(k)[0] for k in axes]
+            elif isinstance(shown, Select):
+                axes = [k + (k >= shown.dim) for k in axes]
             whole = shown.x
         write = self._write(whole)
         if write is None or not write.dims:
@@ -201,7 +204,7 @@ class _Search:
 
     def _write(self, node: fx.Node) -> CacheWrite | None:
         write = write_of(node, self._is_past) or write_of(node, is_zeros)
-        return None if write is None or self._is_past(write.new) else write
+        return None if write is None or any(map(self._is_past, write.parts)) else write
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
         """Return the axis of ``node`` along which the attention's keys run; None if its size of 1 hides it."""
@@ -244,7 +247,7 @@ class _Search:
     def _parts(self, node: fx.Node, write: CacheWrite | None) -> list[fx.Node]:
         """Return the past and the new tokens from which ``node`` is assembled, in order of time."""
         if write is not None:
-            return [write.buffer, write.new]
+            return [write.buffer, *write.parts]
         return [node] if node in self.pasts or not self._grows(node) else _joined(node)
 
     def _keep_one(
@@ -261,17 +264,21 @@ class _Search:
         taken: list[fx.Node | tuple[Ingredient, ...]] = []
         dtypes: set[tuple[torch.dtype, ...]] = set()
         emptied = self.overwritten.get(node) if write is not None and is_zeros(write.buffer) else None
+        told: dict[fx.Node, tuple[Ingredient, ...]] = {}
+        added = [[p] for p in parts if p in new]
+        if write is not None and write.stacked is not None:
+            added = [[*write.parts]]
+        for several in added:
+            made = self._made(several, new, tokens, None if write is None else write.stacked)
+            if made is None or (write is not None and not _may_hold_rows(write, made[0])):
+                return None
+            recipe, ingredients, leaves = made
+            known.add((recipe, leaves))
+            dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
+            told[several[0]] = ingredients
         for part in (*parts, *([] if emptied is None else [emptied])):
             if part in new:
-                made = make_recipe(part, new[part], tokens, packs=self.packs)
-                if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
-                    return None
-                recipe, ingredients, leaves = made
-                if write is not None and not _may_hold_rows(write, recipe):
-                    return None
-                known.add((recipe, leaves))
-                taken.append(ingredients)
-                dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
+                taken += [told[part]] if part in told else []
                 continue
             if part in self.pasts:
                 past = self.pasts[part]
@@ -285,6 +292,17 @@ class _Search:
         ((recipe, leaves),) = known
         outputs = self.returned.get(node, ())
         return CacheOfRows(node, site, recipe, leaves, tuple(taken), outputs, sides, write, emptied)
+
+    def _made(
+        self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, axis: int | None
+    ) -> Made | None:
+        """Return how new tokens are made: one tensor, or several that are stacked along ``axis``."""
+        tokens -= axis is not None and tokens > axis
+        made = [make_recipe(p, maps[p], tokens, packs=self.packs) for p in parts]
+        known = [m for m in made if not isinstance(m, Stop) and any(p.weight is not None for p in m[0].parts)]
+        if len(known) < len(parts):
+            return None
+        return known[0] if axis is None else stacked(known, axis)
 
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:

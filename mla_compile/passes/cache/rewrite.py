@@ -28,7 +28,7 @@ from mla_compile.passes.ir.graph import (
     restride,
     val,
 )
-from mla_compile.passes.ir.moves import Slice
+from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 from mla_compile.passes.sources.along_tokens import NEW, OLD, Made, make, moved
@@ -108,7 +108,7 @@ class _Rewriter:
             expanded = self.plain.get(cache.node)
             if expanded is None:
                 if cache.write is not None:
-                    self._read_parts(cache, cache.node, rows)
+                    self._read_parts(cache.recipe, cache, cache.node, rows)
                 expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
             names = tuple(n.name for n in cache.leaves)
             for index in cache.outputs:
@@ -149,15 +149,19 @@ class _Rewriter:
             if first is not node and OURS in node.meta:
                 node.replace_all_uses_with(first)
 
-    def _read_parts(self, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Make the readers of some tokens or sequences of a buffer expand those rows alone."""
+    def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
+        """Make the readers of some tokens or sequences of a buffer, or of one half of it, expand these alone."""
         for user in list(node.users):
-            how = decode(user)
-            if isinstance(how, Slice) and cache.recipe.kinds[how.dim] == "row" and how.bounds is not None:
-                builder, along = Builder(user, self.fake_mode), cache.recipe.row_axis(how.dim)
+            how, shown, part = decode(user), rows, recipe
+            if isinstance(how, Slice) and recipe.kinds[how.dim] == "row" and how.bounds is not None:
+                builder, along = Builder(user, self.fake_mode), recipe.row_axis(how.dim)
                 shown = [builder.call(aten.slice.Tensor, r, along, *how.bounds) for r in rows]
-                self._read_parts(cache, user, shown)
-                self._replace(user, expand(cache.recipe, shown, cache.leaves, builder.call))
+            elif isinstance(how, Select) and how.dim == recipe.stacked and how.index is not None:
+                part = recipe.each[how.index]
+            else:
+                continue
+            self._read_parts(part, cache, user, shown)
+            self._replace(user, expand(part, shown, cache.leaves, Builder(user, self.fake_mode).call))
 
     def _let_go(self, node: fx.Node, by_name: Mapping[str, fx.Node]) -> None:
         """Remove an input; its remaining readers get it expanded from its rows."""

@@ -10,7 +10,7 @@ the factors are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import ascii_letters
 
 import torch
@@ -22,7 +22,8 @@ from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, pack
 from mla_compile.passes.ir.operators import behind, decode
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
 from mla_compile.passes.ir.varying import varying
-from mla_compile.passes.sources.along_tokens import NEW, OLD, Dim, Indices, Made, Mix, Shared, Step, axes_of
+from mla_compile.passes.ir.walk import first_equals
+from mla_compile.passes.sources.along_tokens import NEW, OLD, Dim, Indices, Made, Mix, Shared, Step, axes_of, moved
 
 aten = torch.ops.aten
 _DEPTH = 8
@@ -31,16 +32,18 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """A write of ``new`` into ``buffer`` that gives ``node``.
+    """A write of new tokens into ``buffer`` that gives ``node``.
 
-    ``made``: how it is made of both. ``grown``: the axes along which ``new`` is broadcast.
+    ``made``: how it is made of both. ``grown``: the axes along which what is new is broadcast. ``stacked``: the axis
+    along which ``parts``, each a new tensor without it, are stacked; otherwise there is one of them.
     """
 
     node: fx.Node
     buffer: fx.Node
-    new: fx.Node
+    parts: tuple[fx.Node, ...]
     made: Made
     grown: tuple[int, ...] = ()
+    stacked: int | None = None
 
     @property
     def dims(self) -> list[int]:
@@ -49,7 +52,12 @@ class CacheWrite:
 
 
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return ``node`` as a write of one tensor into one that ``is_buffer``; None if it does anything else."""
+    """Return ``node`` as a write of one tensor into one that ``is_buffer``; None if it does anything else.
+
+    Several tensors count as one if they are stacked, or if they are written to the same places of each part of it.
+    """
+    if isinstance(how := decode(node), moves.WriteOne) and how.index is not None:
+        return _write_of_each(node, how.dim, is_buffer)
     buffer = _buffer_of(node, is_buffer)
     if buffer is None or buffer is node:
         return None
@@ -58,7 +66,52 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or len(reading.new) != 1:
         return None
     ((new, grown),) = reading.new.items()
-    return CacheWrite(node, buffer, new, made, tuple(sorted(grown)))
+    write = CacheWrite(node, buffer, (new,), made, tuple(sorted(grown)))
+    stack = decode(new)
+    if isinstance(stack, moves.Stack) and stack.dim not in write.dims:
+        return replace(write, parts=stack.parts, stacked=stack.dim)
+    return write
+
+
+def _write_of_each(node: fx.Node, dim: int, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
+    """Return the same write into each position of axis ``dim`` of a buffer, such as ``kv[0]`` and ``kv[1]``."""
+    put: dict[int, fx.Node] = {}
+    buffer = node
+    while isinstance(how := decode(buffer), moves.WriteOne) and how.dim == dim and how.index is not None:
+        put.setdefault(how.index, how.x)  # the last write counts
+        buffer = how.base
+    if not is_buffer(buffer) or {*put} != {*range(len(put))} or not same(shape(buffer)[dim], len(put)):
+        return None
+
+    def is_part(index: int) -> Callable[[fx.Node], bool]:
+        def of_buffer(x: fx.Node) -> bool:
+            selected = decode(x)
+            if not isinstance(selected, moves.Select) or (selected.dim, selected.index) != (dim, index):
+                return False
+            whole = selected.x
+            while (
+                isinstance(how := decode(whole), moves.WriteOne) and how.dim == dim and how.index not in (None, index)
+            ):
+                whole = how.base
+            return whole is buffer
+
+        return of_buffer
+
+    writes = [write_of(put[k], is_part(k)) for k in range(len(put))]
+    found = [w for w in writes if w is not None and w.stacked is None]
+    first = found[0] if len(found) == len(put) else None
+    if first is None or any(w.grown != first.grown for w in found):
+        return None
+    if any(w.made != first.made for w in found):  # each may have a mask of its own for the same positions
+        equals = first_equals(node.graph)
+        if len({moved(w.made, lambda axis: axis, equals.__getitem__) for w in found}) > 1:
+            return None
+
+    def outside(axis: int) -> int:
+        return axis + (axis >= dim)
+
+    made, grown = moved(first.made, outside, lambda n: n), tuple(map(outside, first.grown))
+    return CacheWrite(node, buffer, tuple(w.parts[0] for w in found), made, grown, dim)
 
 
 def rows_written(node: fx.Node) -> moves.WriteRows | None:
