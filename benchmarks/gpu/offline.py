@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.offline            compile, print, write benchmarks/results/ (then: benchmarks.pages)
     python -m benchmarks.gpu.offline --only gfx the same of some kernels; the results of the others stay
+    python -m benchmarks.gpu.offline --changed  the same of those that are not made of the same as their results
     python -m benchmarks.gpu.offline --check    compile and print; exit status 1 when a budget is broken
     python -m benchmarks.gpu.offline --check --changed --share 3/40
                                                 the same of the kernels whose sources, description or compiler are not
@@ -42,7 +43,7 @@ from dataclasses import replace
 from inspect import getsource
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,6 +54,9 @@ from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.plan import NoPlanError, Plan
 from mla_compile.kernels.triton.step import Step
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITCallable
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -149,7 +153,7 @@ def digest(case: Case, step: Step) -> str:
 
     fn, *description = step.source()
     _keep_only_code()
-    parts = [triton.__version__, case.arch, fn.cache_key, *map(str, description), *_readers()]
+    parts = [triton.__version__, case.arch, fn.cache_key, *map(str, description), *_readers(case.kernel in ARRIVES)]
     if case.cluster > 1:
         parts.append(_code(Path(branches.__file__).read_text()))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -165,8 +169,17 @@ def _keep_only_code() -> None:
     for fn in new:
         fn._unsafe_update_src(_code(fn.src))
         fn.starting_line_number = 0
-    for fn in ours if new else []:  # the key of a function contains those of the functions that it calls
+    # A function's key holds the keys of the functions that it calls, and those of their globals that are known by then:
+    # with Triton 3.6 it depends on which key was asked for first, until all are known.
+    before, keys = [], _keys(ours) if new else []
+    while before != keys:
+        before, keys = keys, _keys(ours)
+
+
+def _keys(functions: list[JITCallable]) -> list[str]:
+    for fn in functions:
         fn.hash = None
+    return [fn.cache_key for fn in functions]
 
 
 def _code(source: str) -> str:
@@ -179,8 +192,10 @@ def _code(source: str) -> str:
 
 
 @functools.cache
-def _readers() -> tuple[str, ...]:
-    return (Path(ptx.__file__).read_text(), *map(getsource, (inspect, _nvidia, _amd)))
+def _readers(protocol: bool) -> tuple[str, ...]:
+    """The code that reads what is compiled; ``protocol``: fences and barriers are read as well."""
+    sources = [*map(getsource, (inspect, _nvidia, _amd)), *([Path(ptx.__file__).read_text()] if protocol else [])]
+    return tuple(map(_code, sources))
 
 
 def known(case: Case, rows: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any] | None:
@@ -324,13 +339,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", default="", help="cases whose architecture and name contain this; the others' results stay"
     )
     parser.add_argument(
-        "--changed", action="store_true", help="with --check: compile what is not made of the same as its committed row"
+        "--changed", action="store_true", help="compile what is not made of the same as its committed row"
     )
     parser.add_argument("--share", default="", help="with --changed: K/N, compile the K-th of every N others as well")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(arguments)
-    if (given.changed or given.share) and not (given.check and given.changed):
-        parser.error("--changed goes with --check, and --share with --changed")
+    if given.share and not given.changed:
+        parser.error("--share goes with --changed")
     import triton
 
     chosen = [c for c in cases() if given.only in f"{c.arch} {c.label}"]

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from mla_compile.cli import values
 from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside, show_table
-from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled, seconds
+from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
 from mla_compile.report.explained import CONTEXTS, Explained, SiteChoice, explained
 from mla_compile.report.page.write import checked, write_page
 from mla_compile.report.report import Report
-from mla_compile.report.wording import queries
+from mla_compile.report.verdicts import advice, verdict
 
 _CONTEXT_NAMES = tuple(f"{T // 1024}k" for T in CONTEXTS)
 
@@ -101,25 +101,7 @@ def _show(result: Explained, report: Report) -> None:
         say(*_choice_lines(choice))
     if model.stored:
         say(*model.stored.lines())
-    if model.family == "refused":
-        say("nothing is absorbed; the report above says what stands in the way, and where")
-    elif model.family == "kept":
-        say("nothing is absorbed, because nothing would be saved; the report above says why")
-    elif model.family == "absorbed by hand":
-        say(f"{model.name} is absorbed by hand: nothing is left to absorb, and mla-compile leaves it as it is")
-    elif model.family == "shared rows":
-        say(
-            f"heads of {model.name} share one row per token that is both key and value, so there is nothing to absorb; "
-            "decode steps attend to these rows by one operator if a kernel supports it"
-        )
-    elif model.family == "no attention":
-        say(f"there is no attention in {model.name}, and mla-compile leaves it as it is")
-    elif model.family != "MLA":
-        say(
-            f"{model.name} is {model.family}, not Multi-head Latent Attention: there is no latent in it to absorb, and "
-            "mla-compile leaves it as it is"
-            + ("; `mla-compile plan` says what it costs to serve" if model.cached else "")
-        )
+    say(f"{verdict(model)[1]} {advice(model)}")
 
 
 def _cache_table(result: Explained) -> Table:
@@ -146,22 +128,11 @@ def _cost_table(result: Explained) -> Table:
 
 
 def _choice_lines(choice: SiteChoice) -> list[str]:
-    at = ", ".join(f"{queries(s)} at {name}" for s, name in zip(choice.break_even, _CONTEXT_NAMES, strict=True))
-    long = queries(choice.break_even_long)
-    lines = [
-        f"{choice.count} sites with {choice.dims}",
-        f"  break-even: absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})",
-    ]
+    lines = [f"{choice.count} sites with {choice.dims}", f"  break-even: {choice.when_absorbing_pays}"]
     for side in choice.folds:
         verdict = "pays" if side.pays else "does not pay"
         lines.append(
             f"  folding {side.product}: {side.chained:,} weights as they are, {side.folded:,} folded "
             f"({side.folded / side.chained:.3g} x): {verdict} in bytes"
         )
-    if not choice.folds:
-        return [*lines, "  fold verdict: unknown, because the widths of the query and the output projection are"]
-    said = f"fold {' and '.join(choice.fold)}" if choice.fold else "do not fold"
-    times = f"{seconds(choice.chained_s)} chained"
-    if choice.folded_s is not None:
-        times += f", {seconds(choice.folded_s)} with both folded"
-    return [*lines, f"  fold verdict: {said} (one layer, one query, 32k tokens on a data-centre GPU: about {times})"]
+    return [*lines, f"  fold verdict: {choice.whether_folding_pays}"]

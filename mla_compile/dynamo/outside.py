@@ -23,8 +23,9 @@ from mla_compile.errors import warn
 from mla_compile.report.report import UNSEEN
 
 _DISABLED = re.compile(r"Skip (?:calling|inlining) function `?<function (\S+) at 0x\w+>`? since it was wrapped with")
+"""How Dynamo says that a function is under ``torch.compiler.disable``; the group is the function's qualified name."""
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = Path(torch.__file__).parent
 
 
 def breaks() -> Mapping[str, int]:
@@ -122,7 +123,7 @@ def _this_call() -> Callable[[], object]:
 
 def _place(stack: Sequence[FrameSummary]) -> str:
     """The innermost line of a stack that is not torch's."""
-    lines = [line for line in stack if not line.filename.startswith(_TORCH)]
+    lines = [line for line in stack if not Path(line.filename).is_relative_to(_TORCH)]
     return f" ({lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line})" if lines else ""
 
 

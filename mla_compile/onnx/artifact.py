@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
 
-from mla_compile.core.files import umask
+from mla_compile.core.files import new_folder, unwritable
 from mla_compile.errors import TargetError
 from mla_compile.onnx.files import sha256
 from mla_compile.onnx.manifest import WEIGHTS, FileEntry
@@ -36,38 +34,14 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
     try:
         if target.exists() and not _replaceable(target):
             raise TargetError(f"{target} holds files that no export wrote, and is not replaced; choose another path")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     except OSError as error:
-        raise TargetError(f"{target} cannot be written: {error.strerror or error}") from error
-    try:
+        raise unwritable(target, error) from error
+    with new_folder(target) as stage:
         yield stage
-        stage.chmod(0o777 & ~umask())
-        _take_place(stage, target)
-    except OSError as error:
-        raise TargetError(f"{target} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
 
 
 def _replaceable(target: Path) -> bool:
     return not any(target.iterdir()) or all((target / name).is_file() for name in (WEIGHTS, REPORT))
-
-
-def _take_place(stage: Path, target: Path) -> None:
-    old = None
-    if target.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent)) / target.name
-        target.rename(old)
-    try:
-        stage.rename(target)
-    except OSError:
-        if old is not None:
-            old.rename(target)
-        raise
-    finally:
-        if old is not None:
-            shutil.rmtree(old.parent, ignore_errors=not target.exists())
 
 
 def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> dict[str, FileEntry]:

@@ -9,10 +9,12 @@ from typing import Any, Literal
 import sympy
 
 from mla_compile.core.dims import Dims
+from mla_compile.core.quantities import seconds
 from mla_compile.core.records import plain_float
 from mla_compile.passes.cost import cost, formulas
 from mla_compile.passes.cost.formulas import Form
 from mla_compile.report.facts import Facts
+from mla_compile.report.wording import queries
 
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
@@ -73,6 +75,24 @@ class SiteChoice:
     chained_s: float
     folded_s: float | None
     fold: tuple[str, ...]
+
+    @property
+    def when_absorbing_pays(self) -> str:
+        """Up to how many queries, by context."""
+        at = ", ".join(f"{queries(s)} at {T // 1024}k" for s, T in zip(self.break_even, CONTEXTS, strict=True))
+        long = queries(self.break_even_long)
+        return f"absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})"
+
+    @property
+    def whether_folding_pays(self) -> str:
+        """Which sides to fold, with the seconds that say so."""
+        if not self.folds:
+            return "unknown, because the widths of the query and the output projection are"
+        times = f"about {seconds(self.chained_s)} chained"
+        if self.folded_s is not None:
+            times += f", {seconds(self.folded_s)} with both folded"
+        said = f"fold {' and '.join(self.fold)}" if self.fold else "do not fold"
+        return f"{said} (one layer, one query, 32k tokens on a data-centre GPU: {times}, by the cost model)"
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ def may_have_rows(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
     Tensors that share memory are left out, and those without a version counter.
     """
-    owners = [_memory(b) for b in buffers.values()]
-    return {name: b for name, b in buffers.items() if owners.count(_memory(b)) == 1 and _may_have_rows(b)}
+    owners = [_owner(b) for b in buffers.values()]
+    return {name: b for name, b in buffers.items() if owners.count(_owner(b)) == 1 and _may_have_rows(b)}
 
 
 def _may_have_rows(buffer: torch.Tensor) -> bool:
@@ -124,7 +124,7 @@ def _may_have_rows(buffer: torch.Tensor) -> bool:
     return rows_beside(buffer) is not None or is_empty(buffer)
 
 
-def _memory(tensor: torch.Tensor) -> object:
+def _owner(tensor: torch.Tensor) -> object:
     """What two tensors have in common that share memory; tensors of other classes show nothing of theirs."""
     return tensor.untyped_storage()._cdata if type(tensor) is torch.Tensor else id(tensor)
 
@@ -191,7 +191,7 @@ class RowsBeside:
 
         None if a buffer holds anything else, or if the graph writes to its memory through another input, too.
         """
-        owners = [_memory(inputs[index]) for index in self._written]
+        owners = [_owner(inputs[index]) for index in self._written]
         if len(set(owners)) < len(owners):
             return None
         found: list[LatentTensor] = []

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mla_compile.core.files import umask
+from mla_compile.core.files import new_folder, umask
 from mla_compile.core.trusted import refusal
 from mla_compile.errors import ModelFileError, TargetError
 
@@ -31,25 +28,13 @@ _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 def write(folder: Path, kind: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
     """Writes a new folder, whole or not at all. Raises :class:`TargetError` where there is something already."""
     check_new(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise TargetError(f"{folder} cannot be written: {error}") from error
-    try:
-        digests = {name: digest(data) for name, data in files.items()}
-        said = json.dumps({"format": FORMAT, "kind": kind, "files": digests}, indent=1)
+    digests = {name: digest(data) for name, data in files.items()}
+    said = json.dumps({"format": FORMAT, "kind": kind, "files": digests}, indent=1)
+    with new_folder(folder, 0o755) as draft:  # what a group may write is not trusted when it is read
         for name, data in {**files, MANIFEST: said.encode()}.items():
             (draft / name).write_bytes(data)
             (draft / name).chmod(0o644 & ~umask())
-        draft.chmod(0o755 & ~umask())
-        if folder.exists():
-            folder.rmdir()
-        os.replace(draft, folder)
-    except OSError as error:
-        raise TargetError(f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        check_new(folder)  # somebody may have made it meanwhile
 
 
 def check_new(folder: Path) -> None:

@@ -204,7 +204,6 @@ class Bench:
         self.subject, self.settings = made, made.settings
         self.rows: list[BenchRow] = []
         self.about = machine()
-        self._room = 0
         self._steps: DecodeSteps | None = None
 
     def stages(self) -> int:

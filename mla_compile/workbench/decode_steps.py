@@ -80,7 +80,7 @@ class DecodeSteps:
         cache: Any = DynamicCache(config=self.model.config)
         for layer, (keys, values) in zip(cache.layers, self.pool, strict=True):
             layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys[:, :, :tokens].contiguous(), values[:, :, :tokens].contiguous()
+            layer.keys, layer.values = (_cut(rows, tokens) for rows in (keys, values))
         return cache
 
     def inputs(self, tokens: int, cache: Any) -> dict[str, Any]:
@@ -112,6 +112,11 @@ class DecodeSteps:
         result = self.calls[variant](**inputs)
         self._synchronize()
         return time.perf_counter() - start, result.logits
+
+
+def _cut(rows: Tensor, tokens: int) -> Tensor:
+    """The first rows, with the strides of a new tensor, since compiled code asks for those of a batch of one, too."""
+    return rows[:, :, :tokens].clone(memory_format=torch.contiguous_format)
 
 
 def differences(logits: Mapping[str, Tensor]) -> dict[str, float]:

@@ -8,20 +8,22 @@ are small enough for two CPU cores. Weights are seeded, so nothing is downloaded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import mla_compile
-from mla_compile.core.cache_argument import cache_argument, cache_of
-from mla_compile.core.measuring import Times, available_bytes, in_turns, require_compiler, timed
+from mla_compile.core.cache_argument import cache_of
+from mla_compile.core.measuring import Times, available_bytes, in_turns, require_compiler
 from mla_compile.core.quantities import gib
 from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.report.report import Report
 from mla_compile.runtime.latent import held_bytes
+from mla_compile.workbench.decode_steps import DecodeSteps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -190,15 +192,15 @@ def run(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
     decoded = generate(optimized, prompt, settings.tokens)
     agreement = compare(original, decoded, _TOLERANCE[settings.dtype])
     precision_ratio = _precision(getattr(optimized, "mla_report", None))
-    report = mla_compile.explain(model, **_decode_inputs(model, max(settings.contexts), settings.dtype))
+    steps = _decode_steps(model, optimized, settings)
+    longest = max(settings.contexts)
+    report = mla_compile.explain(model, **steps.inputs(longest, steps.dynamic(longest)))
     progress("compiling the original with Inductor")
-    steps = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
-    for context in (settings.prompt, settings.prompt + 1):  # the second length makes the context symbolic
-        timed_step(model, steps["inductor"], context, settings.dtype)
+    steps.step("inductor", settings.prompt)  # two lengths, of which the second makes the context symbolic
     timings = []
     for context in settings.contexts:
         progress(f"decoding at a context of {context:,} tokens")
-        timings.append(measure(model, steps, context, settings))
+        timings.append(measure(steps, context, settings.rounds))
     return DemoResult(settings, report, agreement, tuple(timings), precision_ratio, (original.held, decoded.held))
 
 
@@ -272,46 +274,24 @@ def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreemen
     return Agreement(tuple(tokens.tolist()), first, tie, error, tolerance)
 
 
-def measure(model: object, steps: dict[str, Any], context: int, settings: DemoSettings) -> Timing:
-    """Time a decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
-    for step in steps.values():
-        timed_step(model, step, context, settings.dtype)
+def measure(steps: DecodeSteps, context: int, rounds: int) -> Timing:
+    """Time a decode step of each variant in turn, ``rounds`` times."""
 
-    def one(step: Callable[..., Any]) -> Callable[[], float]:
-        return lambda: timed_step(model, step, context, settings.dtype)
+    def one(variant: str) -> Callable[[], float]:
+        return lambda: steps.step(variant, context)[0]
 
-    seconds = in_turns({name: one(step) for name, step in steps.items()}, settings.rounds, math.inf)
+    in_turns({name: one(name) for name in steps.calls}, 1, math.inf)  # compiles, if need be
+    seconds = in_turns({name: one(name) for name in steps.calls}, rounds, math.inf)
     return Timing(context, {name: Times.of(taken) for name, taken in seconds.items()})
 
 
-@torch.no_grad()
-def timed_step(model: object, step: Callable[..., object], context: int, dtype: str) -> float:
-    """Return the seconds of one decode step whose cache holds ``context`` random rows; no prompt fills it."""
-    inputs = _decode_inputs(model, context, dtype)
-    return timed(lambda: step(**inputs))
-
-
-def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, object]:
-    """Return exactly what ``generate()`` passes for the token after ``context`` cached ones, to reuse its graphs."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    for layer, (latent, rotary) in enumerate(_cached_rows(model, context, dtype)):
-        cache.update(latent, rotary, layer)
-    return {
-        "input_ids": torch.tensor([[7]]),
-        "position_ids": torch.tensor([[context]]),
-        cache_argument(model): cache,
-        "use_cache": True,
-        "logits_to_keep": 1,
-        "return_dict": True,
-    }
-
-
-def _cached_rows(model: Any, context: int, dtype: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what transformers caches per layer: latent rows [1, 1, T, L] and rotated keys [1, 1, T, R]."""
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(model.config.num_hidden_layers):
-        widths = (model.config.kv_lora_rank, model.config.qk_rope_head_dim)
-        latent, rotary = (torch.randn(1, 1, context, width, generator=generator).to(DTYPES[dtype]) for width in widths)
-        yield latent, rotary
+def _decode_steps(model: Any, optimized: Any, settings: DemoSettings) -> DecodeSteps:
+    """The original as it is and compiled by Inductor, and the optimized model, called as generate() calls them."""
+    of_generate = {"logits_to_keep": 1, "return_dict": True}  # so that compiled code of generate() is used
+    models = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
+    calls = {name: torch.no_grad()(partial(one, **of_generate)) for name, one in models.items()}
+    cached = (1, model.config.kv_lora_rank, 1, model.config.qk_rope_head_dim)  # what transformers caches of a layer
+    return DecodeSteps(
+        model, calls, [cached] * settings.layers, batch=1, longest=max(settings.contexts),
+        dtype=DTYPES[settings.dtype],
+    )  # fmt: skip

@@ -215,7 +215,7 @@ def test_a_format_that_is_not_read_is_a_note(explained_models):
 def test_grouped_heads_are_named_and_nothing_is_absorbed(explained_models):
     done = call(write(LLAMA))
     assert done.exit_code == 1, done.output
-    assert "is GQA, not Multi-head Latent Attention" in done.output
+    assert "This is GQA, not Multi-head Latent Attention: there is no latent to absorb" in done.output
     assert "mla-compile plan" in done.output
     assert "its own code caches 144 values per token (3 x 48)" in done.output
     assert "Traceback" not in done.output
@@ -242,7 +242,8 @@ def test_a_refusal_shows_the_line(explained_models):
     assert "refused: nonlinear" in done.output
     assert "explained_models.py:9" in done.output
     assert "return torch.tanh(super().forward(latent))" in done.output
-    assert "nothing is absorbed; the report above says what stands in the way" in done.output
+    assert "Nothing is absorbed: the one attention is refused (nonlinear)" in done.output
+    assert "Each attention is listed with what stands in the way" in done.output
 
 
 def test_a_module_with_its_inputs(explained_models):
@@ -274,7 +275,7 @@ def test_what_is_absorbed_by_hand_is_no_failure(explained_models):
     done = call("python:explained_models:by_hand", "--html", "page.html")
     assert done.exit_code == 1, done.output
     assert "kept: already_absorbed" in done.output
-    assert "ByHand is absorbed by hand: nothing is left to absorb" in done.output
+    assert "Nothing needs to be absorbed: the one attention is kept (already_absorbed)" in done.output
     assert "not Multi-head Latent Attention" not in done.output
     page = Path("page.html").read_text(encoding="utf-8")
     assert "Nothing needs to be absorbed" in page
@@ -309,7 +310,7 @@ def test_a_latent_as_wide_as_k_and_v_is_not_called_another_family(monkeypatch):
     done = call(wide)
     assert done.exit_code == 1, done.output
     assert "kept: cost_latent_wide" in done.output
-    assert "nothing is absorbed, because nothing would be saved" in done.output
+    assert "Nothing needs to be absorbed: 2 attentions are kept (cost_latent_wide)" in done.output
     assert "not Multi-head Latent Attention" not in done.output
     said = json.loads(call(wide, "--json").stdout)
     assert (said["family"], said["cache"], said["costs"]) == ("kept", [], [])

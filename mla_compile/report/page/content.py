@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from mla_compile.codes import CODES, OVER_ROWS, VerdictName
+from mla_compile.codes import CODES, VerdictName
 from mla_compile.core.drawing import DrawnNode
-from mla_compile.core.quantities import amount, gigabytes, scaled, seconds
+from mla_compile.core.quantities import amount, gigabytes, scaled
 from mla_compile.core.records import Location, SiteReport
 from mla_compile.report.explained import CONTEXTS, CacheRow, Explained, SiteChoice, TokenCost, query_flops, token_costs
 from mla_compile.report.facts import Facts, Family
 from mla_compile.report.grouping import SiteGroup, grouped
 from mla_compile.report.page import charts
 from mla_compile.report.page.graphs import PlacedGraph, laid_out
-from mla_compile.report.wording import WORDS, headline, queries, rows_of
+from mla_compile.report.verdicts import advice, verdict
+from mla_compile.report.wording import headline, rows_of
 from mla_compile.version import __version__
 
 PLACES = tuple(2**i for i in range(11, 20))
@@ -80,8 +81,8 @@ class SizeChoices:
     """Break-even and folds of the attentions of one size."""
 
     title: str
-    sentences: tuple[str, ...]
-    verdict: str
+    break_even: str
+    fold: str
     table: Table
     chart: charts.LineChart | None
 
@@ -110,14 +111,14 @@ class Content:
 def content(result: Explained, title: str) -> Content:
     """Return everything that the page shows about one explained model."""
     model = result.facts
-    tone, verdict = _verdict(model)
+    tone, said = verdict(model)
     costs = result.costs
     return Content(
         title=title or model.name,
         facts=_facts(model, result.dtype),
         tone=tone,
-        verdict=verdict,
-        advice=_advice(model),
+        verdict=said,
+        advice=advice(model),
         notes=(*result.notes, *model.messages),
         sites=tuple(_site(group) for group in grouped(model.sites)),
         cache_chart=_cache_chart(result.cache) if result.cache else None,
@@ -129,54 +130,6 @@ def content(result: Explained, title: str) -> Content:
         choices=tuple(_choice(choice) for choice in result.choices),
         versions=_versions(),
     )
-
-
-def _verdict(model: Facts) -> tuple[VerdictName, str]:
-    counts = dict.fromkeys(WORDS, 0)
-    for site in model.sites:
-        counts[site.verdict] += site.stands_for
-    total, absorbed = sum(counts.values()), counts["absorbed"]
-    if not total:
-        return "not_mla", "There is no attention in this model."
-    if not absorbed:
-        worst: VerdictName = next(v for v in ("refused", "kept", "not_mla") if counts[v])
-        first = next(site for site in model.sites if site.verdict == worst)
-        if worst == "not_mla":
-            kind = "MHA, GQA or MQA" if model.family == "not MLA" else model.family
-            return worst, f"This is {kind}, not Multi-head Latent Attention: there is no latent to absorb."
-        what = "Nothing is absorbed" if worst == "refused" else "Nothing needs to be absorbed"
-        said = f"{_sites(counts[worst])} {_be(counts[worst])} {WORDS[worst]} ({first.code}): {first.reason}"
-        return worst, f"{what}: {said}."
-    gain = _in_part(model, absorbed) + _gain(model)
-    if absorbed == total:
-        who = "The one attention is" if total == 1 else f"All {total} attentions are"
-        return "absorbed", f"{who} decoded in absorbed form{gain}."
-    others = ", ".join(f"{n} {WORDS[v]}" for v, n in counts.items() if n and v != "absorbed")
-    return "absorbed", f"{absorbed} of {total} attentions are decoded in absorbed form{gain}; {others}."
-
-
-def _in_part(model: Facts, absorbed: int) -> str:
-    some = sum(site.stands_for for site in model.sites if site.kept)
-    if not some:
-        return ""
-    return ", in part" if absorbed == 1 else f", {'all' if some == absorbed else some} of them in part"
-
-
-def _gain(model: Facts) -> str:
-    saved = [s for s in model.sites if s.verdict == "absorbed" and s.values_read_after]
-    before, after = (saved[0].values_read_before, saved[0].values_read_after) if saved else (None, None)
-    if before is None or after is None or before <= after:
-        return ""
-    return f": {after:,} values are read per key and layer instead of {before:,}, {before / after:.3g} times fewer"
-
-
-def _advice(model: Facts) -> str:
-    if any(site.verdict == "absorbed" for site in model.sites):
-        return 'Use it with mla_compile.optimize(model), or torch.compile(model, backend="mla").'
-    if any(site.verdict in ("refused", "kept") and site.code not in OVER_ROWS for site in model.sites):
-        return "Below is what stands in the way, where, and what would change it. The model runs as it is."
-    plan = "; mla-compile plan says what it costs to serve" if model.cached else ""
-    return f"mla_compile leaves it as it is{plan}."
 
 
 def _facts(model: Facts, dtype: str) -> tuple[str, ...]:
@@ -286,8 +239,6 @@ def _bytes_of(row: TokenCost) -> Sequence[int]:
 
 
 def _choice(choice: SiteChoice) -> SizeChoices:
-    at = ", ".join(f"{queries(s)} at {charts.short(T)}" for s, T in zip(choice.break_even, CONTEXTS, strict=True))
-    long = queries(choice.break_even_long)
     rows = tuple(
         (
             (side.product, f"{side.chained:,}", f"{side.folded:,}", f"{side.folded / side.chained:.3g} x",
@@ -296,18 +247,10 @@ def _choice(choice: SiteChoice) -> SizeChoices:
         )
         for side in choice.folds
     )  # fmt: skip
-    fold = f"Fold {' and '.join(choice.fold)}." if choice.fold else "Do not fold."
-    if choice.folds:
-        times = f"about {seconds(choice.chained_s)} chained"
-        if choice.folded_s is not None:
-            times += f", {seconds(choice.folded_s)} with both folded"
-        fold += f" One layer, one query, 32k tokens on a data-centre GPU: {times}, by the cost model."
-    else:
-        fold = "Whether folding pays is not known: the widths of the query and the output projection are not."
     return SizeChoices(
         f"{choice.dims}",
-        (f"Absorbing takes fewer FLOPs below {long} queries per call on a long context ({at}).",),
-        fold,
+        f"Break-even: {choice.when_absorbing_pays}.",
+        f"Fold verdict: {choice.whether_folding_pays}.",
         Table(
             "Weights read per token and layer",
             ("product", "as they are", "folded", "ratio", "in bytes"),
@@ -327,14 +270,6 @@ def _query_chart(choice: SiteChoice) -> charts.LineChart:
         f"FLOPs of one attention call, {charts.short(_QUERY_CONTEXT)} tokens of context", "queries per call", QUERIES,
         series, marked=(1, 128, 1024), unit="", limit=limit,
     )  # fmt: skip
-
-
-def _sites(count: int) -> str:
-    return "the one attention" if count == 1 else f"{count} attentions"
-
-
-def _be(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 def _versions() -> str:
