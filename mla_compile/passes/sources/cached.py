@@ -26,11 +26,14 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
     """Return the inputs and state tensors that hold the earlier part of ``rows``."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
-        ends = packet(node) in CONTRACTIONS or _held(node)
+        ends = packet(node) in CONTRACTIONS or held(node)
         return () if ends else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    found = (_input(past) for node in reachable([start], same_rows, REACH) for past in _held(node))
+    # Rows that stand for K may be written by arithmetic, too; there is no need to look for that where there are none.
+    replaced = any(ROWS in n.meta for n in start.graph.find_nodes(op="placeholder"))
+    held = _held_or_written if replaced else _held
+    found = (_input(past) for node in reachable([start], same_rows, REACH) for past in held(node))
     return {node for node in found if node is not None}
 
 
@@ -46,8 +49,13 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
             return parts
         case Write(base=base) | WriteOne(base=base) | WriteRows(base=base):
             return (base,)
-    written = write_of(node, lambda n: ROWS in n.meta)  # by arithmetic
-    return () if written is None else (written.buffer,)
+    return ()
+
+
+def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
+    held = _held(node)
+    written = None if held else write_of(node, lambda n: ROWS in n.meta)
+    return held if written is None else (written.buffer,)
 
 
 def _input(node: fx.Node) -> fx.Node | None:
