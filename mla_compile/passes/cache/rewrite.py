@@ -100,7 +100,8 @@ class _Rewriter:
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
         values: list[object] = list(results_of(self.graph))
-        for cache in caches:
+        # In graph order, since rows that K and V share are written before the first of them.
+        for cache in sorted(caches, key=lambda one: one.node):
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
             anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)
             builder = Builder(anchor, self.fake_mode)

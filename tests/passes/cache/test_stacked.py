@@ -165,3 +165,14 @@ def test_two_of_three_parts_are_not_the_buffer():
     with pytest.warns(mla_compile.MlaCompileWarning):
         program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
     assert "mla_cache" not in program.graph_module.meta
+
+
+def test_rows_of_both_in_float8():
+    module = Stacked(at_positions)
+    x, at = tokens(0, 1)
+    exported = torch.export.export(module.double().eval(), (x, buffer(), at), strict=False)
+    program = mla_compile.optimize(exported, cache="latent", forms="absorbed", cache_dtype="fp8")
+    rows = pytree.tree_leaves(program.example_inputs[0][1])
+    assert {r.dtype for r in rows} == {torch.uint8, torch.float64}  # the rotary key is no row that a weight expands
+    (expected, _), (got, _) = module(x, buffer(), at), program.module()(x, program.example_inputs[0][1], at)
+    assert 0 < (got - expected).norm() / expected.norm() < 0.05

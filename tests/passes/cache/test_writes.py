@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import mla_compile
 from tests.passes.cache.test_buffers import EXACT, Static, _no_grad, buffers, latent, stays, tokens
-from tests.support.latent_modules import B, H, L, R
+from tests.support.latent_modules import B, H, L, N, R
 from tests.support.tiers import also
 
 __all__ = ["_no_grad"]
@@ -137,6 +137,32 @@ def test_positions_that_are_named_twice_hold_the_last_token():
     at = at.new_tensor([4, 2, 4])
     (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
     assert (got - expected).abs().max() < EXACT
+
+
+class ValuesFirst(Written):
+    """The rows that both share are written before the first of them is made again."""
+
+    def forward(self, x, k_buffer, v_buffer, at):
+        b, s, _ = x.shape
+        k, v = self.made(x, at)
+        v_buffer = self.put(v_buffer, v, at)
+        k_buffer = self.put(k_buffer, k, at)
+        q = self.layer.q(x).view(b, s, H, N + R).transpose(1, 2)
+        keep = torch.arange(k_buffer.shape[2]) <= at[:, None]
+        y = F.scaled_dot_product_attention(q, k_buffer, v_buffer, attn_mask=keep)
+        return self.layer.o(y.transpose(1, 2).flatten(2)), k_buffer, v_buffer
+
+
+@pytest.mark.parametrize("write", [lambda buffer, new, at: buffer.index_copy(2, at, new), multiplied])
+def test_values_may_be_written_before_the_keys(write):
+    module = ValuesFirst(write)
+    program = latent(module)
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, 0]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in range(3):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
 
 
 def per_head(buffer, new, at):
