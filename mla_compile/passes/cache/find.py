@@ -25,7 +25,7 @@ own outputs or a cache converted for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -34,7 +34,7 @@ from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.cache.stacked import Made, stacked
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.moves import Join, Permute, Select, Slice
+from mla_compile.passes.ir.moves import Join, Permute, Select, Slice, Stack
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
@@ -200,7 +200,14 @@ class _Search:
         """Return ``node`` as a write of tokens into a buffer of rows."""
         write = self._write(node)
         # The axis decides, because K that is assembled from columns is a write as well.
-        return write if write is not None and tokens in write.dims else None
+        if write is None or tokens not in write.dims:
+            return None
+        new, stack = write.parts[0], decode(write.parts[0])
+        if write.stacked is not None or not isinstance(stack, Stack) or stack.dim in write.dims:
+            return write
+        # Heads that are stacked may be made by one weight; K and V may not.
+        one = not isinstance(make_recipe(new, self.maps.map(new), tokens), Stop)
+        return write if one else replace(write, parts=stack.parts, stacked=stack.dim)
 
     def _write(self, node: fx.Node) -> CacheWrite | None:
         write = write_of(node, self._is_past) or write_of(node, is_zeros)

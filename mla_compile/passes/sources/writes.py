@@ -10,7 +10,7 @@ the factors are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from string import ascii_letters
 
 import torch
@@ -54,7 +54,7 @@ class CacheWrite:
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
     """Return ``node`` as a write of one tensor into one that ``is_buffer``; None if it does anything else.
 
-    Several tensors count as one if they are stacked, or if they are written to the same places of each part of it.
+    Several tensors count as one if they are written to the same places of each part of the buffer.
     """
     if isinstance(how := decode(node), moves.WriteOne) and how.index is not None:
         return _write_of_each(node, how.dim, is_buffer)
@@ -66,11 +66,9 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or len(reading.new) != 1:
         return None
     ((new, grown),) = reading.new.items()
-    write = CacheWrite(node, buffer, (new,), made, tuple(sorted(grown)))
-    stack = decode(new)
-    if isinstance(stack, moves.Stack) and stack.dim not in write.dims:
-        return replace(write, parts=stack.parts, stacked=stack.dim)
-    return write
+    # A new tensor that is broadcast may be converted on the way.
+    same_dtype = val(new).dtype == val(buffer).dtype == val(node).dtype
+    return CacheWrite(node, buffer, (new,), made, tuple(sorted(grown))) if same_dtype else None
 
 
 def _write_of_each(node: fx.Node, dim: int, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:

@@ -165,6 +165,12 @@ def test_values_may_be_written_before_the_keys(write):
         assert (got - expected).abs().max() < EXACT
 
 
+def test_what_is_converted_on_the_way_stays():
+    """Keys in float32, which ``where`` converts to the buffer's float64."""
+    in_float32 = Written(lambda buffer, new, at: chosen(buffer, new.float(), at))
+    assert stays(in_float32).code == "expanded_cache"
+
+
 def per_head(buffer, new, at):
     hot = along(buffer, new, at) * torch.linspace(0.5, 1, H, dtype=new.dtype).view(H, 1, 1)
     return buffer * (1 - hot) + new * hot
