@@ -32,7 +32,8 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.stacked import Made, stacked
+from mla_compile.passes.cache.shown import seen_through_views
+from mla_compile.passes.cache.stacked import FullRecipe, stacked
 from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.moves import Join, Permute, Select, Slice, Stack
 from mla_compile.passes.ir.operators import decode
@@ -41,7 +42,7 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 from mla_compile.passes.sources.along_tokens import computes
 from mla_compile.passes.sources.records import Side, pieces_of
 from mla_compile.passes.sources.sources import choose_sources
-from mla_compile.passes.sources.writes import CacheWrite, is_zeros, seen_through_views, write_of
+from mla_compile.passes.sources.writes import CacheWrite, is_zeros, write_of
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class _Search:
 
     def _made(
         self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, axis: int | None
-    ) -> Made | None:
+    ) -> FullRecipe | None:
         """Return how new tokens are made: one tensor, or several that are stacked along ``axis``."""
         tokens -= axis is not None and tokens > axis
         made = [make_recipe(p, maps[p], tokens, packs=self.packs) for p in parts]

@@ -31,7 +31,7 @@ from mla_compile.passes.ir.graph import (
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
-from mla_compile.passes.sources.along_tokens import NEW, OLD, Made, make, moved
+from mla_compile.passes.sources.along_tokens import NEW, OLD, Writing, make, moved
 from mla_compile.passes.sources.writes import is_zeros
 
 aten = torch.ops.aten
@@ -216,7 +216,7 @@ class _Rewriter:
             )
         return self.joined[key]
 
-    def _made(self, cache: CacheOfRows) -> Made | None:
+    def _made(self, cache: CacheOfRows) -> Writing | None:
         """Return how the written rows are made; None if the new ones are joined to the past."""
         return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 

@@ -9,11 +9,11 @@ from torch import fx
 
 from mla_compile.passes.cache.recipe import Apply, Formula, Ingredient, Leaf, Recipe
 
-Made = tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]]
+FullRecipe = tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]]
 """A recipe, its rows, and the weights that it reads."""
 
 
-def stacked(parts: Sequence[Made], axis: int) -> Made | None:
+def stacked(parts: Sequence[FullRecipe], axis: int) -> FullRecipe | None:
     """Return the recipe of ``parts``, stacked along a new ``axis``; None if their axes are not alike."""
     first, _, _ = parts[0]
     rows: dict[tuple[object, ...], tuple[int, Ingredient]] = {}

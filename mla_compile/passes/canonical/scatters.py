@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import Builder, args_of, axis, shape
 from mla_compile.passes.ir.moves import Rearrange
-from mla_compile.passes.ir.operators import decode
+from mla_compile.passes.ir.operators import decode, varying
 from mla_compile.passes.ir.sizes import same_sizes
-from mla_compile.passes.ir.varying import varying
 
 aten = torch.ops.aten
 

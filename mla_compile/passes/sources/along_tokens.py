@@ -65,28 +65,28 @@ class Mix:
     ``summed``: the dimension of the matrix that is summed with axis ``dim`` of ``x``, which its other one replaces.
     """
 
-    x: Made
+    x: Writing
     matrix: Shared
     summed: int
     dim: int
 
 
 @dataclass(frozen=True)
-class Step:
+class Applied:
     """An operator over tensors that are made, with other arguments as they are; constants are themselves."""
 
     op: Callable[..., object]
     args: tuple[object, ...]
 
 
-Made: TypeAlias = "Given | Mix | Step"
+Writing: TypeAlias = "Given | Mix | Applied"
 
 
 def axes_of(made: object) -> Iterator[int]:
     """Yield the axes along which positions or factors differ; those that inner steps name come last."""
-    if isinstance(made, Step):
-        plain = [a for a in made.args if not isinstance(a, (Mix, Step))]
-        for arg in (*plain, *(a for a in made.args if isinstance(a, (Mix, Step)))):
+    if isinstance(made, Applied):
+        plain = [a for a in made.args if not isinstance(a, (Mix, Applied))]
+        for arg in (*plain, *(a for a in made.args if isinstance(a, (Mix, Applied)))):
             yield from axes_of(arg)
     elif isinstance(made, Mix):
         yield from axes_of(made.matrix)
@@ -102,7 +102,7 @@ def axes_of(made: object) -> Iterator[int]:
 
 def computes(made: object) -> bool:
     """Whether values are multiplied or added, and not only moved."""
-    if isinstance(made, Step):
+    if isinstance(made, Applied):
         return made.op not in _MOVES or any(map(computes, made.args))
     return isinstance(made, Mix)
 
@@ -118,8 +118,8 @@ def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node
 
     def on(one: object) -> Any:
         match one:
-            case Step():
-                return Step(one.op, tuple(map(on, one.args)))
+            case Applied():
+                return Applied(one.op, tuple(map(on, one.args)))
             case Mix():
                 return replace(one, x=on(one.x), matrix=on(one.matrix), dim=axis(one.dim))
             case Shared():
@@ -134,14 +134,14 @@ def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node
     return made
 
 
-def make(made: Made, builder: Builder, given: Mapping[Given, fx.Node]) -> fx.Node:
+def make(made: Writing, builder: Builder, given: Mapping[Given, fx.Node]) -> fx.Node:
     """Add ``made`` of the tensors ``given`` to a graph."""
     if isinstance(made, Given):
         return given[made]
     if isinstance(made, Mix):
         return _mixed(made, builder, make(made.x, builder, given))
-    own: list[Any] = [make(a, builder, given) if isinstance(a, (Given, Mix, Step)) else a for a in made.args]
-    first = next(b for a, b in zip(made.args, own, strict=True) if isinstance(a, (Given, Mix, Step)))
+    own: list[Any] = [make(a, builder, given) if isinstance(a, (Given, Mix, Applied)) else a for a in made.args]
+    first = next(b for a, b in zip(made.args, own, strict=True) if isinstance(a, (Given, Mix, Applied)))
     return builder.call(made.op, *(_argument(a, builder, val(first).dtype, len(shape(first))) for a in own))
 
 

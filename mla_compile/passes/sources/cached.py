@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import ROWS, is_tensor, packet, whole_rows
 from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Select, Slice, Write, WriteOne, WriteRows
 from mla_compile.passes.ir.operators import CONTRACTIONS, behind, decode
 from mla_compile.passes.ir.walk import REACH, reachable
-from mla_compile.passes.sources.writes import write_of
 
 
 def are_cached(rows: fx.Node) -> bool:
@@ -53,9 +53,11 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
-    held = _held(node)
-    written = None if held else write_of(node, lambda n: ROWS in n.meta)
-    return held if written is None else (written.buffer,)
+    """Return the same, or rows from an input that ``node`` multiplies or adds others to."""
+    if held := _held(node):
+        return [past for n in held for past in _held_or_written(behind(n, Slice)[-1]) or [n]]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet(node) is torch.ops.aten.where
+    return [n for n in node.all_input_nodes if ROWS in behind(n, Slice)[-1].meta] if pointwise else ()
 
 
 def _input(node: fx.Node) -> fx.Node | None:

@@ -9,21 +9,30 @@ the factors are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 
 import torch
 from torch import fx
 
-from mla_compile.core.program import view_source
 from mla_compile.passes.ir import moves
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import behind, decode
+from mla_compile.passes.ir.operators import behind, decode, varying
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
-from mla_compile.passes.ir.varying import varying
 from mla_compile.passes.ir.walk import first_equals
-from mla_compile.passes.sources.along_tokens import NEW, OLD, Dim, Indices, Made, Mix, Shared, Step, axes_of, moved
+from mla_compile.passes.sources.along_tokens import (
+    NEW,
+    OLD,
+    Applied,
+    Dim,
+    Indices,
+    Mix,
+    Shared,
+    Writing,
+    axes_of,
+    moved,
+)
 
 aten = torch.ops.aten
 _DEPTH = 8
@@ -41,7 +50,7 @@ class CacheWrite:
     node: fx.Node
     buffer: fx.Node
     parts: tuple[fx.Node, ...]
-    made: Made
+    made: Writing
     grown: tuple[int, ...] = ()
     stacked: int | None = None
 
@@ -74,11 +83,14 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
 def _write_of_each(node: fx.Node, dim: int, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
     """Return the same write into each position of axis ``dim`` of a buffer, such as ``kv[0]`` and ``kv[1]``."""
     put: dict[int, fx.Node] = {}
-    buffer = node
-    while isinstance(how := decode(buffer), moves.WriteOne) and how.dim == dim and how.index is not None:
+    chain = [node]
+    while isinstance(how := decode(chain[-1]), moves.WriteOne) and how.dim == dim and how.index is not None:
         put.setdefault(how.index, how.x)  # the last write counts
-        buffer = how.base
+        chain.append(how.base)
+    buffer = chain[-1]
     if not is_buffer(buffer) or {*put} != {*range(len(put))} or not same(shape(buffer)[dim], len(put)):
+        return None
+    if _is_read_between(chain, dim):
         return None
 
     def is_part(index: int) -> Callable[[fx.Node], bool]:
@@ -112,6 +124,24 @@ def _write_of_each(node: fx.Node, dim: int, is_buffer: Callable[[fx.Node], bool]
     return CacheWrite(node, buffer, tuple(w.parts[0] for w in found), made, grown, dim)
 
 
+def _is_read_between(chain: Sequence[fx.Node], dim: int) -> bool:
+    """Whether parts of a buffer are read before all are written, as layers read their own keys of all.
+
+    ``chain``: the writes, last first, and the buffer. A part that is not written yet may be read, to write to it.
+    """
+    written: set[int | None] = set()
+    for then, node in zip(chain[-3::-1], chain[-2:0:-1], strict=True):
+        how = decode(node)
+        assert isinstance(how, moves.WriteOne)
+        written.add(how.index)
+        for user in node.users:
+            part = decode(user)
+            unwritten = isinstance(part, moves.Select) and part.dim == dim and part.index not in {*written, None}
+            if user is not then and not unwritten:
+                return True
+    return False
+
+
 def rows_written(node: fx.Node) -> moves.WriteRows | None:
     """Return ``node`` as a write of one row for each position in a tensor."""
     how = decode(node)
@@ -122,17 +152,6 @@ def is_zeros(node: fx.Node) -> bool:
     """Whether ``node`` starts a buffer of zeros."""
     how = decode(node)
     return isinstance(how, moves.Fill) and how.value == 0 and not isinstance(how.value, bool)
-
-
-def seen_through_views(graph: fx.Graph) -> set[fx.Node]:
-    """Return tensors of which the caller gets views. If they became rows, a write would no longer show in the views."""
-    shown: set[fx.Node] = set()
-    for value in graph.output_node().all_input_nodes:
-        root = view_source(value)
-        while root is not None and root not in shown:
-            shown.add(root)
-            root = view_source(root)
-    return shown
 
 
 def _buffer_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool], depth: int = _DEPTH) -> fx.Node | None:
@@ -167,7 +186,7 @@ class _Reading:
         self.buffer = buffer
         self.new: dict[fx.Node, set[int]] = {}
 
-    def made(self, node: fx.Node) -> Made | None:
+    def made(self, node: fx.Node) -> Writing | None:
         """Return how ``node``, which shows a buffer, is made; None if it is not made along tokens alone."""
         if node is self.buffer:
             return OLD
@@ -175,7 +194,7 @@ class _Reading:
         if isinstance(how, moves.Slice):
             x = self.made(how.x)
             whole = x is None or how.bounds is None
-            return None if whole else Step(aten.slice.Tensor, (x, Dim(how.dim), *(how.bounds or ())))
+            return None if whole else Applied(aten.slice.Tensor, (x, Dim(how.dim), *(how.bounds or ())))
         if isinstance(how, moves.Assign):
             return self.made(how.x) if _is_kept(how.x, node) else None
         if isinstance(how, (moves.Write, moves.WriteRows)):
@@ -189,7 +208,7 @@ class _Reading:
         """Whether ``node`` is a part of the buffer, or what it becomes by a write."""
         return _buffer_of(node, lambda n: n is self.buffer) is not None
 
-    def part(self, node: object, of: fx.Node | None = None) -> Made | None:
+    def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
         """Return how an operand is made: of the buffer, or else as a new tensor that is written to it.
 
         ``of``: the result of an operator that broadcasts its operands.
@@ -212,17 +231,17 @@ class _Reading:
         self.new.setdefault(node, set()).update(k for k, n in enumerate(shape(node)) if not same(n, wide[k]))
         return NEW
 
-    def _written(self, how: moves.Write | moves.WriteRows, op: Callable[..., object]) -> Made | None:
+    def _written(self, how: moves.Write | moves.WriteRows, op: Callable[..., object]) -> Writing | None:
         base, x = self.part(how.base), self.part(how.x)
         if base is None or x is None:
             return None
         if isinstance(how, moves.Write):
-            return Step(aten.slice_scatter.default, (base, x, Dim(how.dim), *how.bounds))
+            return Applied(aten.slice_scatter.default, (base, x, Dim(how.dim), *how.bounds))
         if op is aten.index_put:
-            return Step(aten.index_put.default, (base, Indices(how.dim, (how.index,)), x))
-        return Step(aten.index_copy.default, (base, Dim(how.dim), how.index, x))
+            return Applied(aten.index_put.default, (base, Indices(how.dim, (how.index,)), x))
+        return Applied(aten.index_copy.default, (base, Dim(how.dim), how.index, x))
 
-    def _at_indices(self, node: fx.Node) -> Made | None:
+    def _at_indices(self, node: fx.Node) -> Writing | None:
         """Read a write at positions along several axes, such as one position for each sequence."""
         scatters = packet(node) is aten.scatter
         found = _scattered(node) if scatters else _by_pairs(node)
@@ -230,9 +249,9 @@ class _Reading:
         if found is None or base is None or x is None:
             return None
         if isinstance(found, Indices):
-            return Step(aten.index_put.default, (base, found, x))
+            return Applied(aten.index_put.default, (base, found, x))
         dim, index = found
-        return Step(aten.scatter.src, (base, dim, Step(aten.expand_as.default, (index, x)), x))
+        return Applied(aten.scatter.src, (base, dim, Applied(aten.expand_as.default, (index, x)), x))
 
 
 def _fits(how: moves.Write | moves.WriteRows) -> bool:
@@ -327,7 +346,7 @@ def _mix(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:
     return x, Shared(matrix, tuple(axes)), summed, dim
 
 
-def _times(reading: _Reading, node: fx.Node) -> Made | None:
+def _times(reading: _Reading, node: fx.Node) -> Writing | None:
     x, factor = args_of(node)
     if isinstance(factor, (int, float)):
         return _step(node, reading.part(x, node), factor)
@@ -338,31 +357,31 @@ def _times(reading: _Reading, node: fx.Node) -> Made | None:
     return _step(node, reading.part(x, node), _shared(factor, node))
 
 
-def _sum(reading: _Reading, node: fx.Node) -> Made | None:
+def _sum(reading: _Reading, node: fx.Node) -> Writing | None:
     x, y = args_of(node)[:2]
     return None if node.kwargs.get("alpha", 1) != 1 else _step(node, reading.part(x, node), reading.part(y, node))
 
 
-def _choice(reading: _Reading, node: fx.Node) -> Made | None:
+def _choice(reading: _Reading, node: fx.Node) -> Writing | None:
     mask, x, y = args_of(node)
     return _step(node, _shared(mask, node), reading.part(x, node), reading.part(y, node))
 
 
-def _between(reading: _Reading, node: fx.Node) -> Made | None:
+def _between(reading: _Reading, node: fx.Node) -> Writing | None:
     x, y, weight = args_of(node)
     return _step(node, reading.part(x, node), reading.part(y, node), _shared(weight, node))
 
 
-def _emptied(reading: _Reading, node: fx.Node) -> Made | None:
+def _emptied(reading: _Reading, node: fx.Node) -> Writing | None:
     x, mask, value = args_of(node)
     return _step(node, reading.part(x, node), _shared(mask, node), value) if value == 0 else None
 
 
-def _step(node: fx.Node, *args: object) -> Made | None:
-    return None if any(a is None for a in args) else Step(node.target, args)  # type: ignore[arg-type]
+def _step(node: fx.Node, *args: object) -> Writing | None:
+    return None if any(a is None for a in args) else Applied(node.target, args)  # type: ignore[arg-type]
 
 
-_ARITHMETIC: dict[object, Callable[[_Reading, fx.Node], Made | None]] = {
+_ARITHMETIC: dict[object, Callable[[_Reading, fx.Node], Writing | None]] = {
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _sum),
     aten.mul.Tensor: _times,
     aten.where.self: _choice,

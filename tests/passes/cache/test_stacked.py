@@ -129,13 +129,21 @@ def keys_of_what_was_written(kv, k, v, at, axis):
     return kv.select_scatter(keys, axis, 0).select_scatter(keys.index_copy(2, at, v), axis, 1)
 
 
+def read_between(kv, k, v, at, axis):
+    """The keys are read as they are before the values are written, as those of a layer are before the next one's."""
+    kv = kv.select_scatter(kv.select(axis, 0).index_copy(2, at, k), axis, 0)
+    v = v + 0 * kv.select(axis, 0).sum()
+    return kv.select_scatter(kv.select(axis, 1).index_copy(2, at, v), axis, 1)
+
+
 def along_the_stack(kv, k, v, at, axis):
     return kv.index_copy(axis, at.new_tensor([1, 0]), torch.stack([k, v], axis).expand_as(kv))
 
 
 @pytest.mark.parametrize("axis", [0, *also("combination", 1)])
 @pytest.mark.parametrize(
-    "write", [at_other_positions, keys_alone, each_into_the_other, keys_of_what_was_written, along_the_stack]
+    "write",
+    [at_other_positions, keys_alone, each_into_the_other, keys_of_what_was_written, read_between, along_the_stack],
 )
 def test_other_buffers_of_both_stay(write, axis):
     module = Stacked(write, axis)
