@@ -51,7 +51,7 @@ def test_generated_attention(part: int) -> None:
 # token of values that is read beside the attention, of rows that are multiplied by a number. Keys that are returned and
 # that no step is given, which carry the hidden states that they are made of. A token that is read beside, by a weight
 # that is dequantized once. A latent for each group of heads, which is an axis of its own. A latent of one value: its
-# keys, rotated, are an image of it by cos and by sin.
+# keys, rotated, are an image of it by cos and by sin. A latent for each head, and rows of all heads beside it.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -96,6 +96,9 @@ FOUND = [
          query_scale="constant", rope="interleaved", share="repeat", join="assign", layout="heads_last",
          scale="argument", cache="none", fault="latent_per_head", forms="absorbed", lowering="aten", seed=9,
          beside="key"),
+    Case(T=2, D=3, H=7, L=3, R=0, V=3, tied=True, latent_scale="constant", query_scale="norm", rope="none",
+         layout="heads_last", core="einsum_heads_last", scale="both", mask_rank=2, padded=True, fault="latent_per_head",
+         door="dynamo", forms="absorbed", fold="always", lowering="aten", seed=4, beside="rows", reads=True),
 ]  # fmt: skip
 
 
@@ -169,8 +172,9 @@ def _check_verdict(case: Case, report: Report) -> None:
             sound |= not site.parts and site.dims is not None and site.dims.G == case.H
         if case.fault == "rope_on_keys":  # an image of two rows that all heads share: the latent by cos, and by sin
             sound |= not site.parts and site.dims is not None and site.dims.A > 0
-        if case.fault == "latent_per_head" and case.beside != "none":  # each head is a group with latents of its own
-            sound |= site.parts == ("keys", "values")
+        if case.fault == "latent_per_head" and case.beside != "none":
+            # Each head is a group with latents of its own, or what is added is an image of rows that all heads share.
+            sound |= site.parts in (("keys", "values"), ("keys",))
         assert site.verdict != "absorbed" or sound, f"{said} {site.parts}"
         return
     if case.forms == "expanded":

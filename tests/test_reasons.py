@@ -15,11 +15,12 @@ import torch
 
 from mla_compile.codes import Code
 from mla_compile.errors import MlaCompileWarning
+from mla_compile.pipeline.manager import Analyses
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generated_run import captured_step
 from tests.support.generator import Case, cases, check_each, drawn
 from tests.support.modules import MLA, inputs
-from tests.support.programs import seeded
+from tests.support.programs import LEGAL, canonical, seeded
 from tests.support.reasons import Told, recording, told
 from tests.support.tiers import also
 from tests.test_zoo import ODD, STYLES, load, pytestmark, random_inputs
@@ -170,6 +171,17 @@ def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> Non
 def test_what_is_narrower_or_wider_than_the_rows(case: Case, part: str, code: str) -> None:
     check(case)
     assert {str(t.code) for t in reasons(case) if t.part == part} == {code}
+
+
+def test_the_norm_before_latents_of_single_heads_is_the_obstacle() -> None:
+    """Without it all heads read an image of the same hidden states, which are kept and which no query is made of."""
+    program, _ = captured_step(GeneratedMLA(replace(OWN_LATENTS, latent_norm=False)))
+    program = program.copy()
+    canonical(program)
+    (verdict,) = Analyses(program).get(LEGAL)
+    assert (verdict.code, verdict.parts) == (Code.ABSORBED, ())
+    assert verdict.plan is not None
+    assert verdict.plan.dims.L == OWN_LATENTS.D
 
 
 class Mixed(MLA):

@@ -11,7 +11,7 @@ import torch
 from mla_compile.capture.cache_change import CacheChange, CachedTensor
 from mla_compile.errors import InputError
 from mla_compile.passes.cache.packed import pack
-from mla_compile.passes.cache.recipe import ColumnBlock, at_once, evaluate, expand
+from mla_compile.passes.cache.recipe import ColumnBlock, Recipe, at_once, evaluate, expand
 
 
 class Migrated(NamedTuple):
@@ -79,7 +79,13 @@ class _Equation(NamedTuple):
 
 def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
     """The linear equations that one K or V imposes on its rows, one for each range of its columns."""
-    recipe = tensor.recipe
+    recipe, at = tensor.recipe, tensor.recipe.stacked
+    stacked = [given] if at is None else given.unbind(at)
+    return [e for one, x in zip(recipe.each, stacked, strict=True) for e in _equations_of(one, tensor, x)]
+
+
+def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
+    """The equations of a tensor, or of one of those that are stacked in it."""
     heads, outer = recipe.heads, recipe.outer
     sizes = [int(recipe.kinds[k]) for k in heads]
     found: list[_Equation] = []

@@ -20,6 +20,7 @@ from mla_compile.passes.blame.not_softmax import not_softmax
 from mla_compile.passes.canonical.heads import read_heads
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
+from mla_compile.passes.canonical.scatters import read_scatters
 from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
 from mla_compile.passes.cost.cost import DeviceModel, default_device
@@ -111,6 +112,7 @@ def lost(known: Analyses) -> list[tuple[fx.Node, Stop]]:
 CANONICAL: dict[str, Callable[[Analyses], int]] = {
     "normalize": lambda known: normalize(known.program.gm.graph, known.program.fake_mode),
     "views": lambda known: canonicalize_views(known.program.gm.graph),
+    "scatters": lambda known: read_scatters(known.program.gm.graph, known.program.fake_mode),
     "split_products": lambda known: split_products(known.program.gm.graph, known.get(weights), known.program.fake_mode),
     "write_softmax": lambda known: write_softmax(known.program.gm.graph, known.get(weights), known.program.fake_mode),
     "read_heads": lambda known: read_heads(known.program.gm.graph, known.get(weights), known.program.fake_mode),

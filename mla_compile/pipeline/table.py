@@ -47,6 +47,7 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("stand_ins", "the captured graph", "operators of libraries, to plain ones for the time", stand_ins, once=True),
     Pass("normalize", "the captured graph", "checks and empty operators", canonical("normalize")),
     Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", canonical("views")),
+    Pass("scatters", "scatters of whole rows", "these, to writes at positions", canonical("scatters")),
     Pass("split_products", "products beside a softmax", "products that also add", canonical("split_products")),
     Pass("write_softmax", "exponentials between products", "a decomposed softmax", canonical("write_softmax")),
     Pass("read_heads", "scores of all heads, stacked", "heads that are selected again", canonical("read_heads")),

@@ -53,7 +53,16 @@ class Indexed(Attention):
         return self.over(q, self.k_cache[: len(x)], self.v_cache[: len(x)], positions)
 
 
-@pytest.mark.parametrize("layer", [Attention, Indexed])
+class Rescaled(Attention):
+    """What the buffer holds is multiplied by a number, and so are its rows."""
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        self.k_cache.mul_(0.5)
+        self.v_cache.mul_(0.5)
+        return super().forward(x, start)
+
+
+@pytest.mark.parametrize("layer", [Attention, Indexed, Rescaled])
 @pytest.mark.parametrize("codegen", ["eager", *also("inductor", "inductor")])
 def test_steps_attend_to_rows_and_buffers_hold_what_they_held(layer, codegen, codes):
     model = Model(layer, count=2)
@@ -289,18 +298,18 @@ class Shown(Attention):
         return super().forward(x, start), self.k_cache[: len(x)]
 
 
-class Rescaled(Attention):
+class Squashed(Attention):
     """What the buffer holds is changed besides being written to."""
 
     def forward(self, x: Tensor, start: int) -> Tensor:
-        self.k_cache.mul_(0.5)
-        self.v_cache.mul_(0.5)
+        self.k_cache.tanh_()
+        self.v_cache.tanh_()
         return super().forward(x, start)
 
 
 # The values of the last two are another buffer, beside which rows may be kept.
 REFUSED = [
-    (Biased, "expanded_cache"), (Overlapping, "a failure"), (Untracked, "expanded_cache"), (Rescaled, "unsupported_op"),
+    (Biased, "expanded_cache"), (Overlapping, "a failure"), (Untracked, "expanded_cache"), (Squashed, "refused"),
     (Filled, "expanded_cache"), (Shown, "expanded_cache"),
 ]  # fmt: skip
 

@@ -185,14 +185,14 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         library=rarely("", "flash", "xformers") if core == "sdpa" else "",
         beside=beside,
         latents=1 if fault in ("latent_per_head", "expanded_cache") else rarely(1, 2, 3),
-        reads=beside != "gated" and rarely(False, True),  # a token of rows with a factor is not made by itself
+        reads=rarely(False, True),
     )
     # With latents for each of several single heads, every head has rows of its own: that is the fault latent_per_head.
     apart = case.H == case.groups == 1
-    # In half precision a sum of two products of one latent, or a product of scaled rows, is not rounded as one product
-    # would be that makes a token of it alone.
+    # In half precision a sum of two products of one latent, or a product of rows with factors, is not rounded as one
+    # product would be that makes a token of it alone.
     rounded = case.up in ("per_head", "blocks") and (case.lora or case.latent_scale == "constant")
-    rounded = (rounded or case.beside == "rows") and case.dtype in ("bfloat16", "float16")
+    rounded = (rounded or case.beside in ("rows", "gated")) and case.dtype in ("bfloat16", "float16")
     return replace(case, latents=1 if apart else case.latents, reads=case.reads and not rounded)
 
 

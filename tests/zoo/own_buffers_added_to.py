@@ -1,11 +1,12 @@
-"""New keys are added to what the buffer holds, as in an accumulator. Illegal: rows of two calls meet in one key, each
-made by a norm of its own."""
+"""New keys are added to what the buffer holds, as in an accumulator. Legal: a key in which rows of two calls meet is
+the image of their sum."""
 
 import torch
 
-from tests.zoo.base import EXPANDED_CACHE, Buffered, at_numbers
+from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_numbers
 
-EXPECTED = EXPANDED_CACHE
+EXPECTED = Absorbed()
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

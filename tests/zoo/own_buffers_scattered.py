@@ -1,10 +1,10 @@
-"""K and V get into their buffers by scatter_, each number by an index of its own. Illegal as far as can be told: the
-indices could send the numbers of one token to several."""
+"""K and V get into their buffers by scatter_, whose index is one position for each token, expanded to all its numbers.
+Legal."""
 
-from tests.zoo.base import EXPANDED_CACHE, Buffered, at_positions
+from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_positions
 
-EXPECTED = EXPANDED_CACHE
-LEGAL = True
+EXPECTED = Absorbed()
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

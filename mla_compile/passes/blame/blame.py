@@ -23,11 +23,14 @@ from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 from mla_compile.passes.sources.records import pieces_of
 from mla_compile.passes.sources.residual import shortcut
 from mla_compile.passes.sources.sources import choose_sources
+from mla_compile.passes.sources.writes import write_of
 
 aten = torch.ops.aten
 
 _WRITES = (aten.where, aten.index_put, aten.scatter, aten.index_add)
 """Operators that write tokens into a buffer, besides those that :func:`decode` reads."""
+
+_CACHED = "the cache holds K and V per head, not the latent"
 
 _PICKS = (aten.gather, aten.index, aten.index_select)
 """Operators that read rows of a buffer at positions."""
@@ -176,17 +179,35 @@ def _is_expansion(node: fx.Node, search: Search) -> bool:
 def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, search: Search) -> Stop:
     """Return the first reason after the up-projection, preferably one whose code gives a cause."""
     maps, said = search.maps, list[Stop]()
-    node = expansion
-    while node is not source:
-        node = reader[node]
+    path = [expansion]
+    while path[-1] is not source:
+        path.append(reader[path[-1]])
+    writes = _arithmetic_writes(path, maps)
+    for node in path[1:]:
         if (stop := maps.reasons.get(node)) is not None:
             # The cause may lie beside the path, as the other term of a sum does; then it is not a cache of these rows.
             of_a_cache = _of_a_cache(node, expansion, search) if stop.node is node else None
-            said.append(of_a_cache or search.proofs.shown(stop))
+            said.append(writes.get(node) or of_a_cache or search.proofs.shown(stop))
     found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)
     found = found or search.proofs.shown(unexplained(maps, source))
     if _joins_heads(found.node, maps):
         return Stop(found.node, "head_dependent_latent", "heads made of different rows are joined and read together")
+    return found
+
+
+def _arithmetic_writes(path: Sequence[fx.Node], maps: Maps) -> dict[fx.Node, Stop]:
+    """Return the reason for each operator of ``path`` that is part of a write into an input by arithmetic."""
+
+    def is_kept(node: fx.Node) -> bool:
+        held = _is_input(node) and is_tensor(node) and not maps.is_weight(node)
+        return held and val(node).is_floating_point()
+
+    found: dict[fx.Node, Stop] = {}
+    for k, node in enumerate(path):
+        write = write_of(node, is_kept)
+        if write is not None and write.stacked is None and write.parts[0] in path[:k]:
+            stop = Stop(node, "expanded_cache", _CACHED)
+            found |= dict.fromkeys(path[path.index(write.parts[0]) + 1 : k + 1], stop)
     return found
 
 
@@ -202,7 +223,7 @@ def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | Non
         kept = _is_input(buffer) and n is not expansion and not search.maps.is_weight(n)
         if kept and is_tensor(buffer) and val(buffer).is_floating_point():
             several = ", and is selected from a buffer of several (kv[0], k[layer])" if selected else ""
-            return Stop(node, "expanded_cache", f"the cache holds K and V per head, not the latent{several}")
+            return Stop(node, "expanded_cache", f"{_CACHED}{several}")
     return None
 
 

@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from mla_compile.core.program import Append, Program
-from mla_compile.passes.cache.writes import is_zeros, rows_written, seen_through_views
+from mla_compile.passes.cache.shown import seen_through_views
 from mla_compile.passes.ir.graph import Builder, is_tensor, restride, shape, val
 from mla_compile.passes.ir.moves import Join, WriteRows
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same_sizes
+from mla_compile.passes.sources.writes import is_zeros, rows_written
 
 aten = torch.ops.aten
 

@@ -25,21 +25,24 @@ own outputs or a cache converted for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.writes import CacheWrite, is_zeros, seen_through_views, write_of
+from mla_compile.passes.cache.shown import seen_through_views
+from mla_compile.passes.cache.stacked import FullRecipe, stacked
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.moves import Join, Permute, Slice
+from mla_compile.passes.ir.moves import Join, Permute, Select, Slice, Stack
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
+from mla_compile.passes.sources.along_tokens import computes
 from mla_compile.passes.sources.records import Side, pieces_of
 from mla_compile.passes.sources.sources import choose_sources
+from mla_compile.passes.sources.writes import CacheWrite, is_zeros, write_of
 
 
 @dataclass(frozen=True)
@@ -179,26 +182,37 @@ class _Search:
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
         whole, axes = node, [*range(len(shape(node)))]
-        while isinstance(shown := decode(whole), (Slice, Permute)):
+        while isinstance(shown := decode(whole), (Slice, Permute, Select)):
             if isinstance(shown, Permute) and shown.map is not None:
                 axes = [shown.map.read_along(k)[0] for k in axes]
+            elif isinstance(shown, Select):
+                axes = [k + (k >= shown.dim) for k in axes]
             whole = shown.x
-        write = write_of(whole)
-        if write is None:
+        write = self._write(whole)
+        if write is None or not write.dims:
             return None
         shown_as = self._token_axis(node, operand, site)
         # If a single token is read, its axis cannot be told from others; the last axis that is written counts tokens.
-        tokens = write.steps[-1].dims[-1] if shown_as is None else axes[shown_as]
+        tokens = write.dims[-1] if shown_as is None else axes[shown_as]
         write = self._token_write(whole, tokens)
         return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> CacheWrite | None:
         """Return ``node`` as a write of tokens into a buffer of rows."""
-        write = write_of(node)
-        if write is None or not (self._is_past(write.buffer) or is_zeros(write.buffer)):
-            return None
+        write = self._write(node)
         # The axis decides, because K that is assembled from columns is a write as well.
-        return write if any(tokens in step.dims for step in write.steps) else None
+        if write is None or tokens not in write.dims:
+            return None
+        new, stack = write.parts[0], decode(write.parts[0])
+        if write.stacked is not None or not isinstance(stack, Stack) or stack.dim in write.dims:
+            return write
+        # Heads that are stacked may be made by one weight; K and V may not.
+        one = not isinstance(make_recipe(new, self.maps.map(new), tokens), Stop)
+        return write if one else replace(write, parts=stack.parts, stacked=stack.dim)
+
+    def _write(self, node: fx.Node) -> CacheWrite | None:
+        write = write_of(node, self._is_past) or write_of(node, is_zeros)
+        return None if write is None or any(map(self._is_past, write.parts)) else write
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
         """Return the axis of ``node`` along which the attention's keys run; None if its size of 1 hides it."""
@@ -241,7 +255,7 @@ class _Search:
     def _parts(self, node: fx.Node, write: CacheWrite | None) -> list[fx.Node]:
         """Return the past and the new tokens from which ``node`` is assembled, in order of time."""
         if write is not None:
-            return [write.buffer, write.new]
+            return [write.buffer, *write.parts]
         return [node] if node in self.pasts or not self._grows(node) else _joined(node)
 
     def _keep_one(
@@ -258,17 +272,21 @@ class _Search:
         taken: list[fx.Node | tuple[Ingredient, ...]] = []
         dtypes: set[tuple[torch.dtype, ...]] = set()
         emptied = self.overwritten.get(node) if write is not None and is_zeros(write.buffer) else None
+        told: dict[fx.Node, tuple[Ingredient, ...]] = {}
+        added = [[p] for p in parts if p in new]
+        if write is not None and write.stacked is not None:
+            added = [[*write.parts]]
+        for several in added:
+            made = self._made(several, new, tokens, None if write is None else write.stacked)
+            if made is None or (write is not None and not _may_hold_rows(write, made[0])):
+                return None
+            recipe, ingredients, leaves = made
+            known.add((recipe, leaves))
+            dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
+            told[several[0]] = ingredients
         for part in (*parts, *([] if emptied is None else [emptied])):
             if part in new:
-                made = make_recipe(part, new[part], tokens, packs=self.packs)
-                if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
-                    return None
-                recipe, ingredients, leaves = made
-                if write is not None and not _may_hold_rows(write, recipe):
-                    return None
-                known.add((recipe, leaves))
-                taken.append(ingredients)
-                dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
+                taken += [told[part]] if part in told else []
                 continue
             if part in self.pasts:
                 past = self.pasts[part]
@@ -283,12 +301,24 @@ class _Search:
         outputs = self.returned.get(node, ())
         return CacheOfRows(node, site, recipe, leaves, tuple(taken), outputs, sides, write, emptied)
 
+    def _made(
+        self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, axis: int | None
+    ) -> FullRecipe | None:
+        """Return how new tokens are made: one tensor, or several that are stacked along ``axis``."""
+        tokens -= axis is not None and tokens > axis
+        made = [make_recipe(p, maps[p], tokens, packs=self.packs) for p in parts]
+        known = [m for m in made if not isinstance(m, Stop) and any(p.weight is not None for p in m[0].parts)]
+        if len(known) < len(parts):
+            return None
+        return known[0] if axis is None else stacked(known, axis)
+
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
     """Whether the buffer that is written to can be a buffer of rows."""
-    # Unwritten positions are read as zeros, where a bias would appear instead. Rows have no heads to choose from.
-    dims = {dim for step in write.steps for dim in step.dims}
-    return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[dim] == "row" for dim in dims)
+    # Unwritten positions are read as zeros, where a bias would appear instead. Rows have no heads to choose from, and
+    # packed ones cannot be multiplied.
+    plain = all(p.bias is None for p in recipe.parts) and not (any(recipe.packed) and computes(write.made))
+    return plain and all(recipe.kinds[dim] == "row" for dim in write.dims)
 
 
 def _joined(node: fx.Node) -> list[fx.Node]:

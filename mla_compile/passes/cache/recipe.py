@@ -60,7 +60,8 @@ class ColumnBlock:
 
     ``heads``: for each head axis of K, whether the weight has it; otherwise the heads share its values. The weight is
     [heads..., columns, width], and the bias broadcasts to K. ``added``: the block is added to the columns of the
-    previous one, instead of following them.
+    previous one, instead of following them. ``padded``: how many columns of zeros follow it. ``stack``: its position
+    along the axis of K on which parts are stacked, if there is one.
     """
 
     rows: int
@@ -70,6 +71,8 @@ class ColumnBlock:
     scale: float
     bias: Formula | None
     added: bool = False
+    padded: int = 0
+    stack: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Recipe:
         packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
         dtype: the dtype of K.
         leaves: the number of weight tensors that the parts read.
+        stacked: the axis of K along which tensors with columns of their own are stacked (K and V in one buffer).
     """
 
     kinds: tuple[int | Literal["row"], ...]
@@ -94,6 +98,7 @@ class Recipe:
     dtype: torch.dtype
     leaves: int
     packed: tuple[bool, ...] = ()
+    stacked: int | None = None
 
     @property
     def outer(self) -> list[int]:
@@ -102,7 +107,26 @@ class Recipe:
 
     @property
     def heads(self) -> list[int]:
-        return [k for k, kind in enumerate(self.kinds) if kind != "row" and k != self.columns]
+        return [k for k, kind in enumerate(self.kinds) if kind != "row" and k not in (self.columns, self.stacked)]
+
+    @property
+    def each(self) -> tuple[Recipe, ...]:
+        """The recipes of the tensors that are stacked; this one if none are."""
+        at = self.stacked
+        if at is None:
+            return (self,)
+        count = self.kinds[at]
+        assert isinstance(count, int)
+        one = replace(
+            self,
+            kinds=(*self.kinds[:at], *self.kinds[at + 1 :]),
+            tokens=self.tokens - (self.tokens > at),
+            columns=self.columns - (self.columns > at),
+            stacked=None,
+        )
+        return tuple(
+            replace(one, parts=tuple(replace(p, stack=0) for p in self.parts if p.stack == k)) for k in range(count)
+        )
 
     @property
     def values(self) -> int:
@@ -155,8 +179,9 @@ def make_recipe(
 
     ``packs``: rows that a weight expands are kept in float8.
     """
+    lmap, zeros = _without_zeros(lmap)
     pieces = [p for p in lmap.pieces if p.source is not None and p.defined]
-    if len(pieces) != len(lmap.pieces):
+    if len(pieces) != len(lmap.pieces) or not pieces:
         return Stop(node, "unsupported_op", "columns of the cache that are not made from rows")
     columns = _columns(lmap, tokens)
     if columns is None or columns == tokens:
@@ -190,10 +215,18 @@ def make_recipe(
         if part is None:
             return Stop(node, "unsupported_op", "a weight that differs along an axis of its rows")
         parts.append(replace(part, added=added))
+    parts[-1] = replace(parts[-1], padded=zeros)
     expanded = {part.rows for part in parts if part.weight is not None}
     packed = tuple(packs and k in expanded for k in range(len(widths)))
     recipe = Recipe(tuple(kinds), tokens, columns, tuple(parts), tuple(widths), val(node).dtype, len(leaves), packed)
     return recipe, tuple(i for _, i in ingredients.values()), tuple(leaves)
+
+
+def _without_zeros(lmap: LinearMap) -> tuple[LinearMap, int]:
+    """Return a map without its last columns if these are zeros, and their number."""
+    *others, last = lmap.segments
+    zero = last.piece.source is None and last.piece.defined and last.piece.bias is None and not last.piece.added
+    return (replace(lmap, segments=tuple(others)), last.stop - last.start) if others and zero else (lmap, 0)
 
 
 def _columns(lmap: LinearMap, tokens: int) -> int | None:
@@ -278,11 +311,16 @@ def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) ->
 
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """Make K: compute it from tensors, or add it to a graph, depending on ``call``."""
-    memo: dict[Formula, X] = {}
     # There may be further rows behind this recipe's, which belong to another K or V.
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]
+    made = [_expand(one, rows, leaves, call) for one in recipe.each]
+    return made[0] if recipe.stacked is None else call(aten.stack.default, made, recipe.stacked)
+
+
+def _expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
+    memo: dict[Formula, X] = {}
     parts: list[X] = []
     for part in recipe.parts:
         made = _expand_part(recipe, part, rows[part.rows], leaves, call, memo)
@@ -290,6 +328,9 @@ def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]
             parts[-1] = call(aten.add.Tensor, parts[-1], made)
         else:
             parts.append(made)
+        if part.padded:
+            behind = [0] * (2 * (len(recipe.kinds) - recipe.columns) - 1) + [part.padded]
+            parts[-1] = call(aten.constant_pad_nd.default, parts[-1], behind)
     if len(parts) == 1:
         return parts[0]
     return call(aten.cat.default, parts, recipe.columns)

@@ -13,7 +13,6 @@ from mla_compile.core.program import results_of
 from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
-from mla_compile.passes.cache.writes import WriteStep, is_zeros, write_over
 from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import (
@@ -29,9 +28,11 @@ from mla_compile.passes.ir.graph import (
     restride,
     val,
 )
-from mla_compile.passes.ir.moves import Slice
+from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
+from mla_compile.passes.sources.along_tokens import NEW, OLD, Writing, make, moved
+from mla_compile.passes.sources.writes import is_zeros
 
 aten = torch.ops.aten
 
@@ -92,13 +93,15 @@ class _Rewriter:
         self.last_input: fx.Node | None = next(reversed(graph.find_nodes(op="placeholder")), None)
         self.inputs: dict[Hashable, fx.Node] = {}
         self.zeros: dict[Hashable, fx.Node] = {}
+        self.same = first_equals(graph)  # K and V may each have a mask of their own for the same positions
         self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
         self.arranged: dict[tuple[fx.Node, tuple[Axis, ...]], fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
         values: list[object] = list(results_of(self.graph))
-        for cache in caches:
+        # In graph order, since rows that K and V share are written before the first of them.
+        for cache in sorted(caches, key=lambda one: one.node):
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
             anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)
             builder = Builder(anchor, self.fake_mode)
@@ -106,7 +109,7 @@ class _Rewriter:
             expanded = self.plain.get(cache.node)
             if expanded is None:
                 if cache.write is not None:
-                    self._read_parts(cache, cache.node, rows)
+                    self._read_parts(cache.recipe, cache, cache.node, rows)
                 expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
             names = tuple(n.name for n in cache.leaves)
             for index in cache.outputs:
@@ -147,15 +150,19 @@ class _Rewriter:
             if first is not node and OURS in node.meta:
                 node.replace_all_uses_with(first)
 
-    def _read_parts(self, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Make the readers of some tokens or sequences of a buffer expand those rows alone."""
+    def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
+        """Make the readers of some tokens or sequences of a buffer, or of one half of it, expand these alone."""
         for user in list(node.users):
-            how = decode(user)
-            if isinstance(how, Slice) and cache.recipe.kinds[how.dim] == "row" and how.bounds is not None:
-                builder, along = Builder(user, self.fake_mode), cache.recipe.row_axis(how.dim)
+            how, shown, part = decode(user), rows, recipe
+            if isinstance(how, Slice) and recipe.kinds[how.dim] == "row" and how.bounds is not None:
+                builder, along = Builder(user, self.fake_mode), recipe.row_axis(how.dim)
                 shown = [builder.call(aten.slice.Tensor, r, along, *how.bounds) for r in rows]
-                self._read_parts(cache, user, shown)
-                self._replace(user, expand(cache.recipe, shown, cache.leaves, builder.call))
+            elif isinstance(how, Select) and how.dim == recipe.stacked and how.index is not None:
+                part = recipe.each[how.index]
+            else:
+                continue
+            self._read_parts(part, cache, user, shown)
+            self._replace(user, expand(part, shown, cache.leaves, Builder(user, self.fake_mode).call))
 
     def _let_go(self, node: fx.Node, by_name: Mapping[str, fx.Node]) -> None:
         """Remove an input; its remaining readers get it expanded from its rows."""
@@ -191,12 +198,12 @@ class _Rewriter:
                 parts.append(self._past(part, cache, index, ingredients))
             else:
                 parts.append(self._new(part[index], cache.recipe, index))
-        write, steps = cache.write, self._steps(cache)
-        key = (*parts, *steps)
-        if key not in self.joined and write is not None:
+        write, made = cache.write, self._made(cache)
+        key = (*parts, made)
+        if key not in self.joined and write is not None and made is not None:
             builder = Builder(write.node, self.fake_mode)
             past, new = parts
-            self.joined[key] = write_over(steps, builder.call, past, builder.cast(new, val(past).dtype))
+            self.joined[key] = make(made, builder, {OLD: past, NEW: builder.cast(new, val(past).dtype)})
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
             # If nothing is joined, the rows are copied: they outlive this call and must not share memory.
@@ -209,9 +216,9 @@ class _Rewriter:
             )
         return self.joined[key]
 
-    def _steps(self, cache: CacheOfRows) -> tuple[WriteStep, ...]:
-        """Return the steps that write the new rows."""
-        return () if cache.write is None else cache.write.along(cache.recipe.row_axis)
+    def _made(self, cache: CacheOfRows) -> Writing | None:
+        """Return how the written rows are made; None if the new ones are joined to the past."""
+        return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
         key = ingredient.node, ingredient.target  # K and V may take different axes of size 1 for an axis of the rows
@@ -262,7 +269,7 @@ class _Rewriter:
         Tensors that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
         """
         room = cache.recipe.row_shape(val(node).shape, 0)
-        return ("grows by", new.node, *self._steps(cache), *map(str, room))
+        return ("grows by", new.node, self._made(cache), *map(str, room))
 
     def _zeros(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None

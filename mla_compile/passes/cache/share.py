@@ -27,13 +27,13 @@ from mla_compile.core.program import Append, Program
 from mla_compile.core.sharing import Sharing
 from mla_compile.passes.cache.append import begun_buffers, joined_rows, token_major, write_in_place
 from mla_compile.passes.cache.share_attention import OwnRows, attend, number, readers
-from mla_compile.passes.cache.writes import rows_written
 from mla_compile.passes.ir.graph import Builder, packet, shape, val, whole_rows
 from mla_compile.passes.ir.moves import Copy, Join, Reorder
 from mla_compile.passes.ir.operators import behind
 from mla_compile.passes.ir.sizes import Size, same, size
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.sources.records import Verdict
+from mla_compile.passes.sources.writes import rows_written
 
 aten = torch.ops.aten
 

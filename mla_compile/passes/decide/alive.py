@@ -9,6 +9,7 @@ from torch import fx
 
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.linear.records import Piece, Term
+from mla_compile.passes.sources.readers import has_factors
 from mla_compile.passes.sources.records import AbsorbPlan, Side, Verdict
 
 
@@ -72,9 +73,12 @@ def added_to(verdict: Verdict, node: fx.Node, source: fx.Node) -> tuple[fx.Node,
         sums.setdefault((t.product, t.start), []).append(t.piece)
     rows = [source]
     for pieces in sums.values():
+        read = [p.path[0].node for p in pieces if p.path]
         for paths in ([p.path for p in pieces], [p.before for p in pieces]):
             if any(visit.node is node for path in paths for visit in path):
                 rows += [path[0].node for path in paths if path]
+                # The product is read before it is multiplied by factors, and then beside the other summands.
+                rows += read if any(map(has_factors, read)) else []
     return tuple(dict.fromkeys(rows))
 
 

@@ -162,6 +162,8 @@ def _of_heads(site: AttentionSite, side: Side, node: fx.Node, maps: Maps) -> Sto
 
 
 def _kept_part(what: str, stop: Stop) -> KeptPart:
+    if what == "values" and stop.code == "per_head_rope":  # which speaks of keys
+        stop = Stop(stop.node, "head_dependent_latent", "some rows differ from head to head")
     return KeptPart(what, Code(stop.code), stop.detail, locate(stop.node))
 
 

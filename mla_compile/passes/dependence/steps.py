@@ -89,6 +89,8 @@ def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
         return dict.fromkeys(how.operands, dim)
     if isinstance(how, moves.WriteRows):
         return {how.base: dim, how.x: dim}
+    if isinstance(how, moves.WriteOne) and how.dim != dim:
+        return {how.base: dim, how.x: dim - (dim > how.dim)}
     name = getattr(packet(node), "__name__", "")
     if name in ("sum", "mean", "amax", "amin", "logsumexp"):
         gone = () if argument(node, 2, "keepdim", False) else reduced(node)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
+from mla_compile.passes.ir.graph import ROWS, is_tensor, packet, whole_rows
 from mla_compile.passes.ir.moves import Copy, Join, Rearrange, Select, Slice, Write, WriteOne, WriteRows
 from mla_compile.passes.ir.operators import CONTRACTIONS, behind, decode
 from mla_compile.passes.ir.walk import REACH, reachable
@@ -25,11 +26,14 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
     """Return the inputs and state tensors that hold the earlier part of ``rows``."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
-        ends = packet(node) in CONTRACTIONS or _held(node)
+        ends = packet(node) in CONTRACTIONS or held(node)
         return () if ends else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    found = (_input(past) for node in reachable([start], same_rows, REACH) for past in _held(node))
+    # Rows that stand for K may be written by arithmetic, too; there is no need to look for that where there are none.
+    replaced = any(ROWS in n.meta for n in start.graph.find_nodes(op="placeholder"))
+    held = _held_or_written if replaced else _held
+    found = (_input(past) for node in reachable([start], same_rows, REACH) for past in held(node))
     return {node for node in found if node is not None}
 
 
@@ -46,6 +50,14 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
         case Write(base=base) | WriteOne(base=base) | WriteRows(base=base):
             return (base,)
     return ()
+
+
+def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
+    """Return the same, or rows from an input that ``node`` multiplies or adds others to."""
+    if held := _held(node):
+        return [past for n in held for past in _held_or_written(behind(n, Slice)[-1]) or [n]]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet(node) is torch.ops.aten.where
+    return [n for n in node.all_input_nodes if ROWS in behind(n, Slice)[-1].meta] if pointwise else ()
 
 
 def _input(node: fx.Node) -> fx.Node | None:

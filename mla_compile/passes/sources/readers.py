@@ -14,7 +14,17 @@ from torch import fx
 
 from mla_compile.core.program import view_source
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, is_virtual, packet, shape, val
+from mla_compile.passes.ir.graph import (
+    args_of,
+    bytes_hint,
+    is_tensor,
+    is_tuple,
+    is_virtual,
+    packet,
+    shape,
+    val,
+    whole_rows,
+)
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
@@ -183,13 +193,23 @@ def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tupl
 
 
 def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
-    """Whether ``rows`` is at most half of one of ``sources``, however long the context is."""
-    if not is_virtual(rows) or args_of(rows)[0] not in sources:
+    """Whether ``rows`` is at most half of one of ``sources``, however long the context is; perhaps with factors."""
+    source = args_of(rows)[0] if is_virtual(rows) else rows
+    if without_factors(source) not in map(without_factors, sources):
         return False
-    source = args_of(rows)[0]
     # A slice whose length may grow with the context may take many rows.
     fixed = all(isinstance(s, int) or any(same(s, t) for t in shape(source)[:1]) for s in shape(rows))
-    return fixed and 2 * bytes_hint(rows) <= bytes_hint(source)
+    return source is not rows and fixed and 2 * bytes_hint(rows) <= bytes_hint(source)
+
+
+def without_factors(rows: fx.Node) -> fx.Node:
+    """Return what virtual ``rows`` are multiplied from; other rows themselves."""
+    return args_of(rows)[0] if has_factors(rows) else rows
+
+
+def has_factors(rows: fx.Node) -> bool:
+    """Whether these are virtual rows with a factor for each."""
+    return is_virtual(rows) and packet(rows) in (aten.mul, aten.div)
 
 
 def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
@@ -206,10 +226,12 @@ def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
 def _is_exact(piece: Piece) -> bool:
     """Whether half precision rounds ``piece`` where the graph does.
 
-    A computed weight would be rounded at another place than the product that it replaces, and so would rows times a
-    number that may have followed the product.
+    A computed weight would be rounded at another place than the product that it replaces, and so would rows times
+    numbers that may have followed the product.
     """
-    return piece.scale in (1.0, -1.0) and all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
+    source = None if piece.source is None else whole_rows(piece.source)
+    plain = piece.scale in (1.0, -1.0) and not (source is not None and has_factors(source))
+    return plain and all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
 
 
 def _has_own_product(node: fx.Node, piece: Piece) -> bool:

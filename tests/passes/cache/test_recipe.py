@@ -122,6 +122,11 @@ RECIPES = {
     ),
     "a last axis of size 1": (lambda c, w: F.linear(c, w).view(B, T, H, N, 1), [c()], [w(H * N, L)], 1),
     "one column, from one": (lambda z, w: z[:, :, None] * w, [seeded(B, T)], [w(N)], 1),
+    "columns of zeros behind": (lambda c, w: F.pad(heads_first(c, w), (0, 2)), [c()], [w(H * N, L)], 2),
+    "columns of zeros behind a sum, before tokens": (
+        lambda c, r, w, u: F.pad(heads_first(c, w) + heads_first(r, u), (0, 2)).mT,
+        [c(), seeded(B, T, R)], [w(H * N, L), w(H * N, R)], 3,
+    ),
     "one token of one batch": (
         lambda c, w: F.linear(c, w).view(1, 1, H, N).transpose(1, 2), [seeded(1, 1, L)], [w(H * N, L)], 2,
     ),
@@ -179,8 +184,8 @@ NO_RECIPE = {
     "batch and heads in one axis": (
         lambda c, w: heads_first(c, w).reshape(B * H, T, N), [c()], [w(H * N, L)], 1, NEITHER,
     ),
-    "columns of nothing": (
-        lambda c, w: F.pad(heads_first(c, w), (0, 2)), [c()], [w(H * N, L)], 2, NOTHING,
+    "columns of nothing in front": (
+        lambda c, w: F.pad(heads_first(c, w), (2, 0)), [c()], [w(H * N, L)], 2, NOTHING,
     ),
     "columns that are never written": (
         lambda c, w: torch.slice_scatter(c.new_empty(B, H, T, N + 2), heads_first(c, w), 3, 0, N),

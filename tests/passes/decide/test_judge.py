@@ -194,3 +194,19 @@ def test_rows_that_a_product_of_rows_makes_queries_of_are_no_projection(name):
 
     _, outcome = decide(fn, [rows(D), rows(D, seed=3)], (H * N, D), (H * N, D), (H * N, D))
     assert codes(outcome) == [Code.ABSORBED]
+
+
+@pytest.mark.parametrize(("width", "code"), [(12, Code.ABSORBED), (13, Code.COST_LATENT_WIDE)])
+def test_widths_of_two_rows_count_together(width, code):
+    """Keys are a sum of images of both. Each is narrower than what is made of it: 20 < 18 + 15, and 13 < 18."""
+
+    def fn(q, a, b, up, other, values):
+        k = F.linear(a, up) + F.linear(b, other)
+        return sdpa(q, heads(k, N), heads(F.linear(a, values), V), None, 0.3)
+
+    weights = (H * N, 20), (H * N, width), (H * V, 20)
+    _, outcome = decide(fn, [query(H, S, N), rows(20), rows(width, seed=13)], *weights)
+    (site,) = outcome.report.sites
+    assert site.code is code, site.reason
+    if code is Code.COST_LATENT_WIDE:
+        assert site.reason == "the latent rows hold 33 values, K and V 33"

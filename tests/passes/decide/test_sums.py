@@ -154,6 +154,10 @@ SUMS_READ = {
     "joint": lambda x, y, r: heads(x + y),
     "taken off": lambda x, y, r: heads(x) - 0.5 * heads(y),
     "three": lambda x, y, r: heads(x) + heads(y) + r[:, None, :, :V],
+    "a factor": lambda x, y, r: heads(x) + heads(y * r[..., :1].sigmoid()),
+    "a factor in front": lambda x, y, r: heads(r[..., :1].sigmoid() * x) - heads(y),
+    "two factors": lambda x, y, r: heads(x / r[..., 1:2].exp() + y * r[..., :1]),
+    "one with a factor": lambda x, y, r: heads(x * r[..., :1].sigmoid()),
     "a row of all heads": lambda x, y, r: 0.3 * r[:, None, :, :V] + heads(x),
 }
 
@@ -225,8 +229,9 @@ def test_tokens_of_a_sum_in_half_precision_are_what_they_were(S):
 
 NOT_ALONE = {  # of the values, and what is read of them; the code of what stays
     "most tokens": (SUMS_READ["joint"], lambda v: v[:, :, : T - 1].sum(2, keepdim=True), Code.UNSUPPORTED_OP),
+    "most tokens with a factor": (SUMS_READ["a factor"], lambda v: v[:, :, : T - 1].sum(2, True), Code.UNSUPPORTED_OP),
+    "all tokens with a factor": (SUMS_READ["a factor"], lambda v: v.sum(2, True), Code.VALUES_USED_ELSEWHERE),
     "all tokens": (SUMS_READ["joint"], lambda v: v.sum(2, keepdim=True), Code.VALUES_USED_ELSEWHERE),
-    "a factor": (lambda x, y, r: heads(x) + heads(y * r[..., :1].sigmoid()), first, Code.UNSUPPORTED_OP),
 }
 
 
@@ -242,7 +247,12 @@ def test_what_is_read_of_a_sum_and_cannot_be_made_alone(name):
 def test_in_half_precision_a_sum_of_three_keeps_its_order():
     inputs = [x.bfloat16() for x in (seeded(B, H, 1, N, seed=3), *rows())]
     weights = [seeded(*shape, seed=20 + k).bfloat16() for k, shape in enumerate((W_K, W_V, U_V))]
-    for name, parts in (("joint", ()), ("taken off", ("keys",)), ("three", ("keys",))):
+    for name, parts in (
+        ("joint", ()),
+        ("taken off", ("keys",)),
+        ("three", ("keys",)),
+        ("one with a factor", ("keys",)),
+    ):
         program = trace(read_beside(SUMS_READ[name], first), inputs, weights)
         (site,) = optimized(program, forms="absorbed").report.sites
         assert (site.code, site.parts) == (Code.ABSORBED, parts), (name, site.reason)

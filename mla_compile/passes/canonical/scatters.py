@@ -1,0 +1,50 @@
+"""Rewrites a scatter of whole rows as a write at positions.
+
+Before: ``new = scatter(k, dim, expand(at[:, None], x's sizes), x)``, with one position for all numbers of a token
+
+After: ``new = index_copy(k, dim, at, x)``
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.graph import Builder, args_of, axis, shape
+from mla_compile.passes.ir.moves import Rearrange
+from mla_compile.passes.ir.operators import decode, varying
+from mla_compile.passes.ir.sizes import same_sizes
+
+aten = torch.ops.aten
+
+
+def read_scatters(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
+    """Rewrite scatters that send whole rows to positions; return how many."""
+    found = 0
+    # Other overloads add to the tensor, or write one number.
+    for node in [n for n in graph.nodes if n.target is aten.scatter.src]:
+        base, dim, index, x = args_of(node)
+        dim = axis(dim, len(shape(node)))
+        sizes = [*shape(base)[:dim], shape(x)[dim], *shape(base)[dim + 1 :]]
+        whole = same_sizes(sizes, shape(x)) and same_sizes(shape(index), shape(x))
+        if whole and varying(index) <= {dim}:
+            builder = Builder(node, fake_mode)
+            at = _along(builder, index, dim)
+            node.replace_all_uses_with(builder.call(aten.index_copy.default, base, dim, at, x))
+            graph.erase_node(node)
+            found += 1
+    return found
+
+
+def _along(builder: Builder, node: fx.Node, dim: int) -> fx.Node:
+    """Return the values of ``node`` along its axis ``dim``, the only one along which they differ."""
+    while isinstance(how := decode(node), Rearrange) and how.map is not None:
+        read = how.map.read_along(dim)
+        if len(read) != 1 or how.map.kept(read[0]) != dim:
+            break
+        node, dim = how.x, read[0]
+    for k in reversed(range(len(shape(node)))):
+        if k != dim:
+            node = builder.call(aten.select.int, node, k, 0)
+    return node

@@ -1,0 +1,185 @@
+"""What is done to a buffer of K and to new keys along tokens alone, as a record that can be done to their rows instead.
+
+A buffer of full length is written to by operators that move values from token to token (``index_copy``,
+``slice_scatter``), or that multiply tokens by numbers which all heads and columns share and add them (``buffer * (1 -
+one_hot) + k * one_hot``). With ``K = rows W`` and no bias, each of these may be done to rows: ``f(old W, new W) =
+f(old, new) W``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from string import ascii_letters
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.graph import Builder, shape, val
+
+aten = torch.ops.aten
+X = TypeVar("X")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One of the two tensors of which all others are made."""
+
+    name: str
+
+
+OLD, NEW = Given("old"), Given("new")
+
+
+@dataclass(frozen=True)
+class Dim:
+    """The number of an axis, as an argument of an operator."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class Indices:
+    """The indices of an ``index_put``: those in ``at`` for as many neighbouring axes from ``dim`` on."""
+
+    dim: int
+    at: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tensor that differs along some axes of K only.
+
+    ``axes``: the axis of K of each of its dimensions; None for one along which all its values are the same.
+    """
+
+    node: fx.Node
+    axes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """``x`` with each token replaced by a sum of tokens, weighted by the rows of ``matrix``.
+
+    ``summed``: the dimension of the matrix that is summed with axis ``dim`` of ``x``, which its other one replaces.
+    """
+
+    x: Writing
+    matrix: Shared
+    summed: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Applied:
+    """An operator over tensors that are made, with other arguments as they are; constants are themselves."""
+
+    op: Callable[..., object]
+    args: tuple[object, ...]
+
+
+Writing: TypeAlias = "Given | Mix | Applied"
+
+
+def axes_of(made: object) -> Iterator[int]:
+    """Yield the axes along which positions or factors differ; those that inner steps name come last."""
+    if isinstance(made, Applied):
+        plain = [a for a in made.args if not isinstance(a, (Mix, Applied))]
+        for arg in (*plain, *(a for a in made.args if isinstance(a, (Mix, Applied)))):
+            yield from axes_of(arg)
+    elif isinstance(made, Mix):
+        yield from axes_of(made.matrix)
+        yield made.dim
+        yield from axes_of(made.x)
+    elif isinstance(made, Shared):
+        yield from (a for a in made.axes if a is not None)
+    elif isinstance(made, Dim):
+        yield made.at
+    elif isinstance(made, Indices):
+        yield from range(made.dim, made.dim + len(made.at))
+
+
+def computes(made: object) -> bool:
+    """Whether values are multiplied or added, and not only moved."""
+    if isinstance(made, Applied):
+        return made.op not in _MOVES or any(map(computes, made.args))
+    return isinstance(made, Mix)
+
+
+_MOVES = {
+    aten.slice.Tensor, aten.slice_scatter.default, aten.index_copy.default, aten.index_put.default,
+    aten.scatter.src, aten.expand_as.default, aten.where.self,
+}  # fmt: skip
+
+
+def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node]) -> X:
+    """Return ``made`` for a tensor that has axis ``axis(k)`` for ``k``, with nodes ``same(n)`` for ``n``."""
+
+    def on(one: object) -> Any:
+        match one:
+            case Applied():
+                return Applied(one.op, tuple(map(on, one.args)))
+            case Mix():
+                return replace(one, x=on(one.x), matrix=on(one.matrix), dim=axis(one.dim))
+            case Shared():
+                return Shared(same(one.node), tuple(None if a is None else axis(a) for a in one.axes))
+            case Indices():
+                return Indices(axis(one.dim), tuple(map(same, one.at)))
+            case Dim():
+                return Dim(axis(one.at))
+        return same(one) if isinstance(one, fx.Node) else one
+
+    made = on(made)
+    return made
+
+
+def make(made: Writing, builder: Builder, given: Mapping[Given, fx.Node]) -> fx.Node:
+    """Add ``made`` of the tensors ``given`` to a graph."""
+    if isinstance(made, Given):
+        return given[made]
+    if isinstance(made, Mix):
+        return _mixed(made, builder, make(made.x, builder, given))
+    own: list[Any] = [make(a, builder, given) if isinstance(a, (Given, Mix, Applied)) else a for a in made.args]
+    first = next(b for a, b in zip(made.args, own, strict=True) if isinstance(a, (Given, Mix, Applied)))
+    return builder.call(made.op, *(_argument(a, builder, val(first).dtype, len(shape(first))) for a in own))
+
+
+def _argument(given: object, builder: Builder, dtype: torch.dtype, rank: int) -> Any:
+    """Return an argument of an operator on tensors of this ``dtype`` and ``rank``."""
+    match given:
+        case Dim():
+            return given.at
+        case Indices():
+            return [*[None] * given.dim, *given.at]
+        case Shared():
+            factor = _broadcast(builder, given, rank)
+            return builder.cast(factor, dtype) if val(factor).is_floating_point() else factor
+    return given
+
+
+def _broadcast(builder: Builder, shared: Shared, rank: int) -> fx.Node:
+    """Return a shared tensor as one that broadcasts with tensors of ``rank`` axes."""
+    node, axes = _reduced(builder, shared), [a for a in shared.axes if a is not None]
+    for k in range(min(axes, default=rank), rank):
+        if k not in axes:
+            node = builder.call(aten.unsqueeze.default, node, k - min(axes))
+    return node
+
+
+def _reduced(builder: Builder, shared: Shared) -> fx.Node:
+    """Return a shared tensor without the dimensions along which all its values are the same."""
+    node = shared.node
+    for k in reversed(range(len(shared.axes))):
+        if shared.axes[k] is None:
+            node = builder.call(aten.select.int, node, k, 0)
+    return node
+
+
+def _mixed(made: Mix, builder: Builder, x: fx.Node) -> fx.Node:
+    axes = [made.dim if k == made.summed else a for k, a in enumerate(made.matrix.axes)]
+    own = ascii_letters[: len(shape(x))]
+    read = own.replace(own[made.dim], "Z")
+    left = ("Z" if k == made.summed else own[a] for k, a in enumerate(axes) if a is not None)
+    matrix = builder.cast(_reduced(builder, Shared(made.matrix.node, tuple(axes))), val(x).dtype)
+    return builder.call(aten.einsum.default, f"{''.join(left)},{read}->{own}", [matrix, x])

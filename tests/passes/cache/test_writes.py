@@ -1,0 +1,267 @@
+"""Writes of K and V into buffers of full length that become writes of rows, and near misses that must stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mla_compile
+from tests.passes.cache.test_buffers import EXACT, Static, _no_grad, buffers, latent, stays, tokens
+from tests.support.latent_modules import B, H, L, N, R
+from tests.support.tiers import also
+
+__all__ = ["_no_grad"]
+pytestmark = pytest.mark.thorough
+
+
+class Written(Static):
+    """``write(buffer, new, at)`` returns the buffer's new value; ``at``: the positions of the new tokens."""
+
+    def __init__(self, write, in_place=False, style="plain"):
+        super().__init__(in_place=in_place, style=style)
+        self.put_into = write
+
+    def put(self, buffer, new, at):
+        made = self.put_into(buffer, new, at)
+        return buffer.copy_(made) if self.in_place else made
+
+
+def one_hot(buffer, new, at):
+    """[S,T]"""
+    return F.one_hot(at, buffer.shape[2]).to(new.dtype)
+
+
+def along(buffer, new, at):
+    """[T,1], 1 at the position of the one new token."""
+    return one_hot(buffer, new, at).view(-1, 1)
+
+
+def scattered(buffer, new, at):
+    return buffer.scatter(2, at.view(1, 1, -1, 1).expand_as(new), new)
+
+
+def scattered_by_copies(buffer, new, at):
+    return buffer.scatter(2, at[:, None].repeat(*new.shape[:2], 1, new.shape[3]), new)
+
+
+def scattered_by_sequence(buffer, new, at):
+    """Each sequence has a position of its own."""
+    at = at + 2 * torch.arange(new.shape[0])[:, None]
+    return buffer.scatter(2, at[:, None, :, None].expand_as(new), new)
+
+
+def multiplied(buffer, new, at):
+    hot = along(buffer, new, at)
+    return buffer * (1 - hot) + new * hot
+
+
+def mixed(buffer, new, at):
+    hot = one_hot(buffer, new, at)
+    return (1 - hot.sum(0))[:, None] * buffer + torch.einsum("bhsd,st->bhtd", new, hot)
+
+
+def mixed_by_a_product(buffer, new, at):
+    hot = one_hot(buffer, new, at).mT
+    return buffer * (1 - hot.sum(1, keepdim=True)) + hot @ new
+
+
+def chosen(buffer, new, at):
+    return torch.where(torch.arange(buffer.shape[2])[:, None] == at, new, buffer)
+
+
+def between(buffer, new, at):
+    return torch.lerp(buffer, new.expand_as(buffer), along(buffer, new, at))
+
+
+def moved_towards(buffer, new, at):
+    return buffer + along(buffer, new, at) * (new - buffer)
+
+
+def emptied_first(buffer, new, at):
+    hot = along(buffer, new, at)
+    return buffer.masked_fill(hot.bool(), 0.0) + hot * new
+
+
+def a_part(buffer, new, at):
+    hot, part = along(buffer, new, at)[1:], buffer[:, :, 1:]
+    return buffer.slice_scatter(part * (1 - hot) + new * hot, 2, 1)
+
+
+def faded(buffer, new, at):
+    """No mask at all: older tokens fade, and what was there before stays in part."""
+    weight = torch.linspace(0.2, 0.9, buffer.shape[2], dtype=new.dtype)[:, None]
+    return buffer * 0.5 + new * weight
+
+
+def added(buffer, new, at):
+    """Positions that were written to before hold the sum."""
+    return buffer + new * (torch.arange(buffer.shape[2])[:, None] <= at)
+
+
+def of_each_sequence(buffer, new, at):
+    hot = F.one_hot(at + torch.arange(new.shape[0])[:, None], buffer.shape[2]).to(new.dtype).view(B, 1, -1, 1)
+    return buffer * (1 - hot) + new * hot
+
+
+ONE = [multiplied, chosen, between, moved_towards, emptied_first, a_part, faded, added, of_each_sequence]
+SEVERAL = [scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product]
+
+
+@pytest.mark.parametrize("in_place", [False, *also("combination", True)])
+@pytest.mark.parametrize(("write", "count"), [*((w, 1) for w in ONE), *((w, 3) for w in SEVERAL)])
+def test_buffers_become_rows_however_they_are_written_to(write, count, in_place):
+    module = Written(write, in_place)
+    program = latent(module, count=count)
+    change = program.graph_module.meta["mla_cache"]
+    assert [(t.name, t.kept) for t in change.inputs] == [("k_buffer", L + R), ("v_buffer", 0)]
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in (1, 1 + count, 2):  # the last call overwrites
+        x, at = tokens(start, count)
+        expected, got = module(x, *mine, at), program.module()(x, *theirs, at)
+        if not in_place:
+            (expected, *mine), (got, *theirs) = expected, got
+        assert (got - expected).abs().max() < EXACT
+    rows, error = mla_compile.migrate_cache(program, mine)
+    assert error < 1e-13
+    held = [torch.utils._pytree.tree_leaves(one) for one in (rows, theirs)]
+    assert all((a - b).abs().max() < EXACT for a, b in zip(*held, strict=True))
+
+
+def test_positions_that_are_named_twice_hold_the_last_token():
+    module = Written(scattered)
+    program = latent(module, count=3)
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    x, at = tokens(0, 3)
+    at = at.new_tensor([4, 2, 4])
+    (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+    assert (got - expected).abs().max() < EXACT
+
+
+class ValuesFirst(Written):
+    """The rows that both share are written before the first of them is made again."""
+
+    def forward(self, x, k_buffer, v_buffer, at):
+        b, s, _ = x.shape
+        k, v = self.made(x, at)
+        v_buffer = self.put(v_buffer, v, at)
+        k_buffer = self.put(k_buffer, k, at)
+        q = self.layer.q(x).view(b, s, H, N + R).transpose(1, 2)
+        keep = torch.arange(k_buffer.shape[2]) <= at[:, None]
+        y = F.scaled_dot_product_attention(q, k_buffer, v_buffer, attn_mask=keep)
+        return self.layer.o(y.transpose(1, 2).flatten(2)), k_buffer, v_buffer
+
+
+@pytest.mark.parametrize("write", [lambda buffer, new, at: buffer.index_copy(2, at, new), multiplied])
+def test_values_may_be_written_before_the_keys(write):
+    module = ValuesFirst(write)
+    program = latent(module)
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, 0]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in range(3):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
+
+
+def test_what_is_converted_on_the_way_stays():
+    """Keys in float32, which ``where`` converts to the buffer's float64."""
+    in_float32 = Written(lambda buffer, new, at: chosen(buffer, new.float(), at))
+    assert stays(in_float32).code == "expanded_cache"
+
+
+def per_head(buffer, new, at):
+    hot = along(buffer, new, at) * torch.linspace(0.5, 1, H, dtype=new.dtype).view(H, 1, 1)
+    return buffer * (1 - hot) + new * hot
+
+
+def per_column(buffer, new, at):
+    hot = along(buffer, new, at) * torch.linspace(0.5, 1, new.shape[3], dtype=new.dtype)
+    return buffer * (1 - hot) + new * hot
+
+
+def chosen_per_head(buffer, new, at):
+    return torch.where(torch.arange(buffer.shape[2])[:, None] == (at + torch.arange(H)).view(H, 1, 1), new, buffer)
+
+
+def squashed(buffer, new, at):
+    hot = along(buffer, new, at)
+    return buffer.tanh() * (1 - hot) + new * hot
+
+
+def filled(buffer, new, at):
+    return buffer.masked_fill(along(buffer, new, at).bool(), 1.0) + new * along(buffer, new, at)
+
+
+def two_new(buffer, new, at):
+    hot = along(buffer, new, at)
+    return buffer * (1 - hot) + new * hot + new.tanh() * hot.roll(1, 0)
+
+
+def scattered_per_head(buffer, new, at):
+    at = at.view(1, 1, -1, 1) + torch.arange(H).view(H, 1, 1)
+    return buffer.scatter(2, at.expand_as(new), new)
+
+
+def scattered_per_column(buffer, new, at):
+    at = (at.view(-1, 1) + torch.arange(new.shape[3])) % buffer.shape[2]
+    return buffer.scatter(2, at.expand_as(new), new)
+
+
+def scattered_sums(buffer, new, at):
+    return buffer.scatter_add(2, at.view(-1, 1).expand_as(new), new)
+
+
+def scattered_products(buffer, new, at):
+    return buffer.scatter_reduce(2, at.view(-1, 1).expand_as(new), new, "prod")
+
+
+def scattered_in_part(buffer, new, at):
+    """Some columns only."""
+    return buffer.scatter(2, at.view(-1, 1).expand_as(new[..., 1:]), new[..., 1:])
+
+
+def mixed_heads(buffer, new, at):
+    mixing = torch.eye(H, dtype=new.dtype).roll(1, 0)
+    return buffer * (1 - along(buffer, new, at)) + torch.einsum("hg,bgsd->bhsd", mixing, new) * along(buffer, new, at)
+
+
+def scattered_and_added(buffer, new, at):
+    return torch.scatter(buffer, 2, at.view(-1, 1).expand_as(new), new, reduce="add")
+
+
+KEPT = [per_head, per_column, chosen_per_head, two_new, scattered_per_head, scattered_per_column, scattered_in_part,
+        mixed_heads, scattered_and_added]  # fmt: skip
+UNREAD = [squashed, filled, scattered_sums, scattered_products]
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+@pytest.mark.parametrize(
+    ("write", "code"), [*((w, "expanded_cache") for w in KEPT), *((w, "unsupported_op") for w in UNREAD)]
+)
+def test_buffers_that_are_written_to_otherwise_stay(write, code):
+    assert stays(Written(write)).code == code
+
+
+@pytest.mark.parametrize("write", [multiplied, chosen, scattered])
+def test_a_bias_stays_whatever_writes(write):
+    stays(Written(write, style="bias"))
+
+
+def test_what_is_written_into_zeros_is_no_buffer():
+    """The new tokens are left out: nothing is made of a latent."""
+
+    def zeros_instead(buffer, new, at):
+        return torch.where(torch.arange(buffer.shape[2])[:, None] == at, torch.zeros_like(buffer), buffer)
+
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program = latent(Written(zeros_instead))
+    assert "mla_cache" not in program.graph_module.meta
+
+
+def test_rows_in_float8_are_not_multiplied():
+    """Packed rows can be moved to positions, and not added to others."""
+    assert "mla_cache" in latent(Written(chosen), cache_dtype="fp8").graph_module.meta
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        assert "mla_cache" not in latent(Written(multiplied), cache_dtype="fp8").graph_module.meta
