@@ -205,8 +205,8 @@ def test_committed_results_are_those_of_the_kernels_as_they_are():
     triton = pytest.importorskip("triton")
     path = offline.RESULTS / f"offline_triton_{triton.__version__}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    if not any("digest" in row for row in rows):
-        pytest.skip(f"no digests are committed for Triton {triton.__version__}")
+    if not rows or not all("digest" in row or row["absent"] for row in rows):  # CI compiles with two versions
+        pytest.skip(f"rows of Triton {triton.__version__} are committed without digests, or not at all")
     committed = {(row["arch"], row["kernel"]): row for row in rows}
     stale = [f"{c.arch} {c.label}" for c in offline.cases() if offline.known(c, committed) is None]
     assert stale == [], "`python -m benchmarks.gpu.offline --changed` brings the results up to date"

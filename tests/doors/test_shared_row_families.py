@@ -124,23 +124,24 @@ def test_a_second_generation_compiles_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "batch", "prompt", "last", "most"),
+    ("layers", "batch", "prompt", "last", "most", "count"),
     [
-        ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4),
+        ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 270),
         *also(
             "draws",
-            ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4),
-            ((SPARSE,), 1, 131, 130, 3),
+            ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 1130),
+            ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4, 1130),
+            ((SPARSE,), 1, 131, 130, 3, 1130),
             # No tensor is empty before the 256th token, so none is known to drain.
-            ((HEAVY,), 4, 131, 130, 5),
+            ((HEAVY,), 4, 131, 130, 5, 1130),
             # The window is full from the 129th token on, which the model asks of an int, and rows for 128 tokens come
             # at each 128th. So a full window and such a row first meet at the 256th.
-            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 7),
-            ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 7),
+            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 7, 1130),
+            ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 7, 1130),
         ),
     ],
 )
-def test_a_thousand_tokens_settle(layers: tuple[str, ...], batch: int, prompt: int, last: int, most: int) -> None:
+def test_many_tokens_settle(layers: tuple[str, ...], batch: int, prompt: int, last: int, most: int, count: int) -> None:
     torch.compiler.reset()
     counters.clear()
     rates = {SPARSE: 4, HEAVY: 128}
@@ -149,7 +150,7 @@ def test_a_thousand_tokens_settle(layers: tuple[str, ...], batch: int, prompt: i
     cache, tokens = DynamicCache(config=model.config), torch.randint(1, 67, (batch, prompt))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")  # Dynamo's limit among them
-        for step in range(1130):
+        for step in range(count):
             tokens = fast(tokens, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
             if step == last:
                 settled = counters["stats"]["unique_graphs"]
@@ -157,6 +158,7 @@ def test_a_thousand_tokens_settle(layers: tuple[str, ...], batch: int, prompt: i
     assert unfused(fast) == []
 
 
+@pytest.mark.full("draws")
 def test_the_first_step_is_compiled_for_any_length() -> None:
     """Nothing was read at the prompt, and then one row waits and one stands for four tokens, which is chance."""
     torch.compiler.reset()
