@@ -1,7 +1,7 @@
 """Lets a trace read the name of a class of torch, with which libraries recognise their own classes of tensors.
 
 ``type(weight).__module__.startswith(...)`` breaks Dynamo's graph where ``weight`` is an ordinary ``nn.Parameter``:
-Dynamo knows the class, and calls no method of its attributes (torch 2.11 to 2.14).
+Dynamo knows the class, and calls no method of its attributes (torch 2.13 and 2.14).
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.graph import Builder, args_of, axis, shape
+from mla_compile.passes.ir.graph import Builder, shape
 from mla_compile.passes.ir.moves import Rearrange
-from mla_compile.passes.ir.operators import decode, varying
-from mla_compile.passes.ir.sizes import same_sizes
+from mla_compile.passes.ir.operators import decode, varying, whole_scatter
 
 aten = torch.ops.aten
 
@@ -22,13 +21,10 @@ aten = torch.ops.aten
 def read_scatters(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     """Rewrite scatters that send whole rows to positions; return how many."""
     found = 0
-    # Other overloads add to the tensor, or write one number.
-    for node in [n for n in graph.nodes if n.target is aten.scatter.src]:
-        base, dim, index, x = args_of(node)
-        dim = axis(dim, len(shape(node)))
-        sizes = [*shape(base)[:dim], shape(x)[dim], *shape(base)[dim + 1 :]]
-        whole = same_sizes(sizes, shape(x)) and same_sizes(shape(index), shape(x))
-        if whole and varying(index) <= {dim}:
+    for node in graph.find_nodes(op="call_function", target=aten.scatter.src):
+        scatter = whole_scatter(node)
+        if scatter is not None and varying(scatter[2]) <= {scatter[1]}:
+            base, dim, index, x = scatter
             builder = Builder(node, fake_mode)
             at = _along(builder, index, dim)
             node.replace_all_uses_with(builder.call(aten.index_copy.default, base, dim, at, x))

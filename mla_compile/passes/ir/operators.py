@@ -40,7 +40,7 @@ from mla_compile.passes.ir.moves import (
     WriteOne,
     WriteRows,
 )
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stand_in import stand_in
 
 aten = torch.ops.aten
@@ -77,6 +77,16 @@ def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[
     while isinstance(how := decode(found[-1]), kinds):
         found.append(how.x)
     return found
+
+
+def whole_scatter(node: fx.Node) -> tuple[fx.Node, int, fx.Node, fx.Node] | None:
+    """Return the tensor, axis, positions and source of a scatter that writes all of its source; None if it is none."""
+    if node.target is not torch.ops.aten.scatter.src:  # other overloads add to the tensor, or write one number
+        return None
+    base, dim, index, x = args_of(node)
+    dim = axis(dim, len(shape(node)))
+    sizes = [*shape(base)[:dim], shape(x)[dim], *shape(base)[dim + 1 :]]
+    return (base, dim, index, x) if same_sizes(sizes, shape(x)) and same_sizes(shape(index), shape(x)) else None
 
 
 VARYING = 16

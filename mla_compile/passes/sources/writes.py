@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir import moves
-from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import behind, decode, varying
+from mla_compile.passes.ir.graph import args_of, argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import behind, decode, varying, whole_scatter
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
 from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.sources.along_tokens import (
@@ -285,13 +285,8 @@ def _by_pairs(node: fx.Node) -> Indices | None:
 
 def _scattered(node: fx.Node) -> tuple[Dim, Shared] | None:
     """Return the axis of a scatter that writes all of its source, and the positions along it."""
-    if node.target is not aten.scatter.src:  # others add to the buffer, or write one number
-        return None
-    base, dim, index, x = args_of(node)
-    dim = axis(dim, len(shape(node)))
-    sizes = [*shape(base)[:dim], shape(x)[dim], *shape(base)[dim + 1 :]]
-    fits = same_sizes(sizes, shape(x)) and same_sizes(shape(index), shape(x))
-    return (Dim(dim), _shared(index, node)) if fits else None
+    scatter = whole_scatter(node)
+    return None if scatter is None else (Dim(scatter[1]), _shared(scatter[2], node))
 
 
 def _is_kept(x: fx.Node, node: fx.Node) -> bool:
