@@ -107,7 +107,7 @@ def _fake_index(call: IndexCall) -> Tensor:
 
 
 def _flops(
-    query: Size, latent: Size, rope: Size | None = None, values: Size | None = None, *rest: Any, **named: Any
+    query: Size, latent: Size, rope: Size | None = None, values: Size | None = None, *rest: object, **named: object
 ) -> int:
     """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum; T is k where indices choose k keys.
 
@@ -119,7 +119,7 @@ def _flops(
 
 
 def _paged_flops(
-    query: Size, latent_pages: Size, rope_pages: Size | None, block_table: Size, *rest: Any, **named: Any
+    query: Size, latent_pages: Size, rope_pages: Size | None, block_table: Size, *rest: object, **named: object
 ) -> int:
     """As :func:`_flops` with T = maxpages * page, the capacity of the table: a formula sees shapes, not the lengths."""
     B, S, H, K = query

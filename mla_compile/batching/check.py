@@ -6,13 +6,17 @@ request, prompts read in pieces, and loops over experts that were traced as loop
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mla_compile.batching.graphs import Decode, StepGraphs
 from mla_compile.capture.causal_lm import CausalLM, evaluating
 from mla_compile.errors import CaptureError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutputWithPast
 
 _PAGE, _PIECES, _STEPS = 8, ((5, 6), (2,), (9, 3, 2)), 3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -26,7 +30,7 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
     ``decode`` runs over pools of :func:`pages_needed` pages of 8 tokens. Raises :class:`CaptureError` if the relative
     error exceeds what rounding explains.
     """
-    model: Any = lm.model
+    model: PreTrainedModel = lm.model
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
@@ -69,6 +73,6 @@ def page_size() -> int:
 
 def _error(lm: CausalLM, ids: torch.Tensor, length: int, got: list[torch.Tensor]) -> float:
     with torch.no_grad(), evaluating(lm.model):
-        out: Any = lm.model(input_ids=ids[None], use_cache=False)
+        out: CausalLMOutputWithPast = lm.model(input_ids=ids[None], use_cache=False)
     want = out.logits[0, length - 1 : length + _STEPS].double()
     return float((torch.stack(got).double() - want).norm() / want.norm())

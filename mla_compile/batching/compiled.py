@@ -33,7 +33,7 @@ class Compiled:
     Beyond the limit a call runs the graph uncompiled.
     """
 
-    def __init__(self, program: Program, patches: Mapping[str, Any], limit: int, name: str) -> None:
+    def __init__(self, program: Program, patches: Mapping[str, object], limit: int, name: str) -> None:
         self.count, self.limit, self.name = 0, limit, name
         self._program, self._patches = program, dict(patches)
         values = [node.meta["val"] for node in program.placeholders]

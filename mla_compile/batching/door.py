@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,11 @@ from mla_compile.errors import (
 )
 from mla_compile.options import Options
 from mla_compile.report.report import Report
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+    from mla_compile.batching.manager import LatentManager
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +89,7 @@ def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> A
     return fast
 
 
-def _warm_up(fast: Any, config: Any) -> None:
+def _warm_up(fast: PreTrainedModel, config: ContinuousBatchingConfig | None) -> None:
     manager = fast.init_continuous_batching(continuous_batching_config=copy.copy(config))
     manager.warm_up_for_all(logger.info)
     manager.destroy()
@@ -96,7 +101,7 @@ class Batching:
     Calling it is the model's ``init_continuous_batching``.
     """
 
-    def __init__(self, model: Any, options: Options, steps: StepGraphs | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, options: Options, steps: StepGraphs | None = None) -> None:
         self.model, self.options = model, options
         self._steps = steps
 
@@ -130,12 +135,15 @@ class Batching:
 
     @torch.no_grad()
     def __call__(
-        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
-    ) -> Any:
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: object = None,
+    ) -> LatentManager:
         """Like ``init_continuous_batching`` of transformers, but return a manager over latent pages."""
         from transformers import ContinuousBatchingConfig  # imported on use, as everywhere in this file
 
-        cached = getattr(self.model, "_cached_continuous_batching_manager", None)
+        cached: LatentManager | None = getattr(self.model, "_cached_continuous_batching_manager", None)
         if cached is not None:
             return cached
         config = generation_config if generation_config is not None else self.model.generation_config
@@ -150,23 +158,23 @@ class Batching:
             workload_hints=workload_hints,
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Batching:
+    def __deepcopy__(self, memo: dict[int, object]) -> Batching:
         made = Batching(None, self.options)
         memo[id(self)] = made  # the model refers back to this object
         made.model = copy.deepcopy(self.model, memo)
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Batching], tuple[object, ...]]:
         return Batching, (self.model, self.options)
 
 
-def _options(options: dict[str, Any]) -> Options:
+def _options(options: dict[str, object]) -> Options:
     ours = {name: value for name, value in options.items() if name not in ("mode", "dynamic", "fullgraph")}
     return Options.parse(ours, verify=True)
 
 
 @one_at_a_time()
-def _graphs(model: Any, options: Options) -> StepGraphs:
+def _graphs(model: PreTrainedModel, options: Options) -> StepGraphs:
     """Build the graphs on all ranks that hold the weights together, or on none of them."""
     ranks = meeting_of(model, options)
     try:
@@ -184,7 +192,7 @@ def _graphs(model: Any, options: Options) -> StepGraphs:
         raise
 
 
-def _verified(model: Any, options: Options, ranks: Meeting | None) -> StepGraphs:
+def _verified(model: PreTrainedModel, options: Options, ranks: Meeting | None) -> StepGraphs:
     lm = wire(model)
     graphs = StepGraphs(lm, options, ranks=ranks)
     if options.verify:
@@ -195,7 +203,7 @@ def _verified(model: Any, options: Options, ranks: Meeting | None) -> StepGraphs
     return graphs
 
 
-def _manager() -> Any:
+def _manager() -> type[LatentManager]:
     try:
         from mla_compile.batching.manager import LatentManager
     except ImportError as error:
@@ -206,7 +214,7 @@ def _manager() -> Any:
     return LatentManager
 
 
-def _has_latent_attention(model: Any) -> bool:
+def _has_latent_attention(model: PreTrainedModel) -> bool:
     ids = torch.arange(3, 8, device=next(model.parameters()).device)[None]
     try:
         report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")

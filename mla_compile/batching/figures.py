@@ -45,7 +45,7 @@ def metrics() -> dict[str, Any]:
         By name: a number; a dict of numbers by label ("stop", "length"); or for a distribution a dict of its "count",
             its "sum" (s), and its "buckets", the number of values up to each bound (s).
     """
-    found: dict[str, Any] = dict(gauges())
+    found: dict[str, object] = dict(gauges())
     counts, distributions = counted(), distributed()
     for name, kind in KINDS.items():
         if kind.bounds:

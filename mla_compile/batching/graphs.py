@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -117,7 +117,7 @@ class StepGraphs:
             told = f"each of {self.sharing.size} ranks keeps its share of the rows in its pages"
             self.report = replace(self.report, messages=(*self.report.messages, told))
         self.graphs: list[Graph] = []
-        self._decodes: dict[tuple[Any, ...], tuple[Graph, Callable[..., torch.Tensor]]] = {}
+        self._decodes: dict[tuple[object, ...], tuple[Graph, Callable[..., torch.Tensor]]] = {}
         self._prompts: list[Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]] = []
         self._pays: Callable[[Mapping[str, torch.Tensor]], bool] | None = None
         self._compile_prompts(prompt)
@@ -275,7 +275,7 @@ class StepGraphs:
         made: list[Call] = []
 
         def run(inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-            values: list[Any] = [inputs[name] if name in inputs else own.get(name) for name in order]
+            values: list[torch.Tensor | None] = [inputs[name] if name in inputs else own.get(name) for name in order]
             if folds is not None:
                 for at, value in zip(folded, folds.values(values), strict=True):
                     values[at] = value

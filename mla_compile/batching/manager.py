@@ -21,14 +21,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from mla_compile.batching.figures import watch
@@ -55,7 +58,7 @@ class LatentProcessor(ContinuousBatchProcessor):
 
     steps: Steps
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
         self.model_runner = LatentRunner(
             logit_processor=self.logit_processor,
@@ -113,24 +116,24 @@ class _OfOneKind:
     The pools are ours, and tracing the step proved that no layer hides any cached token.
     """
 
-    def __init__(self, of: Any, mesh: Any = None) -> None:
+    def __init__(self, of: PreTrainedModel | PreTrainedConfig, mesh: DeviceMesh | _Ranks | None = None) -> None:
         self._of = of
         if mesh is not None:
             self._device_mesh = mesh  # transformers sets this attribute only for its own sharding plans
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._of, name)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> _OfOneKind:
         return _OfOneKind(self._of.config)
 
     layer_types = sliding_window = None
 
-    def get_text_config(self) -> Any:
+    def get_text_config(self) -> _OfOneKind:
         return _OfOneKind(self._of.get_text_config())
 
-    def eval(self) -> Any:
+    def eval(self) -> object:
         self._of.eval()
         return self
 
@@ -163,9 +166,9 @@ class _AlwaysAwake(threading.Event):
 class LatentManager(ContinuousBatchingManager):
     """The manager that ``init_continuous_batching`` of an optimized model returns."""
 
-    def __init__(self, model: Any, graphs: StepGraphs, **arguments: Any) -> None:
+    def __init__(self, model: PreTrainedModel, graphs: StepGraphs, **arguments: Any) -> None:
         self.graphs = graphs
-        self.batch_processor: Any = None
+        self.batch_processor: LatentProcessor | None = None
         self._steps: Steps | None = None
         self._died: Exception | None = None
         self._in_vain = 0  # how many loops in a row have ended before their first step
@@ -192,7 +195,7 @@ class LatentManager(ContinuousBatchingManager):
             raise InputError(f"page_size is {config.page_size}, expected a power of two up to 256")
 
     @staticmethod
-    def mesh_of(model: Any, context: Any) -> Any:
+    def mesh_of(model: torch.nn.Module, context: DeviceMesh | None) -> DeviceMesh | _Ranks | None:
         """Return the mesh of the ranks that run the same steps; None if this rank runs its own.
 
         These are the ranks that hold the weights of ``model`` together and the ranks of the mesh ``context``, which
@@ -207,7 +210,7 @@ class LatentManager(ContinuousBatchingManager):
         noted = mesh if meshes else getattr(model, "_device_mesh", None)
         sizes = {1 if one is None else one.size() for one in (mesh, DistributedHelper.extract_tp_mesh(noted))}
         if len(meshes) > 1 or len(sizes) > 1:
-            told = ", ".join(map(str, meshes or [noted]))
+            told = ", ".join(map(str, meshes)) or str(noted)
             raise InputError(
                 "continuous batching: expected weights that are DTensors over one mesh of ranks, without names or with "
                 f"the one axis 'tp', by which the scheduler of transformers knows them; got {told}"
@@ -226,7 +229,7 @@ class LatentManager(ContinuousBatchingManager):
             "other axis of a mesh of all ranks, because otherwise it is unknown which ranks run the same steps"
         )
 
-    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:  # noqa: FBT001, FBT002  transformers calls it
+    def switch_to_cb_friendly_attn(self, model: object, auto_switch_to_flash: bool = True) -> None:  # noqa: FBT001, FBT002  transformers calls it
         """Do nothing: the graphs are already traced and do not use the model's own attention."""
 
     def warmup(self) -> None:
@@ -257,7 +260,7 @@ class LatentManager(ContinuousBatchingManager):
         self._ends, self._in_vain, self.current_batch = False, 0, 0
         super().start()
 
-    def add_request(self, input_ids: Any, request_id: str | None = None, *args: Any, **how: Any) -> str | None:
+    def add_request(self, input_ids: object, request_id: str | None = None, *args: object, **how: object) -> str | None:
         """Add a request as transformers does; ``mla_sampling`` tells how its tokens are drawn.
 
         If another unanswered request has the same id, the request gets an id derived from it. Returns the id.
@@ -282,7 +285,7 @@ class LatentManager(ContinuousBatchingManager):
                 self.output_router.give_up(name, self.num_return_sequences)
         return added
 
-    def add_requests(self, inputs: list[list[int]], *args: Any, **how: Any) -> list[str]:
+    def add_requests(self, inputs: list[list[int]], *args: object, **how: object) -> list[str]:
         """Add requests as transformers does, under ids that no unanswered request has."""
         with self._request_lock:
             while not self.output_router.is_free(f"req_{self._request_counter + k}" for k in range(len(inputs))):
@@ -290,7 +293,7 @@ class LatentManager(ContinuousBatchingManager):
         added: list[str] = super().add_requests(inputs, *args, **how)
         return added
 
-    def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
         """Register as transformers does; raise :class:`InputError` if a handler for this id exists already."""
         self.output_router.register(request_id)
         super().register_result_handler(request_id, callback)
@@ -301,7 +304,7 @@ class LatentManager(ContinuousBatchingManager):
             raise InputError(f"the id of a request is {request_id!r}, expected a string")
         super().cancel_request(request_id)
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
+    def stop(self, *args: object, **kwargs: object) -> None:
         """Stop the loop as transformers does."""
         with self._ending:  # a thread about to restart its loop either sees the flag or is stopped afterwards
             self._ends = True
@@ -316,7 +319,7 @@ class LatentManager(ContinuousBatchingManager):
         if error is not None:
             raise RankError(f"the generation loop died: {brief(error)}") from error
 
-    def _run_generation_loop(self, **how: Any) -> None:  # transformers 5.24 passes whether it runs in inference mode
+    def _run_generation_loop(self, **how: object) -> None:  # transformers 5.24 passes whether it runs in inference mode
         while True:
             self._died = None
             super()._run_generation_loop(**how)
@@ -328,7 +331,7 @@ class LatentManager(ContinuousBatchingManager):
                 self.batch_processor = self._steps = None
                 self.background_thread_status.clear()
 
-    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+    def _handle_critical_error(self, error: Exception, batch_processor: LatentProcessor | None) -> None:
         # Without a pool, or after several deaths before a first step, a restart would fail again. With several ranks,
         # the others may still run, and transformers makes all of them stop.
         several = self.distributed_helper.tp_size > 1

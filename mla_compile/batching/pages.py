@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import NoReturn
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -146,7 +146,7 @@ class LatentPages(PagedAttentionCache):
     def extend_read_and_write_indices(self, *_: object) -> None:
         """Do nothing: see :meth:`read_all`."""
 
-    def update(self, *_: object) -> Any:
+    def update(self, *_: object) -> NoReturn:
         """Never called, because the graphs write the rows."""
         raise NotImplementedError("latent pages are written by the compiled decode step")
 

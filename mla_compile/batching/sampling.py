@@ -6,10 +6,15 @@ transformers samples all requests of a step alike, by the settings that its sche
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 
@@ -31,7 +36,7 @@ class Sampling:
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, config: Any, seed: int | None = None) -> Sampling | None:
+    def of(cls, config: GenerationConfig, seed: int | None = None) -> Sampling | None:
         """Return the sampling that a ``GenerationConfig`` asks for; None means the most probable token."""
         if not config.do_sample or config.temperature == 0:
             return None

@@ -52,7 +52,7 @@ def latent_scheduler(kind: type[Any]) -> type[Any]:
     return Latent
 
 
-def _check_sampling(given: Mapping[str, Any]) -> None:
+def _check_sampling(given: Mapping[str, float]) -> None:
     """Refuse a temperature of 0, for example: its scores cannot be sampled, and one call samples all requests."""
     temperature, top_p = given.get("temperature", 1.0), given.get("top_p", 1.0)
     if not (0 < temperature < math.inf):

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from mla_compile.batching.graphs import LEAST, Decode, StepGraphs, bucket
 from mla_compile.batching.pages import TRASH, LatentPages
@@ -21,7 +21,7 @@ from mla_compile.core.counting import count
 from mla_compile.errors import RankError, brief
 
 logger = logging.getLogger("mla_compile")
-Fails = Callable[[Exception, Any], None]
+Fails = Callable[[Exception, RequestState], None]
 """Takes an error and the state of the request that it ends."""
 
 
@@ -29,7 +29,7 @@ Fails = Callable[[Exception, Any], None]
 class _Part:
     """One request's part of a step: its tokens, the position ``past`` of the first token, and its blocks."""
 
-    future: Any
+    future: FutureRequestState | None  # None in a warm-up
     ids: torch.Tensor  # [S]
     past: int
     table: list[int]
@@ -44,8 +44,8 @@ class Steps:
         """``replays`` records and replays decode steps if the device can."""
         self._graphs, self._pages, self._vocabulary = graphs, pages, vocabulary
         self._decode: Decode = graphs.decode(pages.pools, replays)
-        self.batch: Callable[[], list[Any]] = list
-        self.fails: Fails = lambda error, _: _raise(error)
+        self.batch: Callable[[], list[FutureRequestState]] = list
+        self.fails: Fails = _raise
         self.alike: Callable[[bool], bool] = lambda _: True
         """Whether this step succeeded, or failed, on all ranks alike."""
 
@@ -76,7 +76,7 @@ class Steps:
             told(f"{S} tokens of a prompt behind {P} others")
             self._graphs.warm_up_prompt(S, P, device)
 
-    def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: Any) -> SimpleNamespace:
+    def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: object) -> SimpleNamespace:
         """Return ``logits`` [1,n,vocab]: the rows of requests that get a token, in order, and then unused rows."""
         futures, done = self.batch(), dict[int, torch.Tensor]()
         decoding: list[tuple[int, _Part]] = []
@@ -122,6 +122,7 @@ class Steps:
     def _alone(
         self, number: int, part: _Part, done: dict[int, torch.Tensor], run: Callable[[_Part], torch.Tensor]
     ) -> None:
+        assert part.future is not None
         try:
             done[number] = self._on_all_ranks(lambda: run(part))
         except RankError:
@@ -170,5 +171,5 @@ def _buckets(most: int) -> list[int]:
     return [1 << n for n in range(LEAST.bit_length() - 1, bucket(most).bit_length())]
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: Exception, _: object) -> None:
     raise error

@@ -28,9 +28,9 @@ from mla_compile.capture.functional import functionalized
 from mla_compile.capture.held_weights import held_weights, is_held
 from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
 from mla_compile.capture.repeated import traced_by_kind
-from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
 from mla_compile.core.program import Program, copy_graph, graph_module, results_of, view_source
+from mla_compile.core.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.errors import CaptureError, InputError, brief
 
 _Given = ParamSpec("_Given")

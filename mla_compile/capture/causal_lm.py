@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -21,6 +21,10 @@ from mla_compile.capture.exporting import traced_program
 from mla_compile.capture.unroll import UnrolledExperts
 from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import ExportError, InputError, brief
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+    from transformers.cache_utils import CacheLayerMixin
 
 # Any sizes that differ from each other and from 1: torch.export identifies equal sizes, and specialises size 1.
 BATCH, QUERY, PAST = 2, 3, 7
@@ -41,12 +45,12 @@ class CacheTensor:
     dtype: torch.dtype
     squeezed: bool
 
-    def of(self, cache: Any) -> torch.Tensor:
+    def of(self, cache: Cache) -> torch.Tensor:
         """The tensor in a cache, in the shape in which it enters and leaves the exported graph."""
         tensor: torch.Tensor = _read(cache.layers[self.layer], self.attribute, self.key)
         return tensor.squeeze(1) if self.squeezed else tensor
 
-    def put(self, cache: Any, tensor: torch.Tensor) -> None:
+    def put(self, cache: Cache, tensor: torch.Tensor) -> None:
         """Store ``tensor`` at its place in a cache."""
         layer = cache.layers[self.layer]
         tensor = tensor.unsqueeze(1) if self.squeezed else tensor
@@ -62,14 +66,14 @@ class CausalLM:
 
     model: torch.nn.Module
     caches: tuple[CacheTensor, ...]
-    template: Any
+    template: Cache
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model's weights: that of the first floating-point one."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
-    def filled(self, tensors: Any) -> Any:
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Cache:
         """A cache that holds ``tensors``, made from a copy of the template."""
         cache = copy.copy(self.template)
         cache.layers = [_copied(layer) for layer in self.template.layers]
@@ -175,7 +179,7 @@ class _Flat(torch.nn.Module):
         return out.logits, new
 
 
-def _run(model: torch.nn.Module, length: int) -> Any:
+def _run(model: torch.nn.Module, length: int) -> object:
     """The cache after a prompt of ``length`` tokens."""
     device = next(model.parameters()).device
     ids = torch.arange(3, 3 + BATCH * length, device=device).reshape(BATCH, length)
@@ -195,7 +199,7 @@ def _run(model: torch.nn.Module, length: int) -> Any:
     return cache
 
 
-def _tensors(short: Any, long: Any) -> Iterator[CacheTensor]:
+def _tensors(short: Cache, long: Cache) -> Iterator[CacheTensor]:
     for layer, (a, b) in enumerate(zip(short.layers, long.layers, strict=True)):
         for attribute, key, x in _slots(a):
             y = _read(b, attribute, key)
@@ -231,7 +235,7 @@ def _slots(layer: object) -> Iterator[tuple[str, int | None, torch.Tensor]]:
             yield from ((name, key, v) for key, v in value.items() if isinstance(v, torch.Tensor))
 
 
-def _read(layer: Any, attribute: str, key: int | None) -> torch.Tensor:
+def _read(layer: CacheLayerMixin, attribute: str, key: int | None) -> torch.Tensor:
     value: Any = getattr(layer, attribute)
     tensor: torch.Tensor = value if key is None else value[key]
     return tensor
@@ -246,7 +250,7 @@ def _copied(layer: object) -> object:
 
 
 @contextlib.contextmanager
-def _experts(model: Any, implementation: str) -> Iterator[None]:
+def _experts(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Select an implementation of mixtures of experts for the block, if the model offers a choice."""
     if not getattr(model, "_can_set_experts_implementation", lambda: False)():
         yield

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -21,6 +21,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mla_compile.capture.regions import write_out
 from mla_compile.capture.subclasses import Opened
 from mla_compile.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 LOCAL = "_local_tensor"
 
@@ -46,7 +50,7 @@ def shared_weight(model: torch.nn.Module) -> str | None:
     return next((name for name, tensor in named if is_dtensor(tensor)), None)
 
 
-def weight_meshes(model: torch.nn.Module) -> list[Any]:
+def weight_meshes(model: torch.nn.Module) -> list[DeviceMesh]:
     """The device meshes of the model's weights, in the order of the weights."""
     tensors = (*model.parameters(), *model.buffers())
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)))  # type: ignore[attr-defined]
@@ -66,7 +70,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
         done.values = list(values)
         return done
     _check(graph, touched)
-    specs: dict[fx.Node, Any] = {}
+    specs: dict[fx.Node, DTensorSpec] = {}
     for node, value in zip(inputs, values, strict=True):
         if node in objects:
             done.left_out.append(Opened(node.name, value, ()))
@@ -161,12 +165,8 @@ def _touched(graph: fx.Graph, objects: dict[fx.Node, object]) -> list[fx.Node]:
         node
         for node in graph.nodes
         if node.op in ("call_function", "call_method", "call_module")
-        and any(_is_read(n, objects) for n in (node, *node.all_input_nodes))
+        and any(n in objects or any(map(is_dtensor, _leaves(n))) for n in (node, *node.all_input_nodes))
     ]
-
-
-def _is_read(node: fx.Node, objects: dict[fx.Node, object]) -> bool:
-    return node in objects or any(map(is_dtensor, _leaves(node)))
 
 
 def _check(graph: fx.Graph, touched: Sequence[fx.Node]) -> None:

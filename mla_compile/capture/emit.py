@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import fx
@@ -223,7 +222,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
     output = graph.output_node()
     new_values = program.outputs[: len(program.mutations)]
     returned = list(program.outputs[len(program.mutations) :])
-    written: dict[str, tuple[Any, fx.Node]] = {}
+    written: dict[str, tuple[object, fx.Node]] = {}
     named = program.named()
     with graph.inserting_before(output):
         for name, new in zip(program.mutations, new_values, strict=True):

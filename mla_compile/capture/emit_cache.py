@@ -40,7 +40,7 @@ def rows_in_place(
     values = [*[None] * (len(program.outputs) - len(values)), *values]
     appended = {at for rows in cache.outputs.values() for at in rows}
     held = {index: t.holds for index, t in zip(sorted(cache.outputs), change.outputs, strict=True)}
-    new: list[Any] = []
+    new: list[object] = []
     for index, value in enumerate(values):
         if index in held:
             new.append([values[cache.outputs[index][i]] for i in held[index]])

@@ -125,10 +125,10 @@ class _Unrolled:
             self.placeholders[-1].meta["val"] = fake
         self.values: dict[fx.Node, Any] = {node: self.placeholders[place] for node, place in inputs.items()}
         self.known = {node for node in self.placeholders if isinstance(node.meta["val"], torch.SymInt)}
-        self.sizes: dict[Any, fx.Node] = {}  # nodes of known sizes, by expression
+        self.sizes: dict[object, fx.Node] = {}  # nodes of known sizes, by expression
         for node in sizes:
             self.values[node] = self._size(node, self.values)
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, object] = {}
         self.names: dict[fx.Node, str] = {}
         self.written: dict[int, Any] = {}
         handed = {one.steps[place] for one in found for place in one.outputs}

@@ -40,7 +40,7 @@ class _Rebuild:
         self.count: int = sum([1 if r is None else r.count for r in self.inner])
 
     def __call__(self, *plain: torch.Tensor) -> object:
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         left = list(plain)
         for name, rebuild in zip(self.names, self.inner, strict=True):
             count = 1 if rebuild is None else rebuild.count
@@ -51,7 +51,7 @@ class _Rebuild:
 
 def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[object], list[Opened]]:
     """Make ``gm`` take plain tensors for each subclass among ``values``; return the new values and the subclasses."""
-    plain: list[Any] = []
+    plain: list[object] = []
     opened: list[Opened] = []
     graph = gm.graph
     inputs = graph.find_nodes(op="placeholder")

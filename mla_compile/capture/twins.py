@@ -32,7 +32,7 @@ _WRITES = {
 
 
 def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[str, str]]:
-    """Return a copy of ``program`` with a twin of each written buffer where that is possible, and twin -> buffer."""
+    """Return a copy of ``program`` with a twin of each written buffer that allows one, and the buffer of each twin."""
     program = program.copy()
     graph, named = program.gm.graph, program.named()
     new = dict(zip(program.mutations, program.outputs, strict=False))

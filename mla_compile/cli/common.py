@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -92,7 +92,7 @@ def failed(error: object, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def print_json(record: dict[str, Any]) -> None:
+def print_json(record: Mapping[str, object]) -> None:
     """Print one JSON object to stdout."""
     typer.echo(json.dumps(record, indent=2, allow_nan=False))
 

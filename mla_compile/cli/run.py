@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -79,7 +79,7 @@ def _ids(text: str) -> list[int]:
         raise InputError(f"--prompt-ids is {text!r}, expected whole numbers such as 1,2,3") from None
 
 
-def _stream(session: Session, prompts: list[list[int]], steps: Generation, *, quiet: bool) -> dict[str, Any]:
+def _stream(session: Session, prompts: list[list[int]], steps: Generation, *, quiet: bool) -> dict[str, object]:
     rows: list[list[int]] = [[] for _ in prompts]
     times = [time.perf_counter()]
     for tokens in steps:

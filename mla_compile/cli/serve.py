@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -96,7 +96,7 @@ def serve(
 
         if kv_cache_dtype not in _CACHES:
             raise OptionError(f"kv_cache_dtype is {kv_cache_dtype!r}, expected auto or fp8")
-        options: dict[str, Any] = {"codegen": codegen, "cache_dtype": _CACHES[kv_cache_dtype]}
+        options: dict[str, object] = {"codegen": codegen, "cache_dtype": _CACHES[kv_cache_dtype]}
         settings = Settings(
             model,
             name=served_model_name,

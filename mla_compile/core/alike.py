@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ def known_of(value: object, *, begins: bool = True) -> Hashable:
     return number_of(value)
 
 
-def each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
+def each(value: object, read: Callable[[object], Hashable]) -> Hashable:
     """``value`` with every leaf of its nested lists, tuples, dicts and slices replaced by its key from ``read``."""
     if isinstance(value, (tuple, list)):
         return type(value).__name__, *(each(one, read) for one in value)

@@ -8,12 +8,11 @@ guard that contains ``or`` then splits the whole expression: all guards before i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch._dynamo.source import LocalSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-Holds = Callable[[Sequence[Any]], bool]
+Holds = Callable[[Sequence[object]], bool]
 
 
 def guards_of(env: ShapeEnv, placeholders: Sequence[object], *, ignore_static: bool = True) -> Holds:

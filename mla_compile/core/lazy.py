@@ -12,7 +12,7 @@ def lazy(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], Any],
     """``__getattr__`` and ``__dir__`` of a package. ``owners``: name -> its module, or the module of that name."""
     namespace = vars(sys.modules[package])
 
-    def get(name: str) -> Any:
+    def get(name: str) -> object:
         if name not in owners:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         owner = import_module(owners[name])

@@ -86,7 +86,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
 
 def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
     """The tensors in nested lists and dicts, with the keys that lead to them."""
-    left: list[tuple[tuple[Any, ...], object]] = [((), value)]
+    left: list[tuple[tuple[object, ...], object]] = [((), value)]
     seen: set[int] = set()
     while left:
         keys, one = left.pop()
@@ -94,7 +94,7 @@ def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
             yield keys, one
         elif type(one) in (list, dict) and id(one) not in seen:
             seen.add(id(one))
-            pairs: Iterable[tuple[object, Any]] = one.items() if isinstance(one, dict) else enumerate(one)  # type: ignore[arg-type]
+            pairs: Iterable[tuple[object, object]] = one.items() if isinstance(one, dict) else enumerate(one)  # type: ignore[arg-type]
             left += [((*keys, key), part) for key, part in pairs]
 
 
@@ -156,7 +156,7 @@ _OPAQUE = (
 
 
 def _reached(value: object) -> Iterator[object]:
-    """All modules and tensors that an object leads to, but not what these lead to in turn."""
+    """Yield the modules and tensors that can be reached from an object without passing through another of them."""
     seen: dict[int, object] = {}
     left = [value]
     while left:

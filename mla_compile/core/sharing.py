@@ -51,7 +51,3 @@ class Sharing:
         parts = c10d.wait_tensor(sent)
         rows: torch.Tensor = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(0, 1)[:tokens]
         return rows
-
-    def same_ranks(self, other: Sharing) -> bool:
-        """Whether ``other`` has the same ranks, and so finds rows of this sharing where it expects them."""
-        return self.ranks == other.ranks

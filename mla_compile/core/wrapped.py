@@ -83,7 +83,7 @@ class _Placing:
     devices: frozenset[str]
     library: str
     moves: str = ""
-    tensors: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: Mapping[str, dict[str, object]] = field(default_factory=dict)
 
 
 def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
@@ -320,7 +320,7 @@ def _one_row(module: nn.Module) -> Tensor | None:
 
 
 def _maps_a_row(module: nn.Module, inner: Function | None, width: int) -> bool:
-    """Whether a forward makes ``width`` features of the same dtype from one row: what it says of its features is so."""
+    """Whether a forward really maps one row to ``width`` features of the same dtype, as its attributes say."""
     rows = _one_row(module)
     if rows is None:
         return False

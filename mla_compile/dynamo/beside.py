@@ -1,4 +1,4 @@
-"""Chooses the buffers of K and V beside which a graph of ``torch.compile`` keeps rows."""
+"""Choose the buffers of K and V for which a graph of ``torch.compile`` also keeps rows, beside the buffer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _BESIDE = (
 class Rewritten:
     """A captured graph with its example inputs, the outcome of the passes, and its folded weights, if any.
 
-    ``twins``: last inputs of the graph, which it has for rows alone -> the buffer beside which these are kept.
+    ``twins`` maps each input that was added for rows (they follow all other inputs) to the buffer that the rows belong
+    to.
     """
 
     captured: Program
@@ -43,9 +44,9 @@ class Rewritten:
 
 
 def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -> Rewritten | None:
-    """What the passes make of ``program`` with a twin of each buffer that becomes rows; None if none does.
+    """Rewrite ``program`` with an added input, a twin, for each buffer that becomes rows; return None if none does.
 
-    ``run`` applies them. They alone know what becomes rows, and what stays K has no use for a twin.
+    ``run`` applies the passes, which decide which buffers become rows. A buffer that stays K needs no twin.
     """
     given = {node.name: value for node, value in zip(program.placeholders, example_inputs, strict=True)}
     written = {name: given[name] for name in program.mutations if isinstance(given.get(name), torch.Tensor)}
@@ -63,7 +64,7 @@ def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -
         kept = [] if cache is None else [twin for twin in twins if twin in cache.inputs]
         if len(kept) == len(twins):
             report = outcome.report
-            if not outcome.absorbed:  # rows have to be written, but not read: K and V are at hand
+            if not outcome.absorbed:  # the rows have to be written but not read, because K and V are at hand
                 made.plain = True
                 outcome, folds = run(made, inputs)
             report = replace(report, messages=(*report.messages, _BESIDE.format(count=len(twins))))

@@ -100,7 +100,7 @@ def drained(reason: str) -> bool:
 
 
 def is_within(name: str) -> bool:
-    """Whether a name, as a guard or Dynamo's source spells it, is that of a value inside an argument."""
+    """Whether a name, spelled as in a guard or in Dynamo's source, names a value inside an argument."""
     return _WITHIN.match(re.sub(r"^L\['(\w+)'\]", r"\1", name)) is not None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
@@ -33,7 +33,7 @@ class CodeGenerator:
         from torch._inductor import compile_fx, exc  # on use: all of Inductor
 
         try:
-            code: Any = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
+            code: object = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
         except exc.InductorError as error:
             if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
                 raise

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import fx
@@ -133,7 +133,7 @@ class Compiler:
         latents, shared = _carrying(gm, example_inputs, LatentTensor), _carrying(gm, example_inputs, RankRows)
         sharing = sharing_of(gm, example_inputs, self.options)
         for rows in shared.values():
-            if sharing is None or not sharing.same_ranks(rows.sharing):
+            if sharing is None or sharing.ranks != rows.sharing.ranks:
                 rows.refuse(
                     "a model compiled " + ("for one rank" if sharing is None else "for other ranks") + " reads it"
                 )
@@ -339,7 +339,7 @@ class Compiler:
 def _outside_autocast(call: Call) -> Call:
     """``call`` with autocast off: its graph contains the casts, and products that are float32 on purpose stay so."""
 
-    def outside(*inputs: object) -> Any:
+    def outside(*inputs: object) -> object:
         with without_autocast():
             return call(*inputs)
 

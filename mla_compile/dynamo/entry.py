@@ -25,7 +25,7 @@ _numbers = itertools.count()
 def compiled_entry(compiler: Callable[..., object], package: Any = None, **settings: Any) -> Callable[..., object]:
     """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class; ``compiler``: a backend.
 
-    ``package`` is told of everything that Dynamo compiles, as Dynamo's own ``CompilePackage`` is.
+    Dynamo reports everything that it compiles to ``package``, as it would to its own ``CompilePackage``.
 
     Dynamo counts recompilations per code object. All models of a library may enter through the same one (a decorator's
     wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore gets its own code

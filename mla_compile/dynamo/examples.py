@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ def _as_sizes_say(value: object) -> object:
     """A symbolic number with its current expression: Inductor knows only the current symbols of sizes."""
     if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
         return value
-    now: Any = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
+    now: object = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
     return now
 
 

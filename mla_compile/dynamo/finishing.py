@@ -11,8 +11,8 @@ import logging
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mla_compile.capture.shared_state import replaced_weights
 from mla_compile.core.program import Inputs
+from mla_compile.core.shared_state import replaced_weights
 from mla_compile.errors import CaptureError
 
 logger = logging.getLogger("mla_compile")

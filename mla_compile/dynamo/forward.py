@@ -158,20 +158,20 @@ class CompiledForward(OwnForward):
         return isinstance(whole, CompiledForward) and any(part.compiler.reports for part in (whole, *whole._parts))
 
     def unwrap(self) -> None:
-        """Takes wrappers off now, which the first call does otherwise."""
+        """Remove wrappers now instead of in the first call."""
         self._device_of_all()
 
-    def use(self, run: Callable[..., Any], *, buffers: bool = False) -> None:
-        """From now on ``run(module, args, kwargs, forward)`` is called where Dynamo would run what it compiled.
+    def use(self, run: Callable[..., object], *, buffers: bool = False) -> None:
+        """From now on, call ``run(module, args, kwargs, forward)`` instead of the code that Dynamo compiled.
 
-        ``buffers``: rows may still take the place of buffers of K and V, for which a call may be traced.
+        ``buffers``: rows may still replace buffers of K and V, which may take a trace of a call.
         """
         self._run = run
         self._buffers = self._buffers if buffers else None
 
     @property
     def keeps_buffers(self) -> bool:
-        """Whether rows took the place of buffers of K and V."""
+        """Whether rows have replaced buffers of K and V."""
         return self._buffers is not None and self._buffers.keeps
 
     def install(self) -> None:

@@ -1,8 +1,8 @@
-"""What a traced call keeps and a later call will find changed: counts that it writes, tensors that have no rows yet.
+"""Find state that a call leaves behind and that later calls change: counters, and tensors that have no rows yet.
 
-Dynamo makes a number or a size symbolic once it has seen it change. The number of rows that each stand for 128 tokens
-first changes after 128 tokens, and by then the step that makes such a row was compiled for the number 0. The trace says
-earlier what changes.
+Dynamo makes a number or a size symbolic once it has seen it change. If each row stands for 128 tokens, the number of
+rows first changes after 128 tokens, and by then the step that makes a row has been compiled for 0 rows. The trace shows
+earlier what is going to change.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstDictVariable, ListVariable, TensorVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable
 
@@ -26,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kept:
-    """Regular expressions for Dynamo's own names of what a function keeps, as ``torch.compiler.config`` takes them.
+    """The state that a function keeps, as regular expressions for Dynamo's names, for ``torch.compiler.config``.
 
     Args:
         counts: ints that the traced code writes into objects, dicts and lists that outlive it.
@@ -43,18 +45,18 @@ class Kept:
 
 
 _known: WeakKeyDictionary[fx.GraphModule, Kept] = WeakKeyDictionary()
-"""Graphs that are compiled now: two readers ask for what each of them keeps."""
+"""The kept state of the graphs that are being compiled, because two callers ask for it."""
 
 
 def kept(gm: fx.GraphModule) -> Kept:
-    """Called inside a backend: what the traced code keeps."""
+    """Return what the traced code keeps; to be called inside a backend."""
     if gm not in _known:
         _known[gm] = _kept(gm)
     return _known[gm]
 
 
 def _kept(gm: fx.GraphModule) -> Kept:
-    effects: Any = InstructionTranslator.current_tx().output.side_effects
+    effects: SideEffects = InstructionTranslator.current_tx().output.side_effects
     new = {name: value for var in effects.id_to_variable.values() for name, value in _written(effects, var)}
     made = {name: shape for name, value in new.items() if (shape := _shape(value)) is not None}
     read = dict(_read(gm))
@@ -80,7 +82,7 @@ def _axes(shapes: Mapping[str, Shape], wanted: Callable[[Shape, int], bool]) -> 
 
 
 def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
-    """Tensors within arguments, by Dynamo's names, with their sizes in this call; those of parameters stay."""
+    """Return the sizes, in this call, of tensors inside arguments by Dynamo's names, without those of parameters."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source, value = getattr(node, "_dynamo_source", None), node.meta.get("example_value")
         if source is None or not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
@@ -90,7 +92,7 @@ def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
 
 
 def _shape(value: object) -> Shape | None:
-    """The sizes of a tensor that the code writes, in this call."""
+    """Return the sizes that a tensor which the code writes has in this call."""
     made = value.as_proxy().node.meta.get("example_value") if isinstance(value, TensorVariable) else None
     return tuple(map(seen, made.shape)) if isinstance(made, torch.Tensor) else None
 
@@ -100,16 +102,16 @@ def seen(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else -1
 
 
-def _written(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of what the code wrote into one object, unless it stores it as it read it."""
+def _written(effects: SideEffects, var: VariableTracker) -> Iterator[tuple[str, VariableTracker]]:
+    """Yield the names and values that the code wrote into one object, without values that it stored unchanged."""
     for name, value in _held(effects, var):
-        # To look at a value that the code has not looked at would add it to the graph.
+        # Reading a value that the code itself has not read would add the value to the graph.
         if not issubclass(type(value), LazyVariableTracker) and value.source is None:
             yield name, value
 
 
-def _held(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of all that one object from outside of the trace holds, if the code wrote to it."""
+def _held(effects: SideEffects, var: VariableTracker) -> Iterator[tuple[str, VariableTracker]]:
+    """Yield the names and values that an object from outside of the trace holds, if the code wrote to the object."""
     if getattr(var, "source", None) is None or not effects.is_modified(var):
         return
     try:
@@ -118,7 +120,7 @@ def _held(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
         return
     for attribute, value in effects.store_attr_mutations.get(var, {}).items():
         yield f"{name}.{attribute}", value
-    items: Iterable[tuple[object, object]] = enumerate(var.items) if isinstance(var, ListVariable) else ()
+    items: Iterable[tuple[object, VariableTracker]] = enumerate(var.items) if isinstance(var, ListVariable) else ()
     if isinstance(var, ConstDictVariable):
         keys = ((key.vt, value) for key, value in var.items.items())
         items = ((key.as_python_constant(), value) for key, value in keys if key.is_python_constant())
@@ -126,12 +128,12 @@ def _held(effects: Any, var: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}[{key!r}]", value
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: VariableTracker) -> bool:
     if isinstance(value, SymNodeVariable):
         return isinstance(value.sym_num, torch.SymInt)
     return bool(value.is_python_constant()) and type(value.as_python_constant()) is int
 
 
 def source_name(source: Any) -> str:
-    """Dynamo's name of a value: a method in torch 2.11, an attribute later."""
+    """Return Dynamo's name of a value, which is a method in torch 2.11 and an attribute later."""
     return str(source.name() if callable(source.name) else source.name)

@@ -9,8 +9,8 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 
 
 def remember_lines(output: Any) -> None:
-    """From now on, nodes of Dynamo's ``output`` get the ``stack_trace`` that torch would write, from lines known."""
-    # With the code of a line, since the identity of code that is gone may be that of other code.
+    """Make nodes of Dynamo's ``output`` get the ``stack_trace`` that torch would write, from cached lines."""
+    # The code object is kept with its line, because a new object could get the ``id`` of a deleted one.
     known: dict[object, tuple[str, object]] = {}
     tracer = output.current_tracer
     create = tracer.create_node

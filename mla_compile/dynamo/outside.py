@@ -1,4 +1,4 @@
-"""Tells when no compiled graph has an attention although Dynamo left code out of its graphs: one may run there."""
+"""Warn if no compiled graph has an attention and Dynamo left code out of its graphs, where an attention may run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from traceback import FrameSummary
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import counters
 
 from mla_compile.core.program import Call
@@ -23,13 +23,13 @@ from mla_compile.errors import warn
 from mla_compile.report.report import UNSEEN
 
 _DISABLED = re.compile(r"Skip (?:calling|inlining) function `?<function (\S+) at 0x\w+>`? since it was wrapped with")
-"""How Dynamo says that a function is under ``torch.compiler.disable``; the group is the function's qualified name."""
+"""Dynamo's message about a function under ``torch.compiler.disable``; the group is the function's qualified name."""
 
 _TORCH = Path(torch.__file__).parent
 
 
 def breaks() -> Mapping[str, int]:
-    """How often Dynamo broke a graph in this process, by its reason."""
+    """Return how often Dynamo broke a graph in this process, by reason."""
     return Counter(counters["graph_break"])
 
 
@@ -51,7 +51,7 @@ class Unseen:
 
     @contextmanager
     def call(self, seen: Callable[[], object]) -> Iterator[None]:
-        """Surrounds a call of the model; ``seen`` says whether a graph with an attention was compiled for it."""
+        """Surround a call of the model; ``seen`` returns whether a graph with an attention was compiled for it."""
         if self.message is not None or seen():
             yield
             return
@@ -66,7 +66,7 @@ class Unseen:
 
 def end_of(gm: fx.GraphModule) -> str | None:
     """Why and where Dynamo ended a graph early; None if it did not."""
-    why: Any = getattr(gm, "compile_subgraph_reason", None)
+    why: GraphCompileReason | None = getattr(gm, "compile_subgraph_reason", None)
     return None if why is None or not why.graph_break else _one_line(why.reason) + _place(why.user_stack)
 
 
@@ -81,7 +81,7 @@ def told_in_a_later_call(call: Call, gm: fx.GraphModule, told: set[str], seen: C
         return call
     lasts, done = _this_call(), False
 
-    def checked(*inputs: Any) -> Any:
+    def checked(*inputs: object) -> object:
         nonlocal done
         if not done and not lasts():
             done = True
@@ -109,7 +109,7 @@ class _Mark:
 
 
 def _this_call() -> Callable[[], object]:
-    """A function that says whether the outermost call of a module, as it is now, still lasts.
+    """Return a function that says whether the present outermost call of a module is still running.
 
     A mark is kept among the keyword arguments of that call, which nothing reads any more. Where a function was
     compiled, the first question is taken for the last one of its call.

@@ -1,14 +1,14 @@
-"""What variants of a function are compiled for, and whether there will be an end to them."""
+"""What the variants of a function are compiled for, and whether their number will stop growing."""
 
 from __future__ import annotations
 
 from mla_compile.dynamo.causes import drained, failed
 
 PHASES = 4
-"""For how many values of one thing code is compiled before it counts as one that changes in every call.
+"""The number of values for which code is compiled before a guard counts as one that fails in every call.
 
-A tensor that fills and drains is empty, has one row, is full, and anything between. Several together take several times
-as many graphs as Dynamo's limit, all of them in the first tokens."""
+A tensor that fills and drains is empty, has one row, is full, or is anything between. Several such tensors together
+need several times as many graphs as Dynamo's limit, all of them in the first tokens."""
 
 
 class Phases:
@@ -19,12 +19,12 @@ class Phases:
         self._values: dict[str, set[str]] = {}
 
     def add(self, reason: str) -> None:
-        """Notes a failed guard, as Dynamo logs it."""
+        """Record a failed guard, in the form in which Dynamo logs it."""
         what, compiled_for = failed(reason)
         self._values.setdefault(what, set()).add(compiled_for)
         self.drains |= drained(reason)
 
     def room(self, limit: int) -> int:
-        """How many variants there may be where the user allows ``limit``: more of what fills and drains alone."""
+        """Return how many variants are allowed if the user allows ``limit``: more for buffers that fill and drain."""
         settles = self.drains and all(len(values) <= PHASES for values in self._values.values())
         return limit * PHASES if settles else limit

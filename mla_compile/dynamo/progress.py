@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
@@ -143,7 +143,7 @@ class Compilations:
         return f"{self.name}, graph {self.count}"
 
     def _visible(self) -> bool:
-        stream: Any = sys.stderr  # a program may have set it to None, or to an object that lacks methods of a file
+        stream: object = sys.stderr  # a program may have set it to None, or to an object that lacks methods of a file
         if self.show is False or stream is None or getattr(stream, "closed", False):
             return False
         return self.show is True or (hasattr(stream, "isatty") and stream.isatty())

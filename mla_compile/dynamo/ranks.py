@@ -183,7 +183,7 @@ class Meeting:
         told = self._heard({"weights": _mark(program.weights.values())})
         return len({told[rank]["weights"] for rank in group}) == 1
 
-    def _heard(self, mine: dict[str, Any]) -> Told:
+    def _heard(self, mine: dict[str, object]) -> Told:
         """The messages of all ranks; raises if one of them failed."""
         told = self._exchange({"program": self.program, "problem": None, **mine})
         problems = {rank: one["problem"] for rank, one in told.items() if one["problem"] is not None}
@@ -193,7 +193,7 @@ class Meeting:
             _same({rank: one["program"].get(name) for rank, one in told.items()}, name)
         return told
 
-    def _exchange(self, mine: dict[str, Any]) -> Told:
+    def _exchange(self, mine: dict[str, object]) -> Told:
         store = dist.distributed_c10d._get_default_store()
         told: Told = {self.rank: mine}
         for ranks in self.groups:

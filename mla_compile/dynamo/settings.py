@@ -24,7 +24,7 @@ class _Nesting:
 
     def __init__(self) -> None:
         self.inside = 0
-        self.outside: dict[str, Any] = {}
+        self.outside: dict[str, object] = {}
 
 
 class _OfThread(threading.local, _Nesting):
@@ -66,7 +66,7 @@ def user_value(name: str) -> Any:
 
 @cache
 def _state() -> _Nesting:
-    """The saved values: per thread if torch keeps settings per thread, which is found out by a trial, once."""
+    """The saved values: per thread if torch keeps settings per thread, which is tested once."""
     changed, seen = threading.Event(), []
 
     def read() -> None:

@@ -40,7 +40,7 @@ from mla_compile.dynamo.sizes import History
 
 @dataclass
 class _Settling:
-    """What made Dynamo recompile a function, or will.
+    """What made Dynamo recompile a function, or is about to.
 
     ``counts``, ``rows``, ``changed``: names that are dynamic from now on, of what the function keeps and of what made
     it be compiled again; ``rows`` only where something drains. ``sizes``: the sizes of its inputs in each graph.
@@ -93,13 +93,13 @@ def settle(gm: fx.GraphModule) -> None:
 
 
 def sizes_so_far() -> History | None:
-    """The sizes in all graphs of the function that is compiled now, if it keeps what fills and drains."""
+    """Return the sizes in all graphs of the function being compiled, if it keeps a buffer that fills and drains."""
     known = _current()
     return known.sizes if known is not None and known.phases.drains else None
 
 
 def variants_allowed() -> int:
-    """How many variants of the function that is compiled now Dynamo keeps."""
+    """Return how many variants Dynamo keeps of the function that is being compiled."""
     limit, known = config.recompile_limit, _current()
     return limit if known is None or running() is not None else known.phases.room(limit)
 
@@ -121,7 +121,7 @@ def _forget_others(compile_id: str) -> str:
 
 
 def _asked() -> str:
-    """Dynamo is about to compile, and has not looked at its limit yet."""
+    """Called when Dynamo is about to compile, before it checks its limit."""
     _close("room")
     current, reason = CompileContext.current_compile_id(), why_again()
     known = None if current is None else _functions.get(_forget_others(str(current)))

@@ -1,4 +1,4 @@
-"""Traces the step of a model whose weights are distributed over ranks with Dynamo: ``torch.export`` takes no DTensors.
+"""Trace a step of a model whose weights are spread over ranks. This takes Dynamo: ``torch.export`` takes no DTensors.
 
 The result is like that of :func:`mla_compile.capture.capture.from_exported` for other models: a graph of this rank's
 part, with its collectives. It takes tokens, positions, caches and the ranks' own tensors of the weights, and no sizes
@@ -8,7 +8,6 @@ as separate inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import sympy
 import torch
@@ -38,7 +37,7 @@ class _CapturedError(Exception):
 
 
 def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
-    """This rank's part of a step, as :func:`mla_compile.capture.causal_step.export_step` makes it; ranks do not wait.
+    """Trace this rank's part of a step, like :func:`mla_compile.capture.causal_step.export_step`. No rank waits.
 
     Raises :class:`CaptureError` for a model that cannot be traced like that, or not for all sizes.
     """
@@ -146,14 +145,14 @@ def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: 
 
 
 def _check_sizes(program: Program, opened: Mapping[str, Mapping[int, int]]) -> None:
-    """Raise if tracing assumed more about sizes than that equal ones are equal."""
+    """Raise if tracing assumed anything about sizes except that some of them are equal."""
     assert program.fake_mode is not None
     env = program.fake_mode.shape_env
     assert env is not None
     known: dict[sympy.Basic, sympy.Expr] = {}
     for name, axes in opened.items():
         for axis, size in axes.items():
-            n: Any = program.node(name).meta["val"].shape[axis]
+            n: object = program.node(name).meta["val"].shape[axis]
             expr = n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n)
             if not expr.is_Symbol:
                 raise CaptureError(f"the model can only be traced for sizes with {_ANY[size]} = {expr}")

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -170,7 +169,7 @@ def _own_copies(given: CallArguments) -> Iterator[CallArguments]:
 
 def _copied(given: CallArguments, shared: dict[int, torch.nn.Parameter] | None = None) -> CallArguments:
     module, args, kwargs = given
-    memo: dict[int, Any] = {**(shared or {})}
+    memo: dict[int, object] = {**(shared or {})}
     try:
         return copy.deepcopy((module, tuple(args), dict(kwargs)), memo)
     except Exception as error:  # a class may refuse a copy with any error, as those of fully_shard do

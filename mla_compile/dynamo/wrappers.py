@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from mla_compile.capture import capture
-from mla_compile.capture.shared_state import replaced_weights
 from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Inputs
+from mla_compile.core.shared_state import replaced_weights
 from mla_compile.core.wrapped import Unwrapped, unwrap
 from mla_compile.errors import CaptureError
 from mla_compile.passes.quantized.layers import is_known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 DENSE = "mla_compile::decode_attention"
@@ -168,3 +169,10 @@ class IndexCall(NamedTuple):
 
 
 TENSORS = DecodeCall._fields.index("scale")  # the number of leading fields that are tensors; the others are numbers
+
+
+def rows_at(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The rows at indices into the first two axes; float8 is gathered as bytes, which every device can index."""
+    if rows.dtype.itemsize == 1:
+        return rows.view(torch.uint8)[first, second].view(rows.dtype)
+    return rows[first, second]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.call import DecodeCall, rows_at
 
 
 def decode_attention(call: DecodeCall, run: Callable[[DecodeCall], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -35,12 +35,12 @@ def gathered(call: DecodeCall) -> DecodeCall:
     rows = _places(call, at)
     return DecodeCall(
         query=query,
-        latent=_taken(call.latent, rows),
-        rope=None if call.rope is None else _taken(call.rope, rows),
-        values=None if call.values is None else _taken(call.values, rows),
+        latent=rows_at(call.latent, *rows),
+        rope=None if call.rope is None else rows_at(call.rope, *rows),
+        values=None if call.values is None else rows_at(call.values, *rows),
         mask=_mask(call, at, seen),
         sinks=call.sinks,
-        kv_scale=call.kv_scale if call.kv_scale is None or call.kv_scale.dim() == 0 else _taken(call.kv_scale, rows),
+        kv_scale=call.kv_scale if call.kv_scale is None or call.kv_scale.dim() == 0 else rows_at(call.kv_scale, *rows),
         scale=call.scale,
         softcap=call.softcap,
         num_splits=call.num_splits,
@@ -70,13 +70,6 @@ def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
         return batch.reshape(B * S, k), at.reshape(B * S, k)
     page = call.latent.shape[1]
     return call.block_table.long()[batch, at // page].reshape(B * S, k), (at % page).reshape(B * S, k)
-
-
-def _taken(rows: Tensor, places: tuple[Tensor, Tensor]) -> Tensor:
-    """[B*S,k,width]; float8 is gathered as bytes, which every device can index."""
-    if rows.dtype.itemsize == 1:
-        return rows.view(torch.uint8)[places].view(rows.dtype)
-    return rows[places]
 
 
 def _mask(call: DecodeCall, at: Tensor, seen: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ of :mod:`mla_compile.kernels.reference` define the effect of each argument on a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,19 +162,18 @@ def schedule(call: DecodeCall) -> Tensor:
     return call.query.new_zeros(shared.elements(call), dtype=torch.int64)
 
 
-def _in_graph(op: Any, call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Tensor]:
+def _in_graph(op: Callable[..., tuple[Tensor, Tensor]], call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Tensor]:
     """Call the operator, inside ``torch.compile``."""
     if plan is not None:
         raise InputError("plan: a compiled graph cannot hold a plan; pass num_splits, or call outside torch.compile")
     tensors: tuple[Tensor | None, ...] = (call.values, call.mask, call.seq_lens)
     if call.block_table is not None:
         tensors = (call.block_table, call.seq_lens)
-    out: tuple[Tensor, Tensor] = op(
+    return op(
         call.query, call.latent, call.rope, *tensors, call.sinks, call.kv_scale, call.indices, call.schedule,
         scale=call.scale, causal=call.causal, softcap=call.softcap, window=call.window, num_splits=call.num_splits,
         deterministic=call.deterministic,
     )  # fmt: skip
-    return out
 
 
 def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:

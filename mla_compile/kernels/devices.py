@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -73,7 +73,7 @@ def preset(capability: tuple[int, int]) -> Device:
 
 @lru_cache(maxsize=64)
 def _cuda_device(index: int) -> Device:
-    found: Any = torch.cuda.get_device_properties(index)
+    found: torch._C._CudaDeviceProperties = torch.cuda.get_device_properties(index)
     capability = (int(found.major), int(found.minor))
     like = preset(capability)
     smem = int(getattr(found, "shared_memory_per_block_optin", like.smem))

@@ -13,7 +13,7 @@ Scales by token are handled like rows. A mask is not: its own strides follow fro
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mla_compile.kernels.call import DecodeCall
 
@@ -50,7 +50,7 @@ def grown(call: DecodeCall) -> Grown | None:
     if latent.dim() != 3 or not 1 < (T := latent.shape[1]) <= LARGEST:
         return None
     most = rounded(T)
-    forms: list[tuple[Any, ...] | None] = []
+    forms: list[tuple[object, ...] | None] = []
     scalars = [T]
     for rows in (latent, call.rope, call.values, call.kv_scale):
         scales = rows is call.kv_scale

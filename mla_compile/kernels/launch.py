@@ -18,6 +18,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ from mla_compile.kernels.triton.step import Step
 LOG = logging.getLogger("mla_compile.kernels")
 REMEMBERED = 1024  # entries of each look-up table
 # plan.kernel -> the module that describes its launches
-_KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}
+_KERNELS: dict[str, ModuleType] = {"triton": steps, "gluon": hopper_steps}
 _SCHEDULE = DecodeCall._fields.index("schedule")
 _ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values", "kv_scale", "indices"))
 
@@ -143,7 +144,7 @@ def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] |
         call = call._replace(mask=additive_mask(call.mask, torch.float32))
     index = query.get_device()
     addresses: list[int] = []
-    kind: list[Any] = [call[TENSORS:], own, bind]
+    kind: list[object] = [call[TENSORS:], own, bind]
     tensors: tuple[Tensor | None, ...] = call[:TENSORS]  # type: ignore[assignment]  # the first fields
     for x in tensors:
         if x is None:
@@ -160,7 +161,7 @@ def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] |
     return _run(key, call, addresses, index)
 
 
-def _run(key: tuple[Any, ...], call: DecodeCall, addresses: list[int], index: int) -> list[Tensor] | None:
+def _run(key: tuple[object, ...], call: DecodeCall, addresses: list[int], index: int) -> list[Tensor] | None:
     bound = _bound.get(key)
     if bound is None:
         try:
@@ -298,7 +299,9 @@ def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int,
     """Bind the call under a plan; None if the kernel does not compile, which can happen only to Hopper's."""
     kernel = _KERNELS[chosen.kernel]
     inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
-    described = kernel.steps(call, chosen, device, least=_least(chosen, asked=asked))
+    # A split that the caller asked for may have any number of tokens; None is the default.
+    least = 0 if asked and chosen.chunk is None else None
+    described = kernel.steps(call, chosen, device, least=least)
     return _bound_to(kernel.scratch(call, chosen, device), inside, described, index, most)
 
 
@@ -319,8 +322,3 @@ def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], in
             return None
         launches.append(one)
     return _Bound((), tuple(buffers.values()), tuple(offsets(inside).values()), tuple(launches))
-
-
-def _least(chosen: Plan, *, asked: bool) -> int | None:
-    """The least number of tokens of a split: 0 if the caller asked for a number of splits, else None (the default)."""
-    return 0 if asked and chosen.chunk is None else None

@@ -35,7 +35,7 @@ from functools import lru_cache
 import torch
 
 from mla_compile.errors import InputError
-from mla_compile.kernels.devices import Device, Pace, preset
+from mla_compile.kernels.devices import Device, preset
 from mla_compile.kernels.tiles import (
     KB,
     LEAST,
@@ -180,18 +180,13 @@ def _microseconds(
     tile = max(
         1e6 * row.block_n * columns * layout.cache_bytes * (active / row_blocks) / bandwidth,
         beside * row.tile_us * columns / WIDTH,
-        chain_us(layout, row.block_n, pace),
+        links(layout, row.block_n) * pace.link + pace.step,
         pace.latency / depth(row.num_stages, paged=layout.paged),
     )
     combine = 0.0
     if splits > 1:
         combine = COMBINE_US + 1e6 * 8 * batch * rows * splits * layout.out / L2_RATE
     return math.ceil(blocks / slots) * (row.t0_us + math.ceil(tiles / splits) * tile) + combine
-
-
-def chain_us(layout: RowLayout, block_n: int, pace: Pace) -> float:
-    """Microseconds of a tile's dependent products and of the work between them, for a block that runs alone."""
-    return links(layout, block_n) * pace.link + pace.step
 
 
 def links(layout: RowLayout, block_n: int) -> int:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_compile.kernels.call import DecodeCall, IndexCall
+from mla_compile.kernels.call import DecodeCall, IndexCall, rows_at
 
 
 def compute_dtype(latent: Tensor) -> torch.dtype:
@@ -117,18 +117,11 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
         kv_scale = None if kv_scale is None else kv_scale.new_ones(())
     slot = (token % page).expand(B, T)
     return call._replace(
-        latent=_rows(latent, at, slot),
-        rope=None if rope is None else _rows(rope, at, slot),
+        latent=rows_at(latent, at, slot),
+        rope=None if rope is None else rows_at(rope, at, slot),
         kv_scale=kv_scale[at, slot] if kv_scale is not None and kv_scale.dim() else kv_scale,
         block_table=None,
     )
-
-
-def _rows(pages: Tensor, at: Tensor, slot: Tensor) -> Tensor:
-    """[B,T,width]; float8 is gathered as bytes, which every device can index."""
-    if pages.dtype.itemsize == 1:
-        return pages.view(torch.uint8)[at, slot].view(pages.dtype)
-    return pages[at, slot]
 
 
 def _visible(

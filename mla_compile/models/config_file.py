@@ -8,9 +8,13 @@ import textwrap
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from mla_compile.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LARGEST_SIZE = 2**24
 LARGEST_COUNT = 2**13
@@ -22,7 +26,7 @@ _COUNT = re.compile(r"(_layers|_layer|_heads|_head|_experts|_per_tok|_topk|_grou
 _MAY_BE_ZERO = re.compile(r"rope|rotary|expert|shared|mtp|nextn|dense|topk|group|per_tok|window")
 
 
-def read(source: str) -> tuple[Any, tuple[str, ...]]:
+def read(source: str) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """The transformers config in a file or in the directory of a model, and the assumptions made to read it.
 
     Nothing is downloaded, and no code from the model's directory runs. Raises :class:`InputError`.
@@ -74,7 +78,7 @@ def check_sizes(raw: Mapping[str, object], where: str) -> None:
             raise InputError(f"{where}: {name} is {value!r}, expected a whole number from {least:,} to {most:,}")
 
 
-def transformers(what: str = "a config") -> Any:
+def transformers(what: str = "a config") -> ModuleType:
     """The library with its logging silenced. Raises :class:`InputError`, which names the extra, if it is missing."""
     try:
         library = import_module("transformers")
@@ -90,7 +94,7 @@ def in_one_line(error: BaseException) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
 
 
-def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
+def parse(raw: dict[str, Any], path: Path) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """The transformers config that these fields describe, and the assumptions made; ``path`` is for messages."""
     library = transformers()
     known = library.CONFIG_MAPPING
@@ -117,7 +121,7 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
         raise InputError(f"transformers does not read {path}: {in_one_line(error)}") from error
 
 
-def _of_architecture(library: object, raw: Mapping[str, object]) -> Any:
+def _of_architecture(library: object, raw: Mapping[str, object]) -> type[PreTrainedConfig] | None:
     """The config class of the first architecture that the config names; ``None`` if transformers does not have it."""
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ class HeldRows:
     state: dict[str, int] = field(default_factory=dict)
 
 
-def held(cache: Any, model: nn.Module) -> list[HeldRows]:
+def held(cache: object, model: nn.Module) -> list[HeldRows]:
     """The contents of each layer of ``cache``, which a short prompt has filled."""
     layers = list(getattr(cache, "layers", ()))
     shared = [getattr(one, "values", None) is not None and one.values is getattr(one, "keys", None) for one in layers]
@@ -75,7 +74,7 @@ def _of(
     return HeldRows(every, keys.shape[2], shared, more, waiting, state)
 
 
-def tensors_of(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a cache layer that have a token axis, including those in dicts."""
     for name, value in vars(layer).items():
         for key, one in value.items() if isinstance(value, dict) else ((None, value),):

@@ -10,13 +10,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 from mla_compile.models.weights import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _DTYPES: Mapping[object, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -96,7 +99,7 @@ class _NotReadError(Exception):
     """A format, or a variant of one, that has no reader here."""
 
 
-def read(config: Any) -> tuple[Quantization | None, tuple[str, ...]]:
+def read(config: PreTrainedConfig) -> tuple[Quantization | None, tuple[str, ...]]:
     """The quantization that a transformers config describes, and a note if its format has no reader here.
 
     Raises :class:`InputError` for a format that has a reader, with fields of illegal values.

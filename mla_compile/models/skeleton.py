@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import InputError
 from mla_compile.models.config_file import in_one_line, transformers
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
 
 CONTEXT = 64
 """Cached tokens in the trace. The report counts per cached token, and decides as for a long context."""
@@ -48,7 +51,7 @@ class LayerList:
         return {i: self.like.count(i) for i in dict.fromkeys(self.like)}
 
 
-def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
+def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
     """The causal language model of a config, with weights of ``dtype``: without values on the meta device, else random.
 
     A config of several parts is built from its text part if that is a model by itself. Raises :class:`InputError`.
@@ -70,7 +73,7 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
     raise InputError(f"transformers builds no causal language model from a config of type {kind!r}: {errors[-1]}")
 
 
-def _makers(config: Any) -> Iterator[tuple[Callable[[object], nn.Module], Any]]:
+def _makers(config: PreTrainedConfig) -> Iterator[tuple[Callable[[object], nn.Module], PreTrainedConfig]]:
     """The constructors that transformers may offer for a config or its text part, with that part; likeliest first."""
     library = transformers()
     text = config.get_text_config()
@@ -146,7 +149,7 @@ class _HandOn(nn.Module):
         return hidden_states if others is None else (hidden_states, *[None] * others)
 
 
-def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[str, ...]]:
+def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Cache, tuple[str, ...]]:
     """The cache after a prompt of ``context`` tokens, and a note on modules that had to be left out to compute it.
 
     A module that needs values (a loop over the experts that have tokens) is replaced, in place, by one that passes its
@@ -237,7 +240,7 @@ def _holds_attention(module: nn.Module) -> bool:
     return any(_INDEX.search(name) for part in module.modules() for name in vars(part))
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
+def _plain(module: nn.Module) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(module).items()

@@ -209,10 +209,9 @@ def _cached_layers(
     picked: Mapping[int, SiteReport],
     like: tuple[int, ...] | None = None,
 ) -> tuple[CachedLayers, ...]:
-    """What the traced cache holds per token; a layer that was not traced holds as much as the layer that represents it.
+    """Return what the cache holds per token; layers that were not traced count like the layer that represents them.
 
-    ``like``: count only the layers represented by these, if cache slots can be assigned to layers; all layers by
-    default.
+    ``like``: count only the layers that these represent, if cache slots can be assigned to layers; by default all.
     """
     every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()

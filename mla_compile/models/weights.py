@@ -136,7 +136,7 @@ def _experts(model: nn.Module) -> tuple[int, int]:
 
 def text_config(model: nn.Module) -> object:
     """The config of the language model, if there is one."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

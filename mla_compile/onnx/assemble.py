@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import torch
 
@@ -210,7 +210,7 @@ def _name_weights(graph: ir.Graph, baked: Mapping[str, str], state: Mapping[str,
             value.name = name
 
 
-def _is_transposed(array: np.ndarray[Any, Any], weight: torch.Tensor) -> bool:
+def _is_transposed(array: npt.NDArray[np.generic], weight: torch.Tensor) -> bool:
     if weight.dtype == torch.bfloat16 or array.shape[0] == 0:
         return bool(weight.numel()) and array.tobytes() == weight.t().contiguous().view(torch.int16).numpy().tobytes()
     other = weight.detach().cpu().numpy().T

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
 
 from mla_compile.errors import ExportError, MlaCompileError, ModelFileError, OptionError, nearest
 from mla_compile.kernels.devices import PRESETS
@@ -218,7 +217,7 @@ def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
     return "{" + ", ".join(f".{name} = {value}" for name, value in fields.items()) + "}"
 
 
-def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any]) -> tuple[str, bytes]:
+def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, object]) -> tuple[str, bytes]:
     """Return ``table.c``, and the file of machine code that it embeds."""
     images, places = bytearray(), {}
     for cubin in made:

@@ -55,7 +55,7 @@ def split_complex(program: Program) -> int:
     return len(pairs)
 
 
-def _is_complex(node: Any) -> bool:
+def _is_complex(node: object) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dtype.is_complex
 
@@ -68,8 +68,9 @@ class _PairRewrite:
         self.call = builder.call
         self.pairs = pairs
 
-    def pair(self, index: int) -> fx.Node:
-        return self.pairs[args_of(self.node)[index]]
+    @property
+    def first(self) -> fx.Node:
+        return self.pairs[args_of(self.node)[0]]
 
     def part(self, pair: fx.Node, which: int) -> fx.Node:
         return self.call(aten.select.int, pair, -1, which)
@@ -99,7 +100,7 @@ def _polar(step: _PairRewrite) -> fx.Node:
 
 
 def _conjugate(step: _PairRewrite) -> fx.Node:
-    pair = step.pair(0)
+    pair = step.first
     return step.join(step.part(pair, 0), step.call(aten.neg.default, step.part(pair, 1)))
 
 
@@ -143,17 +144,17 @@ def _along(step: _PairRewrite) -> fx.Node:
 
 _RULES: Mapping[Any, Callable[[_PairRewrite], fx.Node]] = {
     aten.view_as_complex: lambda s: args_of(s.node)[0],
-    aten.view_as_real: lambda s: s.pair(0),
+    aten.view_as_real: lambda s: s.first,
     aten.complex: lambda s: s.join(*args_of(s.node)[:2]),
     aten.polar: _polar,
     aten.mul: _multiply,
     aten.add: _both,
     aten.sub: _both,
-    aten.real: lambda s: s.part(s.pair(0), 0),
-    aten.imag: lambda s: s.part(s.pair(0), 1),
+    aten.real: lambda s: s.part(s.first, 0),
+    aten.imag: lambda s: s.part(s.first, 1),
     aten.conj: _conjugate,
     aten._conj: _conjugate,
-    aten.sym_size: lambda s: s.call(s.node.target, s.pair(0), args_of(s.node)[1]),  # type: ignore[arg-type]
+    aten.sym_size: lambda s: s.call(s.node.target, s.first, args_of(s.node)[1]),  # type: ignore[arg-type]
     **dict.fromkeys(
         (
             aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.permute,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mla_compile.errors import ModelFileError, OptionError, nearest
 from mla_compile.onnx import native
 from mla_compile.onnx.manifest import Manifest
 
-Provider = str | tuple[str, Mapping[str, Any]]
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession, SessionOptions
+
+Provider = str | tuple[str, Mapping[str, object]]
 
 _PREFERRED = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
@@ -35,25 +40,24 @@ class OrtDevice:
     id: int = 0
 
 
-def onnxruntime() -> Any:
+def onnxruntime() -> ModuleType:
     """Import and return the module. Raises :class:`ModelFileError`, which tells what to install."""
     try:
-        import onnxruntime
+        return import_module("onnxruntime")
     except ImportError:
         raise ModelFileError(
             'running an exported model needs onnxruntime, which is not installed: pip install "mla-compile[onnx]" '
             '(for CUDA: "mla-compile[onnx-gpu]")'
         ) from None
-    return onnxruntime
 
 
-def errors(ort: Any) -> tuple[type[Exception], ...]:
+def errors(ort: ModuleType) -> tuple[type[Exception], ...]:
     """Return ONNX Runtime's exceptions, which have no common base class; io binding raises RuntimeError."""
     state = vars(ort.capi.onnxruntime_pybind11_state)
     return RuntimeError, *(kind for kind in state.values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
-def choose(ort: Any, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, Any]]]:
+def choose(ort: ModuleType, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, object]]]:
     """Return the execution providers to request, with options: the wanted ones, or CUDA if available and CPU.
 
     ``cuda`` is short for ``CUDAExecutionProvider``, and so on.
@@ -77,8 +81,8 @@ def choose(ort: Any, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[
 
 
 def working(
-    ort: Any, asked: Sequence[tuple[str, dict[str, Any]]], *, required: bool
-) -> list[tuple[str, dict[str, Any]]]:
+    ort: ModuleType, asked: Sequence[tuple[str, dict[str, object]]], *, required: bool
+) -> list[tuple[str, dict[str, object]]]:
     """Return the providers of ``asked`` that start on this machine.
 
     ONNX Runtime silently skips a provider whose libraries are missing. A native library may be registered only if its
@@ -104,10 +108,10 @@ def working(
     return [(name, options) for name, options in asked if name in started]
 
 
-def device_of(providers: Sequence[tuple[str, Mapping[str, Any]]]) -> OrtDevice:
+def device_of(providers: Sequence[tuple[str, Mapping[str, object]]]) -> OrtDevice:
     """Return where the caches belong: the CUDA device if that provider comes first, otherwise main memory."""
     name, options = providers[0]
-    return OrtDevice("cuda", int(options.get("device_id", 0))) if name == "CUDAExecutionProvider" else OrtDevice()
+    return OrtDevice("cuda", int(str(options.get("device_id", 0)))) if name == "CUDAExecutionProvider" else OrtDevice()
 
 
 def decide(
@@ -142,7 +146,7 @@ def decide(
     return Decision(None, f"{path.name} was left out: {refusal}")
 
 
-def options_with(ort: Any, given: Any, decision: Decision) -> Any:
+def options_with(ort: ModuleType, given: SessionOptions | None, decision: Decision) -> SessionOptions:
     """Return session options with the library registered."""
     options = given
     if options is None:
@@ -156,7 +160,7 @@ def options_with(ort: Any, given: Any, decision: Decision) -> Any:
     return options
 
 
-def cpu_session(ort: Any, model: str | bytes) -> Any:
+def cpu_session(ort: ModuleType, model: str | bytes) -> InferenceSession:
     """Open a session on the CPU for a check of our own: a file or a serialized model, without warnings."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -164,8 +168,12 @@ def cpu_session(ort: Any, model: str | bytes) -> Any:
 
 
 def open_graph(
-    ort: Any, path: Path, dtype: str, options: Any, providers: Sequence[tuple[str, Mapping[str, Any]]]
-) -> Any:
+    ort: ModuleType,
+    path: Path,
+    dtype: str,
+    options: SessionOptions,
+    providers: Sequence[tuple[str, Mapping[str, object]]],
+) -> InferenceSession:
     """Open an InferenceSession. Raises :class:`ModelFileError` with ONNX Runtime's reason."""
     try:
         return ort.InferenceSession(str(path), options, providers=list(providers))

@@ -35,7 +35,7 @@ class Verification:
     equal_tokens: int = 0
     reason: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-able record."""
         return asdict(self)
 

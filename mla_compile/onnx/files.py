@@ -9,11 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mla_compile.errors import ModelFileError
 from mla_compile.onnx.manifest import WEIGHTS, FileEntry, Manifest
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 _CHUNK = 1 << 22  # bytes hashed at a time: enough to be fast, too few to matter in memory
 
@@ -99,7 +104,7 @@ def _position(text: str, what: str, key: str) -> int:
     return int(text)
 
 
-def _bits(onnx: Any, data_type: int, what: str) -> int:
+def _bits(onnx: ModuleType, data_type: int, what: str) -> int:
     """Return the bits of one element; packed types have fewer than eight."""
     names = onnx.TensorProto.DataType
     if data_type not in names.values() or names.Name(data_type) in ("UNDEFINED", "STRING"):
@@ -110,7 +115,7 @@ def _bits(onnx: Any, data_type: int, what: str) -> int:
     return int(onnx.helper.tensor_dtype_to_np_dtype(data_type).itemsize) * 8
 
 
-def _messages(message: Any, kind: type) -> Iterator[Any]:
+def _messages(message: Message, kind: type[Message]) -> Iterator[Message]:
     """Yield every message of ``kind`` anywhere in a protobuf: initializers, attributes, subgraphs, functions."""
     if isinstance(message, kind):
         yield message
@@ -122,11 +127,10 @@ def _messages(message: Any, kind: type) -> Iterator[Any]:
             yield from _messages(entry, kind)
 
 
-def _onnx() -> Any:
+def _onnx() -> ModuleType:
     try:
-        import onnx
+        return import_module("onnx")
     except ImportError:
         raise ModelFileError(
             'checking an exported model needs onnx, which is not installed: pip install "mla-compile[onnx]"'
         ) from None
-    return onnx

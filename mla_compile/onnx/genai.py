@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mla_compile.onnx.manifest import Manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONFIG = "genai_config.json"
 _MAX_LENGTH = 4096
 
 
-def write_config(model: Any, manifest: Manifest, directory: Path) -> None:
+def write_config(model: PreTrainedModel, manifest: Manifest, directory: Path) -> None:
     """Write ``genai_config.json``.
 
     onnxruntime-genai allocates keys and values of equal shape for each layer. The two halves of a row of latent and

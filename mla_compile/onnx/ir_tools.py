@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 
@@ -18,7 +18,7 @@ class Editor:
         self.prefix = prefix
         self.count = 0
 
-    def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+    def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: object) -> ir.Value:
         """Add a node and return its first output."""
         name = f"{self.prefix}/{kind}.{self.count}"
         self.count += 1
@@ -30,6 +30,10 @@ class Editor:
     def ints(self, *values: int) -> ir.Value:
         """Add a constant vector of int64."""
         return self.op("Constant", value=ir.tensor(np.array(values, dtype=np.int64)))
+
+    def joined(self, parts: Sequence[ir.Value]) -> ir.Value:
+        """Join vectors, at least one, to one vector."""
+        return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
 
     def slice(self, value: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:
         """Slice entries ``start`` to ``stop`` along one axis."""
@@ -49,7 +53,16 @@ def axes_of(node: ir.Node) -> tuple[int, ...] | None:
     return None if tensor is None else tuple(int(a) for a in np.atleast_1d(tensor))
 
 
-def constant(value: ir.Value) -> np.ndarray[Any, Any] | None:
+def shape_range(node: ir.Node, rank: int) -> tuple[int, int]:
+    """Return the range of axes, of ``rank`` in all, whose sizes a Shape node returns."""
+    start, end = (
+        node.attributes[name].as_int() if name in node.attributes else default
+        for name, default in (("start", 0), ("end", rank))
+    )
+    return start % rank, end + rank if end < 0 else min(end, rank)
+
+
+def constant(value: ir.Value) -> npt.NDArray[np.generic] | None:
     """Return the array in an initializer or a Constant node."""
     tensor = value.const_value
     producer = value.producer()

@@ -159,7 +159,7 @@ def _node(node: ir.Node) -> AttentionNode:
     )
 
 
-def _vocabulary(model: Any) -> dict[str, Any]:
+def _vocabulary(model: torch.nn.Module) -> dict[str, Any]:
     config = getattr(model, "config", None)
     generation = getattr(model, "generation_config", None)
 

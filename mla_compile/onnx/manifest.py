@@ -165,7 +165,7 @@ class Manifest:
         return cls.from_dict(content, str(path))
 
     @classmethod
-    def from_dict(cls, content: Any, source: str = MANIFEST) -> Manifest:
+    def from_dict(cls, content: object, source: str = MANIFEST) -> Manifest:
         """Check and read a record that :meth:`to_dict` returned; errors name ``source``."""
         record = Record.of(content, source)
         newest = {"format": FORMAT, "op_version": OP_VERSION}

@@ -126,7 +126,7 @@ def _check_platform(path: Path) -> None:
 
 def usable(
     library: OperatorLibrary,
-    manifest_attention: Iterable[Any],
+    manifest_attention: Iterable[object],
     dtype: str,
     providers: Sequence[str],
     ort_version: str,

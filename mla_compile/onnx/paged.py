@@ -10,15 +10,15 @@ computes is evaluated to check this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from mla_compile.errors import ExportError
 from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.interface import GrowingCache, Site
-from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input
+from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input, shape_range
 
 DOMAIN = "com.microsoft"
 LENGTHS = (
@@ -68,8 +68,7 @@ def in_pages(
 def _batch_from(graph: ir.Graph, past: ir.Value, tokens: ir.Value) -> None:
     """Read the batch size from the token ids wherever it was read from a cache."""
     for node, _ in consumers(past):
-        start, end = (node.attributes[n].as_int() if n in node.attributes else -1 for n in ("start", "end"))
-        if node.op_type == "Shape" and (max(start, 0), end) == (0, 1):
+        if node.op_type == "Shape" and shape_range(node, 3) == (0, 1):
             batch = Editor(graph, node, f"{past.name}/batch").op("Shape", tokens, start=0, end=1)
             replace_input(node.outputs[0], batch, consumers(node.outputs[0]))
     remove_unread(graph)
@@ -225,7 +224,9 @@ def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> i
     return ir.Model(made, ir_version=10)
 
 
-def _zeros(value: ir.Value, tokens: ir.Value, attention_mask: ir.Value, B: int, S: int, P: int) -> np.ndarray[Any, Any]:
+def _zeros(
+    value: ir.Value, tokens: ir.Value, attention_mask: ir.Value, B: int, S: int, P: int
+) -> npt.NDArray[np.generic]:
     if value is tokens:
         return np.zeros((B, S), np.int64)
     if value is attention_mask:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import torch
@@ -28,6 +30,9 @@ from mla_compile.onnx.profile import RUN_HERE, Profile
 from mla_compile.onnx.rewrites import in_place
 from mla_compile.onnx.verify import TOLERANCE
 from mla_compile.options import Options
+
+if TYPE_CHECKING:
+    from onnxruntime import OrtValue
 
 _TYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 
@@ -156,7 +161,7 @@ def _compare(
     return Verification(worst, allowed, reason=why_not)
 
 
-def _run(file: Path, values: Sequence[torch.Tensor]) -> list[Any]:
+def _run(file: Path, values: Sequence[torch.Tensor]) -> list[npt.NDArray[np.generic]]:
     ort = onnxruntime()
     try:
         session = cpu_session(ort, str(file))
@@ -167,7 +172,7 @@ def _run(file: Path, values: Sequence[torch.Tensor]) -> list[Any]:
         raise ExportError(f"onnxruntime {ort.__version__} does not run the exported {file.name}: {error}") from error
 
 
-def _held(ort: Any, value: torch.Tensor) -> Any:
+def _held(ort: ModuleType, value: torch.Tensor) -> OrtValue:
     """Convert a tensor for ONNX Runtime; float8 goes as bytes, because numpy has no float8."""
     if value.dtype == torch.float8_e4m3fn:
         held = value.contiguous().view(torch.uint8).numpy()

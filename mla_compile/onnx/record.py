@@ -23,13 +23,13 @@ class Record:
     where: str = ""
 
     @classmethod
-    def of(cls, content: Any, source: str, where: str = "") -> Record:
+    def of(cls, content: object, source: str, where: str = "") -> Record:
         """Wrap ``content``, which must be an object."""
         if not isinstance(content, dict):
             raise ModelFileError(f"{source}: {where or 'the file'} is {_shown(content)}, expected an object")
         return cls(content, source, where)
 
-    def wrong(self, name: str, got: Any, expected: str) -> ModelFileError:
+    def wrong(self, name: str, got: object, expected: str) -> ModelFileError:
         """Return the error for field ``name``; the caller raises it."""
         return ModelFileError(f"{self.source}: {self._place(name)} is {_shown(got)}, expected {expected}")
 

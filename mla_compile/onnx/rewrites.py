@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from mla_compile.errors import ExportError
 from mla_compile.onnx.interface import GrowingCache, Site
-from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input
+from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input, shape_range
 from mla_compile.onnx.op import ALIKE, LISTED, NAME
 
 
@@ -72,10 +72,7 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
     for node, _ in readers:
         if node.op_type != "Shape":
             continue
-        rank = 3
-        start = (node.attributes["start"].as_int() if "start" in node.attributes else 0) % rank
-        end = node.attributes["end"].as_int() if "end" in node.attributes else rank
-        end = end + rank if end < 0 else min(end, rank)
+        start, end = shape_range(node, 3)
         if not start <= 1 < end:
             continue
         # Named after the replaced node, because other nodes may read the length of the same cache.
@@ -84,8 +81,7 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
         parts.append(rows)
         if end > 2:
             parts.append(edit.op("Shape", past, start=2, end=end))
-        length = parts[0] if len(parts) == 1 else edit.op("Concat", *parts, axis=0)
-        replace_input(node.outputs[0], length, consumers(node.outputs[0]))
+        replace_input(node.outputs[0], edit.joined(parts), consumers(node.outputs[0]))
 
 
 def halves(graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
@@ -158,12 +154,10 @@ def _halve(
 
 
 def _shape_of_key(graph: ir.Graph, node: ir.Node, key: ir.Value) -> None:
-    start = node.attributes["start"].as_int() if "start" in node.attributes else 0
-    end = node.attributes["end"].as_int() if "end" in node.attributes else 3
-    if end > 2 or start < 0:
+    start, end = shape_range(node, 3)
+    if end > 2:
         raise ExportError("profile 'genai' cannot be made: the graph asks for the width of a cache")
     edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # other nodes may read the length of the same cache
     axes = {0: (0, 1), 1: (2, 3)}
     parts = [edit.op("Shape", key, start=axes[a][0], end=axes[a][1]) for a in range(start, end)]
-    length = parts[0] if len(parts) == 1 else edit.op("Concat", *parts, axis=0)
-    replace_input(node.outputs[0], length, consumers(node.outputs[0]))
+    replace_input(node.outputs[0], edit.joined(parts), consumers(node.outputs[0]))

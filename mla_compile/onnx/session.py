@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from mla_compile.onnx.manifest import TOKENS, Manifest, check_onnxruntime
 from mla_compile.onnx.profile import PROFILES, RUN_HERE
 from mla_compile.onnx.prompts import check_prompts
 from mla_compile.onnx.state import State, to_float32, view
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession, SessionOptions
 
 _TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"}
 
@@ -48,7 +51,7 @@ class Session:
         *,
         providers: Sequence[Provider] | None = None,
         library: str | Path | None = "auto",
-        session_options: Any = None,
+        session_options: SessionOptions | None = None,
         verify_files: bool = True,
         load_prefill: bool = True,
         prefill_chunk: int | None = None,
@@ -155,7 +158,9 @@ class Session:
         state.advance(outputs, mask_BS)
         return to_float32(view(outputs[0], self.manifest.dtype)[:, -1], self.manifest.dtype)
 
-    def _open(self, file: str, options: Any, providers: Sequence[tuple[str, dict[str, Any]]]) -> Any:
+    def _open(
+        self, file: str, options: SessionOptions, providers: Sequence[tuple[str, dict[str, object]]]
+    ) -> InferenceSession:
         """Open the session of one graph, which must have the inputs and outputs of the manifest."""
         path = self.directory / file
         session = engine.open_graph(self._ort, path, self.manifest.dtype, options, providers)

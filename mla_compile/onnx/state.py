@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +13,12 @@ import numpy.typing as npt
 from mla_compile.onnx.engine import OrtDevice
 from mla_compile.onnx.manifest import Cache
 
+if TYPE_CHECKING:
+    from onnxruntime import IOBinding, OrtValue
+
 # numpy has no bfloat16: its bits are passed as uint16, and ONNX Runtime gets the type's ONNX number.
-BITS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-ELEMENT: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": 16}
+BITS: dict[str, type[np.generic]] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+ELEMENT: dict[str, type[np.generic] | int] = {"float32": np.float32, "float16": np.float16, "bfloat16": 16}
 
 Ints = npt.NDArray[np.int64]
 
@@ -33,14 +38,14 @@ class State:
     """
 
     def __init__(
-        self, ort: Any, specs: tuple[Cache, ...], batch: int, *, device: OrtDevice, capacity: int | None
+        self, ort: ModuleType, specs: tuple[Cache, ...], batch: int, *, device: OrtDevice, capacity: int | None
     ) -> None:
         """``capacity``: rows allocated initially for caches in place; ``None``: each call returns new caches."""
         self.batch = batch
         self.length = 0
         self.positions: Ints = np.zeros(batch, np.int64)
         self.ended: npt.NDArray[np.bool_] = np.zeros(batch, np.bool_)
-        self.bindings: dict[str, Any] = {}
+        self.bindings: dict[str, IOBinding] = {}
         self._mask: Ints = np.zeros((batch, max(capacity or 0, 64)), np.int64)
         self.caches = [_StateCache(ort, spec, batch, device, capacity) for spec in specs]
 
@@ -59,12 +64,12 @@ class State:
         self._mask[:, self.length : total] = new_BS
         return np.ascontiguousarray(self._mask[:, :total])
 
-    def bind(self, binding: Any, total: int) -> None:
+    def bind(self, binding: IOBinding, total: int) -> None:
         """Bind every cache for a call that ends with ``total`` tokens, growing buffers that are too short first."""
         for cache in self.caches:
             cache.bind(binding, self.length, total)
 
-    def advance(self, outputs: Any, new_BS: Ints) -> None:
+    def advance(self, outputs: Sequence[object], new_BS: Ints) -> None:
         """Take the caches from a call's outputs, which follow the logits, and count its tokens."""
         for at, cache in enumerate(self.caches, start=1):
             cache.take(outputs, at)
@@ -75,15 +80,15 @@ class State:
 class _StateCache:
     """One cache: our own buffer, or the value that the last call returned."""
 
-    def __init__(self, ort: Any, spec: Cache, batch: int, device: OrtDevice, capacity: int | None) -> None:
+    def __init__(self, ort: ModuleType, spec: Cache, batch: int, device: OrtDevice, capacity: int | None) -> None:
         self.in_place = spec.grows and capacity is not None
         self.capacity = max(capacity or 0, 1)  # never empty, because the buffer's address is bound
         self._ort, self._spec, self._batch, self._device = ort, spec, batch, device
         self._buffer = self._on_device(np.zeros(spec.sizes(batch, self.capacity), BITS[spec.dtype]))
-        self._bound: list[Any] = []
-        self._value: Any = None
+        self._bound: list[IOBinding] = []
+        self._value: OrtValue | None = None
 
-    def bind(self, binding: Any, length: int, total: int) -> None:
+    def bind(self, binding: IOBinding, length: int, total: int) -> None:
         """Bind past and present for a call that takes the cache from ``length`` to ``total`` tokens."""
         past, present, device = self._spec.past, self._spec.present, self._device
         if self.in_place:
@@ -101,12 +106,12 @@ class _StateCache:
             binding.bind_ortvalue_input(past, self._value)
         binding.bind_output(present, device.type, device.id)
 
-    def take(self, outputs: Any, at: int) -> None:
+    def take(self, outputs: Sequence[object], at: int) -> None:
         """Keep what the call returned; a cache in place is the buffer itself."""
         if not self.in_place:
             self._value = self._ort.OrtValue(outputs[at])
 
-    def _place(self, tokens: int) -> tuple[str, int, Any, list[int], int]:
+    def _place(self, tokens: int) -> tuple[str, int, object, list[int], int]:
         """Describe the buffer's first rows in the terms of io binding."""
         sizes = self._spec.sizes(self._batch, tokens)
         return self._device.type, self._device.id, ELEMENT[self._spec.dtype], sizes, int(self._buffer.data_ptr())
@@ -119,21 +124,21 @@ class _StateCache:
         self._buffer, self.capacity = self._on_device(rows), capacity
         self._bound.clear()
 
-    def _on_device(self, rows: npt.NDArray[Any]) -> Any:
+    def _on_device(self, rows: npt.NDArray[np.generic]) -> OrtValue:
         """Return an OrtValue. In main memory it is the array itself, whose unused rows take up no memory yet."""
         return self._ort.OrtValue.ortvalue_from_numpy(rows, self._device.type, self._device.id)
 
 
-def view(value: Any, dtype: str) -> npt.NDArray[Any]:
+def view(value: OrtValue, dtype: str) -> npt.NDArray[np.generic]:
     """Return a view of a value in main memory, with bfloat16 as its bits. The value must outlive the view."""
     bits = np.dtype(BITS[dtype])
     shape = tuple(value.shape())
     size = int(np.prod(shape)) * bits.itemsize
     memory = (ctypes.c_uint8 * size).from_address(value.data_ptr())
-    return np.frombuffer(memory, bits).reshape(shape)
+    return np.frombuffer(memoryview(memory), bits).reshape(shape)
 
 
-def to_float32(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+def to_float32(bits: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float32]:
     """Convert float16, float32 or bfloat16 bits to float32; bfloat16 is the upper half of a float32."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.plan import Plan
 from mla_compile.kernels.tiles import RowLayout, fitted, padded, starting_row
-from mla_compile.kernels.triton.step import Step
+from mla_compile.kernels.triton.step import Source, Step
 from mla_compile.kernels.triton.steps import steps
 from mla_compile.kernels.tuned import TunedTile, table
 
@@ -138,8 +137,8 @@ class Variant:
         plan = Plan("triton", row.block_m, row.block_n, row.num_warps, row.num_stages, 1 if self.direct else 2, None, 0)
         return next(s for s in steps(call, plan, PRESETS[self.arch]) if s.name == self.step)
 
-    def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
-        """Return ``(fn, signature, constexprs, attributes, options)`` for ``triton.compiler.ASTSource``."""
+    def source(self) -> Source:
+        """Return what Triton compiles."""
         step, dims = self.described(), self.dims
         fn, signature, constants, _, options = step.source()
         width = dims.La + dims.Lb  # all strides of a query row are multiples of this

@@ -28,7 +28,7 @@ STEPS = 6
 # The largest allowed difference of logits over the largest logit. In half precision, each layer sums in another order.
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 
-Array = npt.NDArray[Any]
+Array = npt.NDArray[np.generic]
 
 
 def runs_here(dtype: str, profile: Profile) -> str:
@@ -138,7 +138,7 @@ def _compare(lm: CausalLM, reader: TokenReader, decode: TokenReader, *, one_toke
     theirs = _Original(lm)
     caches = reader.empty(B)
     expected = theirs(ids, mask)
-    got = np.zeros(0)
+    got: Array = np.zeros(0)
     for start in range(longest) if one_token else [0]:
         stop = start + 1 if one_token else longest
         got, caches = reader(_feeds(ids[:, start:stop], mask[:, :stop]), caches)
@@ -158,7 +158,7 @@ class _Original:
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
-        self.cache: Any = None
+        self.cache: object = None
         self.device = next(lm.model.parameters()).device
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

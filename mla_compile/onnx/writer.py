@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import onnx
 from onnx import AttributeProto, TensorProto, helper
@@ -26,7 +25,7 @@ class Writer:
     def _name(self) -> str:
         return f"{self.prefix}{len(self.nodes)}"
 
-    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
+    def op(self, kind: str, *inputs: str, **attributes: object) -> str:
         """Add a standard operator and return its only output."""
         name = self._name()
         self.nodes.append(helper.make_node(kind, list(inputs), [name], name=f"{kind}.{name}", **attributes))

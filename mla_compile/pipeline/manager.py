@@ -29,7 +29,7 @@ class Analyses:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._kept: dict[Callable[[Analyses], object], Any] = {}
+        self._kept: dict[Callable[[Analyses], object], object] = {}
 
     def get(self, analysis: Callable[[Analyses], _T]) -> _T:
         """The result of ``analysis``, computed now unless it is still valid."""

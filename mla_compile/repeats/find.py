@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx
@@ -35,7 +34,7 @@ def form(steps: CallSequence) -> tuple[Hashable, list[fx.Node]]:
     places = {node: place for place, node in enumerate(steps)}
     inputs: dict[fx.Node, int] = {}
 
-    def read(value: Any) -> Hashable:
+    def read(value: object) -> Hashable:
         if not isinstance(value, fx.Node):
             return constant_of(value)
         return places[value] if value in places else ("input", inputs.setdefault(value, len(inputs)))

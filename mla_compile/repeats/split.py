@@ -49,7 +49,7 @@ def split(
         copied[node] = graph.node_copy(node, copied.__getitem__)
     names: dict[Hashable, str] = {}
     modules: dict[str, fx.GraphModule] = {}
-    examples_of: dict[str, list[Any]] = {}
+    examples_of: dict[str, list[object]] = {}
     for one in found:
         sizes = _sizes(one, symbols)
         if sizes is None:
@@ -135,7 +135,7 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _sizes(one: Stretch, known: dict[Any, fx.Node]) -> list[fx.Node] | None:
+def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
     """The graph inputs for the sizes in a stretch that are not inputs of it; None if the value of one is unknown."""
     given = {_symbol(node) for node in one.inputs}
     symbols = set[Any]().union(*(free_symbols(value) for value in values_of((*one.inputs, *one.steps)))) - given

@@ -121,7 +121,7 @@ class Explained:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able record without the report; the key ``schema`` names the layout."""
         model = self.facts
-        record: dict[str, Any] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
+        record: dict[str, object] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
         record |= {"model": model.name, "family": model.family, "notes": list(self.notes)}
         record["weights"] = asdict(model.weights) | {"active": model.weights.active}
         record["stored"] = model.stored and model.stored.to_dict()
@@ -262,7 +262,7 @@ def _choice(dims: Dims, count: int, element: int) -> SiteChoice:
     )  # fmt: skip
 
 
-def _plain(choice: SiteChoice) -> dict[str, Any]:
+def _plain(choice: SiteChoice) -> dict[str, object]:
     record = asdict(choice)
     record["break_even"] = [plain_float(at) for at in choice.break_even]
     record["break_even_long"] = plain_float(choice.break_even_long)

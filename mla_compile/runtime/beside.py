@@ -170,7 +170,7 @@ class RowsBeside:
         self._dtypes = {row: program.node(row).meta["val"].dtype for row in cache.rows}
         self._written = [at[name] for name in program.mutations if name in at]
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any) -> object:
         """Run the graph."""
         rows = self._rows(inputs)
         if rows is None:

@@ -79,7 +79,7 @@ def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymI
 def choose_by_call(pays: Callable[[Inputs], bool], absorbed: Call, expanded: Call) -> Call:
     """A callable that runs one of two compiled graphs with the same inputs."""
 
-    def call(*inputs: Any) -> Any:
+    def call(*inputs: object) -> object:
         return absorbed(*inputs) if pays(inputs) else expanded(*inputs)
 
     return call

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -76,7 +77,7 @@ class LatentTensor(torch.Tensor):
 
     # The subclass protocol of torch.compile.
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], Recipe | int | None]:
         if not self._cell.rows:
             return ["full"], self._tokens
         names = [f"rows{i}" for i in range(len(self._cell.rows))] + [f"leaf{i}" for i in range(len(self._cell.leaves))]
@@ -94,7 +95,7 @@ class LatentTensor(torch.Tensor):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], recipe: Recipe | int, *_: Any) -> LatentTensor:
+    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], recipe: Recipe | int, *_: object) -> LatentTensor:
         if isinstance(recipe, int):
             return LatentTensor(Cell(None, full=inner["full"]), recipe)
         rows = [inner[f"rows{i}"] for i in range(len(recipe.widths))]
@@ -164,8 +165,12 @@ class LatentTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
-        cls, func: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         kept = _on_rows(func, args, kwargs)
         if kept is not None:
@@ -185,7 +190,7 @@ class LatentTensor(torch.Tensor):
                 return given
         return result
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> torch.Tensor:
         """Index the tensor; a range of tokens is again a tensor of rows.
 
         This is handled here and not in the dispatcher, because autograd records the views of the dispatcher and
@@ -222,7 +227,7 @@ class LatentTensor(torch.Tensor):
     def __dlpack_device__(self) -> Any:
         return self.settled().__dlpack_device__()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         if id(self) not in memo:
             if self.recipe is None:
                 memo[id(self)] = self.expanded().clone()
@@ -237,12 +242,12 @@ class LatentTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> Any:
         return self.expanded().__reduce_ex__(protocol)  # a saved cache holds plain tensors
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         how = "expanded" if self.recipe is None else f"made from rows of {self.recipe.widths} values"
         return f"LatentTensor(shape={list(self.shape)}, dtype={self.dtype}, {how})"
 
 
-def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentTensor | None:
+def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> LatentTensor | None:
     """Apply what caches do to K along tokens and batch (copy, slice, join, reorder) to its rows instead."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)

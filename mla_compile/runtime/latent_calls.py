@@ -125,7 +125,7 @@ def with_rows(
         warn(f"the original graph runs in this call, because its cache is {why}; start with an empty cache")
         return otherwise
 
-    def around(*inputs: Any) -> Any:
+    def around(*inputs: Any) -> object:
         rows: dict[str, torch.Tensor] = {}
         for at, leaves, wanted in takes:
             tensor = inputs[at]

@@ -124,7 +124,7 @@ class BuffersInTrace:
         The record is made in the call, because one graph may serve several layers.
         """
 
-        def noted(*inputs: object) -> Any:
+        def noted(*inputs: object) -> object:
             self._note(captured, base, inputs)
             return call(*inputs)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -115,12 +116,12 @@ class RankRows(torch.Tensor):
 
     # The subclass protocol of torch.compile.
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, Sharing]]:
         return ["local"], (self.axis, self.sharing)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], how: tuple[int, Sharing], size: Sequence[int], *_: Any
+        inner: Mapping[str, torch.Tensor], how: tuple[int, Sharing], size: Sequence[int], *_: object
     ) -> RankRows:
         return RankRows(inner["local"], how[0], size[how[0]], how[1])
 
@@ -128,8 +129,12 @@ class RankRows(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, RankRows)]
         # Dynamo traces with fake tensors, for which only shapes matter
@@ -185,7 +190,7 @@ class RankRows(torch.Tensor):
     def __array__(self, dtype: object = None) -> Any:
         self.refuse("numpy reads it")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = self._with(self.local)
         made: torch.Tensor = memo[id(self)]
@@ -194,7 +199,7 @@ class RankRows(torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> Any:
         self.refuse("it is to be saved")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         share = f"rank {self.sharing.rank} of {self.sharing.size}"
         return f"SharedRows(shape={list(self.shape)}, dtype={self.dtype}, {share} holds {list(self.local.shape)})"
 

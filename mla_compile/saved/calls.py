@@ -1,4 +1,4 @@
-"""The parts that saving and loading share: one call as two files, and the conditions of a folder."""
+"""What saving and loading share: the two files of a compiled call, and the conditions under which a folder is valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(number: int) -> tuple[str, str]:
 
 
 def entry_of(call: bytes, guards: bytes, model: torch.nn.Module) -> Entry:
-    """A call of a model, from the two files."""
+    """Rebuild a compiled call from its two files."""
     code, modules, values = unpickled(call, references(model))
     scope = {**vars(entry_of_dynamo), **values}
     scope |= {alias: importlib.import_module(name) for alias, name in modules.items()}

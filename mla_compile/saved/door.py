@@ -17,45 +17,46 @@ _OLDEST = "2.13"
 
 
 def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[Any], object] | None = None) -> None:
-    """Compiles an optimized module for the calls of ``run`` and writes the code to a new folder, for :func:`load`.
+    """Compile an optimized module for the calls of ``run``, and write the code to a new folder for :func:`load`.
 
-    The calls run twice: while they are compiled, and once more with what was written, of which only what is called then
-    is kept. Sizes that differ between calls are open in what is written.
+    The calls run twice: once while they are compiled, and once more with the saved code, of which only the parts that
+    this second run uses are kept. Sizes that differ between the calls are dynamic in the saved code.
 
     Args:
-        model: what ``optimize`` returned. It stays as it is, and may have been called or not.
-        folder: a path at which there is nothing yet, or an empty folder.
-        run: calls the model that it is given as other processes will call theirs. By default two prompts with a
-            growing cache, of one sequence and of two, are continued by ``generate()``: then any number of sequences,
-            prompt and context fits.
+        model: what ``optimize`` returned. It does not change, and need not have been called before.
+        folder: a path at which nothing exists yet, or an empty folder.
+        run: calls the model that it is given as other processes will call theirs. By default, ``generate()`` continues
+            two prompts with a growing cache, one of one sequence and one of two. The code then fits any number of
+            sequences and any length of prompt and context.
 
     Raises:
         InputError: ``model`` is not what ``optimize`` returned for a module.
         ExportError: torch is older than 2.13, or what was compiled cannot be saved.
-        TargetError: there is something in ``folder``, or it cannot be written.
+        TargetError: ``folder`` is not empty, or cannot be written.
     """
     _check_torch(ExportError)
-    from mla_compile.saved import writing  # on use: torch's means are no older than that release
+    from mla_compile.saved import writing  # imported on use: older releases of torch lack what it imports
 
     writing.write(model, Path(folder).absolute(), run)
 
 
-def load(folder: str | os.PathLike[str], model: Module, **options: Any) -> Module:
-    """What ``optimize`` would return for ``model``, with the code of a folder in the place of a compiler.
+def load(folder: str | os.PathLike[str], model: Module, **options: object) -> Module:
+    """Return what ``optimize`` would return for ``model``, with the code in a folder instead of a compiler.
 
-    Nothing is traced and nothing is compiled: a call like none that was saved is a :class:`ModelFileError`, which says
-    what is different. The folder fits a model of the same class, names, shapes and dtypes, whatever its weights are,
-    on the kind of machine, with the versions and the source code for which it was written. It holds native code:
-    load only what you would run. Files that another user could have written are refused before they are read.
+    Nothing is traced and nothing is compiled. A call that no saved code fits raises :class:`ModelFileError`, which says
+    what is different. The folder fits a model of the same class, names, shapes and dtypes, whatever its weights are. It
+    also requires the kind of machine, the versions and the source code for which it was written. A folder holds native
+    code, so load only folders that you trust. Files that another user could have written are refused before they are
+    read.
 
     Args:
-        folder: what :func:`save` wrote.
-        model: a module as it would be given to ``optimize``. It stays as it is.
-        **options: those of ``optimize`` that must have been given when the folder was written; all of them are used.
+        folder: a folder that :func:`save` wrote.
+        model: a module, as for ``optimize``. It does not change.
+        **options: the options of ``optimize``, which must be the same as when the folder was written.
 
     Raises:
         InputError: ``model`` is not a module.
-        ModelFileError: the folder is damaged, somebody else's, or was not written for this model and machine.
+        ModelFileError: the folder is damaged, belongs to another user, or was not written for this model and machine.
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"load() takes a folder and an nn.Module, got {type(model).__name__}")

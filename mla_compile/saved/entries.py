@@ -1,11 +1,11 @@
-"""Compiled calls in the place of Dynamo: the first whose guards hold runs."""
+"""Compiled calls that replace Dynamo: the first call whose guards hold is run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+from torch._dynamo.guards import GuardManagerWrapper
 
 from mla_compile.core import collector
 from mla_compile.core.tracing import one_at_a_time
@@ -16,20 +16,20 @@ class Entry:
     """A compiled call.
 
     Attributes:
-        run: called with the entry's arguments where the guards hold.
-        hits: how often it ran.
+        run: called with the entry's arguments if the guards hold.
+        hits: the number of times it has run.
     """
 
-    def __init__(self, make: Callable[[], object], run: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[[], GuardManagerWrapper], run: Callable[..., object]) -> None:
         self._make, self.run, self.hits = make, run, 0
-        self._guards: Any = None
+        self._guards: GuardManagerWrapper | None = None
 
     @property
-    def guards(self) -> Any:
-        """torch's: ``check`` of arguments by their names, and ``check_verbose``, which says what does not hold.
+    def guards(self) -> GuardManagerWrapper:
+        """The guards of torch: ``check`` takes arguments by name, and ``check_verbose`` also says which one fails.
 
-        Made when they are first asked for, as those of deep models take a second. Raises :class:`ModelFileError` where
-        the model is not as it was then.
+        They are built on first use, because those of a deep model take a second. Raises :class:`ModelFileError` if the
+        model has changed since the code was saved.
         """
         if self._guards is None:
             with one_at_a_time(), collector.paused():
@@ -39,20 +39,20 @@ class Entry:
 
 
 class Entries:
-    """What takes the place of Dynamo in an optimized module."""
+    """Runs saved calls where an optimized module would otherwise call Dynamo."""
 
     def __init__(self, entries: Sequence[Entry], where: str) -> None:
         self.entries = list(entries)
         self.where = where
 
     def __call__(
-        self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: Any
+        self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: object
     ) -> object:
-        """The module's forward. Raises :class:`ModelFileError` for a call like none that was saved."""
+        """Run the module's forward. Raises :class:`ModelFileError` if no saved call fits the arguments."""
         given = {"module": module, "args": args, "kwargs": kwargs, "forward": forward}
         for entry in self.entries:
             if entry.guards.check(given):
-                if entry is not self.entries[0]:  # which is asked first in the next call, as Dynamo does
+                if entry is not self.entries[0]:  # like Dynamo, try the last match first in the next call
                     self.entries = [entry, *(other for other in self.entries if other is not entry)]
                 entry.hits += 1
                 return entry.run(module, args, kwargs, forward)
@@ -66,17 +66,17 @@ class Entries:
         )
 
 
-def _first_failure(guards: Any, given: dict[str, object]) -> str:
-    """What does not hold, in Dynamo's words without its comments."""
+def _first_failure(guards: GuardManagerWrapper, given: dict[str, object]) -> str:
+    """Return the first guard that fails, as Dynamo writes it, without its comments."""
     parts = [part.split("  #")[0].strip() for part in guards.check_verbose(given).verbose_code_parts]
-    # All relations between sizes are one guard, which says all of them, and not which fails.
+    # All relations between sizes form one guard, whose message lists all of them and not the one that fails.
     failing = (part for part in parts if len(parts) == 1 or not _holds(part, given))
     return next(failing, parts[0] if parts else "a guard of Dynamo does not hold")
 
 
 def _holds(relation: str, given: dict[str, object]) -> bool:
-    """Whether a relation between sizes holds, or is not one that can be computed from the arguments alone."""
+    """Whether a relation between sizes holds; also True if the arguments alone do not determine it."""
     try:
-        return bool(eval(relation, {"L": given}))  # from a folder whose code runs anyway
-    except Exception:  # noqa: BLE001  other guards are no expressions
+        return bool(eval(relation, {"L": given}))  # the folder is trusted: its code runs anyway
+    except Exception:  # noqa: BLE001  some guards are not expressions
         return True

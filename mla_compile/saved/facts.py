@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import types
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ _SHOWN = 200
 """The characters of a description that an error shows."""
 
 
-def told(value: Any, depth: int = 3) -> str:
+def told(value: object, depth: int = 3) -> str:
     """Describe a value: constants by their ``repr``, code by its digest, everything else by its type."""
     kind = type(value)
     if isinstance(value, _PLAIN):

@@ -1,7 +1,7 @@
-"""The folder on disk: a manifest that says what the other files are, and how they are read before they are used.
+"""The folder on disk: a manifest that lists the other files, and the checks that each file passes before it is used.
 
-Unpickling a file and loading a library run code, so neither is done with a file that somebody else could have written,
-nor with one that is not what was written.
+Unpickling a file and loading a library run code. A file is therefore refused if another user could have written it, or
+if its digest is not the one in the manifest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LARGEST = 1 << 26  # bytes of a manifest
 _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
-def write(folder: Path, kind: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-    """Writes a new folder, whole or not at all. Raises :class:`TargetError` where there is something already."""
+def write(folder: Path, kind: Mapping[str, object], files: Mapping[str, bytes]) -> None:
+    """Write a new folder, whole or not at all. Raises :class:`TargetError` if something exists at the path."""
     check_new(folder)
     digests = {name: digest(data) for name, data in files.items()}
     said = json.dumps({"format": FORMAT, "kind": kind, "files": digests}, indent=1)
@@ -38,15 +38,15 @@ def write(folder: Path, kind: Mapping[str, Any], files: Mapping[str, bytes]) -> 
 
 
 def check_new(folder: Path) -> None:
-    """Raises :class:`TargetError` where there is something already."""
+    """Raise :class:`TargetError` if something exists at the path, unless it is an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TargetError(f"{folder} exists already; give a new folder, or remove it")
 
 
 def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
-    """What the folder says of itself; ``needed``: files that every folder has.
+    """Return the manifest of a folder; ``needed``: the files that every folder must have.
 
-    Raises :class:`ModelFileError` for one that is none, or somebody else's.
+    Raises :class:`ModelFileError` if the folder was not written by ``save``, or belongs to another user.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -72,7 +72,7 @@ def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
 
 
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """The files, each as it was written.
+    """Return the contents of the files, after checking each.
 
     Raises :class:`ModelFileError` for a file that is missing, has changed since or belongs to another user.
     """
@@ -93,7 +93,7 @@ def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def digest(data: bytes) -> str:
-    """What tells one content from every other."""
+    """Return the digest by which a changed file is recognised."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -1,8 +1,8 @@
-"""Dynamo's guards in a file, in which references stand for the parts of the model.
+"""Dynamo's guards in a file that refers to the parts of the model instead of holding them.
 
-Dynamo assumed facts about a model (types, flags, hooks, functions, sizes of weights). Loading first checks them on the
-given model and then guards them on that model, so that a later change is noticed as it is without a folder. Arguments
-of calls (tokens, caches) are in the file without their values.
+Dynamo assumes facts about a model (types, flags, hooks, functions, sizes of weights). Loading first checks these facts
+on the given model and then guards them there, so that a later change is noticed as Dynamo itself would notice it. The
+file describes the arguments of calls (tokens, caches) without their values.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import builtins
 import inspect
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
 import torch
 from torch._dynamo import guards as dynamo_guards
-from torch._dynamo.guards import GuardsState, GuardsStatePickler
+from torch._dynamo.guards import GuardBuilder, GuardManagerWrapper, GuardsState, GuardsStatePickler
 from torch._dynamo.package import load_guard_manager
 from torch._guards import Guard
 from torch.utils import _pytree as pytree
@@ -66,19 +66,24 @@ def _marks(value: torch.Tensor) -> dict[str, object]:
     return {name: getattr(value, name) for name in _MARKS if hasattr(value, name)}
 
 
-def _latent(recipe: Any, rows: Any, leaves: Any, own: bool, marks: dict[str, object]) -> LatentTensor:  # noqa: FBT001
+def _latent(
+    recipe: Any,
+    rows: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    own: bool,  # noqa: FBT001  pickle passes arguments by position
+    marks: dict[str, object],
+) -> LatentTensor:
     made = LatentTensor.of(recipe, rows, leaves, own=own)
-    for name, value in marks.items():
-        setattr(made, name, value)
+    vars(made).update(marks)
     return made
 
 
 def _empty(
     kind: type,
-    shape: Any,
-    stride: Any,
-    dtype: Any,
-    device: Any,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
     grad: bool,  # noqa: FBT001  pickle passes arguments by position
     inference: bool,  # noqa: FBT001
     marks: dict[str, object],
@@ -86,12 +91,11 @@ def _empty(
     with torch.inference_mode(mode=inference):
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         made = torch.nn.Parameter(made, grad) if kind is torch.nn.Parameter else made.requires_grad_(grad)
-    for name, value in marks.items():
-        setattr(made, name, value)
+    vars(made).update(marks)
     return made
 
 
-def guards_in_file(state: GuardsState, builder: Any, names: Mapping[int, str]) -> bytes:
+def guards_in_file(state: GuardsState, builder: GuardBuilder, names: Mapping[int, str]) -> bytes:
     """Return the bytes that :func:`guards_of_file` reads. torch calls this while it builds guards."""
     guards = [replace(guard, stack=None, user_stack=None) for guard in state.output_graph.guards]
     state.output_graph._guards = torch._guards.GuardsSet(torch.utils._ordered_set.OrderedSet(guards))
@@ -123,7 +127,9 @@ def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
     return values
 
 
-def guards_of_file(data: bytes, model: torch.nn.Module, code: CodeType, scope: dict[str, object]) -> object:
+def guards_of_file(
+    data: bytes, model: torch.nn.Module, code: CodeType, scope: dict[str, object]
+) -> GuardManagerWrapper:
     """Build the guards of a call for ``model``. ``scope`` holds the globals of the compiled ``code``.
 
     Raises :class:`ModelFileError`, which names the first value that differs from the saved one.

@@ -1,4 +1,4 @@
-"""One attribute of torch, replaced while something of it runs."""
+"""Replace an attribute of torch for the duration of a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def instead(owner: object, name: str, value: object) -> Iterator[None]:
-    """``owner.name`` is ``value`` within the block. For who holds Dynamo's lock: the whole process sees it."""
+    """Set ``owner.name`` to ``value`` within the block, for the whole process; the caller must hold Dynamo's lock."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

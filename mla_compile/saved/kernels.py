@@ -1,7 +1,7 @@
-"""Native code of a folder: the extension modules that Inductor's code for CPUs calls, and our own kernels.
+"""The native code in a folder: the extension modules that Inductor's CPU code calls, and our own kernels.
 
-Inductor finds its extension modules by compiler, flags and place of the cache; a folder finds them by their source, so
-that no compiler is needed where it is loaded.
+Inductor looks extension modules up by compiler, flags and cache location. A folder looks them up by their source, so
+that the machine that loads it needs no compiler.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def given(files: Mapping[str, Path], folder: Path) -> Iterator[None]:
     Raises :class:`ModelFileError` within the block for a missing kernel.
     """
 
-    def loading(_: Any, argument_types: list[str], source: str) -> Callable[..., None]:
+    def loading(_: object, argument_types: list[str], source: str) -> Callable[..., None]:
         key = key_of(argument_types, source)
         if key not in files:
             raise ModelFileError("code of the folder calls a kernel that is not in it")

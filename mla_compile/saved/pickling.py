@@ -1,4 +1,4 @@
-"""Compiled calls as bytes: our closures, graphs as source code, and Inductor's own serialized code.
+"""Convert compiled calls to bytes: our closures, graphs as source code, and Inductor's own serialized code.
 
 The owner and the digest of a file are checked before it is read, because unpickling runs code.
 """
@@ -10,6 +10,7 @@ import io
 import pickle
 import types
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mla_compile.passes.ir.expr import Expr
 class SavedGraph:
     """A graph's source and the values that it reads, without its nodes. The first call compiles it."""
 
-    def __init__(self, source: str, names: dict[str, Any], held: dict[str, Any]) -> None:
+    def __init__(self, source: str, names: dict[str, Any], held: dict[str, object]) -> None:
         self._source, self._names = source, names
         for path, value in held.items():
             *owners, last = path.split(".")
@@ -32,8 +33,8 @@ class SavedGraph:
                 at = vars(at).setdefault(owner, types.SimpleNamespace())
             setattr(at, last, value)
 
-    def forward(self, *inputs: Any) -> object:
-        """The graph's outputs."""
+    def forward(self, *inputs: object) -> object:
+        """Return the graph's outputs."""
         call = vars(self).get("_call")
         if call is None:
             scope = dict(self._names)
@@ -115,7 +116,7 @@ class _CallPickler(pickle.Pickler):
         if isinstance(value, torch._ops.OpOverload):
             return _operator, (value.namespace, value._opname, value._overloadname)
         if isinstance(value, torch._ops.OpOverloadPacket):
-            return _packet, tuple(value._qualified_op_name.split("::"))
+            return _operator, tuple(value._qualified_op_name.split("::"))
         return NotImplemented
 
 
@@ -124,7 +125,7 @@ def _source_of(gm: fx.GraphModule) -> tuple[str, dict[str, object], dict[str, ob
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
     held = {}
     for path in paths:
-        value: Any = gm
+        value: object = gm
         for name in path.split("."):
             value = getattr(value, name)
         held[path] = value
@@ -132,7 +133,12 @@ def _source_of(gm: fx.GraphModule) -> tuple[str, dict[str, object], dict[str, ob
 
 
 def _function(
-    code: types.CodeType, module: str, name: str, defaults: Any, closure: Any, keywords: Any
+    code: types.CodeType,
+    module: str,
+    name: str,
+    defaults: tuple[object, ...] | None,
+    closure: tuple[types.CellType, ...] | None,
+    keywords: dict[str, object] | None,
 ) -> types.FunctionType:
     made = types.FunctionType(code, vars(importlib.import_module(module)), name, defaults, closure)
     made.__kwdefaults__ = keywords
@@ -149,7 +155,11 @@ def _cell(value: object) -> types.CellType:
 
 
 def _expression(
-    name: str | None, dtype: torch.dtype | None, op: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    name: str | None,
+    dtype: torch.dtype | None,
+    op: Callable[..., object] | None,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> Expr:
     """Rebuild the expression of a folded weight from the names of weights, without a graph."""
     node: Any = None if name is None else types.SimpleNamespace(name=name)
@@ -157,12 +167,9 @@ def _expression(
     return Expr(value, None, node, op, args, kwargs)
 
 
-def _operator(namespace: str, name: str, overload: str) -> object:
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
-def _packet(namespace: str, name: str) -> object:
-    return getattr(getattr(torch.ops, namespace), name)
+def _operator(*path: str) -> object:
+    """Return an operator by its namespace, its name and, unless it is meant with all its overloads, its overload."""
+    return attrgetter(".".join(path))(torch.ops)
 
 
 def _inductor(data: bytes) -> Callable[..., object]:

@@ -26,7 +26,7 @@ from mla_compile.saved.kind import differences, digest_of_module
 from mla_compile.saved.pickling import unpickled
 
 
-def read(folder: Path, model: Module, options: Mapping[str, Any]) -> Module:
+def read(folder: Path, model: Module, options: Mapping[str, object]) -> Module:
     """Return the optimized module of ``model`` with the code of a folder."""
     manifest = files.manifest(folder, (*names(0), REPORT))
     saved = manifest["kind"]
@@ -69,7 +69,7 @@ def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, pla
             call, guards = (data[name] for name in pair)
             entries.append(entry_of(call, guards, model))
     try:
-        _ = entries[0].guards  # what other code assumed of the model is told when it is first asked for
+        _ = entries[0].guards  # those of the other calls are built, and checked, when they are first needed
     except ModelFileError as error:
         raise ModelFileError(f"{where} does not fit: {error}") from error
     return Entries(entries, str(where))

@@ -1,4 +1,4 @@
-"""What Dynamo makes of the calls of a model, kept as it is made."""
+"""Record what Dynamo compiles for the calls of a model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RecordedCall:
     """One compiled call.
 
     Attributes:
-        code: Dynamo's: it takes the entry's arguments apart, calls graphs, and puts together what the model returns.
-        guards: when it may run, as :func:`guards_in_file` writes it.
-        modules: the modules that are globals of the code, by the names that they have there.
-        values: other globals that the code reads: compiled graphs above all.
+        code: Dynamo's bytecode, which unpacks the entry's arguments, calls graphs, and assembles the model's result.
+        guards: the conditions under which it may run, as :func:`guards_in_file` writes them.
+        modules: the modules that the code reads as globals, by the names of the globals.
+        values: the other globals that the code reads, mainly compiled graphs.
     """
 
     code: CodeType
@@ -44,13 +44,13 @@ class RecordedCall:
 
 
 class Recording:
-    """A ``package`` of Dynamo, which is told of everything that is compiled for one function.
+    """A ``package`` of Dynamo: Dynamo reports to it everything that it compiles for one function.
 
     Attributes:
-        names: parts of the model by their identity, to which files refer.
+        names: the reference that a file holds for each part of the model, by the part's ``id``.
         compiled: the calls, in the order in which they were compiled.
         traced: the functions that were traced.
-        problem: why the calls cannot be saved; None: they can.
+        problem: why the calls cannot be saved; None if they can.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -61,21 +61,21 @@ class Recording:
         self._function: FunctionType | None = None
         self._code: CodeType | None = None
         self._modules: dict[str, str] = {}
-        self._graphs: dict[str, Callable[..., Any]] = {}
+        self._graphs: dict[str, Callable[..., object]] = {}
 
     def begin(self, function: FunctionType) -> None:
-        """The function whose calls are recorded."""
+        """Set the function whose calls are recorded."""
         self._function = function
 
-    # What Dynamo calls.
+    # The methods that Dynamo calls.
 
     def is_initialized(self) -> bool:
-        """Always: there is nothing to read."""
+        """Return True, because there is nothing to initialize."""
         return True
 
     @contextmanager
     def code_context(self, code: CodeType) -> Iterator[None]:
-        """Around the compilation of one call."""
+        """Surround the compilation of one call."""
         self._code, self._modules, self._graphs = code, {}, {}
         with ExitStack() as stack:
             write = partial(guards_in_file, names=self.names)
@@ -87,10 +87,10 @@ class Recording:
             yield
 
     def add_guarded_code(self, guards: bytes, code: CodeType) -> None:
-        """A call was compiled.
+        """Record a call that was compiled.
 
-        Not of interest is what guards call (attributes of our tensors): it may run as it is. Functions behind a graph
-        break come with :meth:`add_resume_function`.
+        Functions that guards call (attributes of our tensors) are ignored, because they may run uncompiled. Functions
+        after a graph break are reported to :meth:`add_resume_function`.
         """
         assert self._function is not None
         if self._code is not self._function.__code__:
@@ -100,27 +100,27 @@ class Recording:
         self.compiled.append(RecordedCall(code, guards, self._modules, values))
 
     def add_backend_id(self, name: str, call: Callable[..., object] | None = None) -> None:
-        """A graph was compiled; ``name``: the global by which the code calls it."""
+        """Record a compiled graph, which the code calls by the global ``name``."""
         if call is not None:
             self._graphs[name] = call
 
     def add_import_source(self, alias: str, module: str) -> None:
-        """A module became a global of the code."""
+        """Record a module that is a global of the code."""
         self._modules[alias] = module
 
     def add_inlined_source(self, codes: list[CodeType]) -> None:
-        """Functions were traced."""
+        """Record functions that were traced."""
         self.traced.update(codes)
 
     def add_resume_function(self, code: CodeType, *_: object) -> None:
-        """The graph broke."""
+        """Note that the graph breaks, so that the call cannot be saved."""
         self._cannot(f"the graph breaks in {code.co_name} ({code.co_filename}:{code.co_firstlineno})")
 
     def update_device_type(self, _: object) -> None:
-        """Not of interest."""
+        """Do nothing: the device is not recorded."""
 
     def bypass_current_entry(self) -> None:
-        """Something cannot be saved."""
+        """Note that torch cannot save the call."""
         self._cannot("torch cannot save what it assumed of the model")
 
     def _cannot(self, why: str) -> None:
@@ -128,6 +128,6 @@ class Recording:
 
 
 def globals_of(code: CodeType) -> set[str]:
-    """The names of globals that a function, or one within it, reads."""
+    """Return the names of the globals that a function, or a function nested in it, reads."""
     found = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return found.union(*(globals_of(const) for const in code.co_consts if isinstance(const, CodeType)))

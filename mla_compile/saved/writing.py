@@ -73,7 +73,7 @@ def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
 
 def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str, bytes]:
     """Return the compiled calls as files, after a run with them; calls that the run does not make are left out."""
-    # The last first: it is open where earlier ones are not.
+    # The last call comes first, because its sizes are dynamic where those of earlier ones are fixed.
     written = [
         (pickled((one.code, one.modules, one.values), recording.names), one.guards)
         for one in reversed(recording.compiled)
@@ -95,7 +95,7 @@ def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str,
         except ModelFileError as error:
             raise ExportError(f"{type(twin).__name__} cannot be saved: when its calls are repeated, {error}") from error
         data: dict[str, bytes] = {}
-        # In the order in which they were compiled, which is that in which they are needed.
+        # In the order of compilation, in which they will also be needed.
         for number, at in enumerate(at for at in reversed(range(len(entries))) if entries[at].hits):
             data |= dict(zip(names(number), written[at], strict=True))
             data |= {f"kernel_{key}.so": file.read_bytes() for key, file in used[at].items()}
@@ -124,7 +124,7 @@ def _check_means(model: torch.nn.Module) -> None:
         raise ExportError(f"code is saved for CPUs alone, and the model is on {', '.join(sorted(elsewhere))}")
 
 
-def _options(forward: CompiledForward) -> dict[str, Any]:
+def _options(forward: CompiledForward) -> dict[str, object]:
     """Return the options as plain data. Raises :class:`ExportError` for an option that JSON cannot hold."""
     given = {field.name: getattr(forward.options, field.name) for field in fields(Options)}
     given |= {"inductor": dict(forward.options.inductor), "mode": forward.mode, **forward.settings}

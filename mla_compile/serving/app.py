@@ -1,4 +1,4 @@
-"""The routes, by FastAPI: those of ``transformers serve`` that answer requests, none that load or unload models."""
+"""The FastAPI routes: those of ``transformers serve`` that answer requests, but none that load or unload models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mla_compile.serving.trial import TRIAL
 from mla_compile.version import __version__
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "As OpenAI's interface has it.", "content": {"text/event-stream": {}}},
+    200: {"description": "The answer, as in OpenAI's interface.", "content": {"text/event-stream": {}}},
     400: {"description": "The request cannot be read, or asks for more than there is room for."},
     401: {"description": "The API key is missing or wrong."},
     404: {"description": "There is no such model."},
@@ -35,7 +35,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server starts, stops, or could not answer this; Retry-After says when to try again."},
 }
 _LEFT = 499
-"""The status by which nginx reports a client that left before the answer."""
+"""The status with which nginx reports a client that disconnected before the answer."""
 
 
 def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
@@ -50,7 +50,8 @@ def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
     async def not_valid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         names = (str(part) for part in first["loc"] if part != "body")
-        place = ".".join(name for name in names if name.isidentifier() or name.isdecimal())  # not kinds, of a union
+        # Pydantic adds the members of a union to the path; they are no fields of the request.
+        place = ".".join(name for name in names if name.isidentifier() or name.isdecimal())
         return refusal(422, f"{place or 'the body'}: {first['msg'].removeprefix('Value error, ')}")
 
     @app.post("/v1/completions", responses=_ANSWERS)
@@ -85,14 +86,14 @@ def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
 
 
 class Desk:
-    """Takes requests as long as not too many wait, and lets go of them whose clients have left."""
+    """Accepts requests unless too many are waiting, and cancels requests whose clients have disconnected."""
 
     def __init__(self, settings: Settings, loaded: Loaded) -> None:
         self._settings, self._loaded = settings, loaded
         self.live = 0
 
     async def answer(self, given: bodies.Body, request: Request) -> Any:
-        """The response to one request; raises :class:`HTTPException` for what is refused."""
+        """Return the response to one request. Raises :class:`HTTPException` if the request is refused."""
         if request.state.request_id != TRIAL:
             self._loaded.check()
         if self._loaded.waiting(self.live) >= self._settings.max_waiting:
@@ -108,7 +109,7 @@ class Desk:
     async def _answered(self, given: bodies.Body, request: Request) -> Any:
         path, request_id = request.url.path, request.state.request_id
         body, reader = given.asked(), self._loaded.readers[path]
-        body["stream"] = bool(given.stream)  # transformers would stream some answers that nobody wants streamed
+        body["stream"] = bool(given.stream)  # without the field, transformers would stream some answers
         inputs = await run_in_threadpool(reader.read, body)
         reader.bound(body, inputs, self._loaded.room)
         response = await _unless_gone(reader.answer(body, inputs, request_id, given), request)
@@ -117,28 +118,28 @@ class Desk:
         return response
 
     def let_go(self, request_id: str) -> None:
-        """A request is answered, or its client has left."""
+        """Forget a request that is answered, or whose client has disconnected."""
         self.live -= 1
         if self._loaded.generation is not None:
             self._loaded.generation.cancel(request_id)
 
 
 class Ticket:
-    """One request that was taken; it leaves once."""
+    """One accepted request, which is counted until :meth:`leave` is first called."""
 
     def __init__(self, desk: Desk, request_id: str) -> None:
         self._desk, self._id, self._here = desk, request_id, True
         desk.live += 1
 
     def leave(self) -> None:
-        """The request is over, however it ended."""
+        """Note that the request is over, however it ended."""
         if self._here:
             self._here = False
             self._desk.let_go(self._id)
 
 
 class TicketedResponse(Response):
-    """A response that keeps its ticket until it is sent, or cannot be."""
+    """A response that keeps its ticket until it has been sent, or sending has failed."""
 
     def __init__(self, response: Response, ticket: Ticket) -> None:
         self._response, self._ticket = response, ticket
@@ -171,7 +172,7 @@ async def _gone(request: Request) -> None:
 
 
 async def _with_end(parts: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """Add what transformers leaves out and clients of OpenAI's interface expect."""
+    """Add the last event, which clients of OpenAI's interface expect and transformers omits."""
     async for part in parts:
         yield part
     yield "data: [DONE]\n\n"

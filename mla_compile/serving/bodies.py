@@ -1,6 +1,6 @@
-"""Requests as clients may send them: what this server reads is checked, and what it cannot do is refused.
+"""The requests that clients may send: fields that this server reads are checked, and what it cannot do is refused.
 
-Everything else that OpenAI's interface has is left to the handlers of transformers, which ignore it.
+All other fields of OpenAI's interface are passed to the handlers of transformers, which ignore them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 MOST_STOPS = 16
 _NEUTRAL = object()
-"""Marks fields that ask for nothing."""
+"""Marks fields whose permitted values ask for nothing."""
 
 
 def _only(*neutral: Any) -> Any:
-    """A field that this server can do nothing with, at a value that asks for nothing."""
+    """Declare a field that this server does not support, and that may only have a value that asks for nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
@@ -39,7 +39,7 @@ _Text = Annotated[str, Field(min_length=1)]
 class Body(BaseModel):
     """The fields that all requests have."""
 
-    # More than is described here is passed on, and refused where OpenAI's interface has no such field either.
+    # Other fields are passed on to transformers, which refuses those that OpenAI's interface does not have.
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
 
     model: str | None = Field(None, description="The name of the model; by default that of the server.")
@@ -56,7 +56,7 @@ class Body(BaseModel):
     frequency_penalty: _only(0) = None  # type: ignore[valid-type]
     logit_bias: _only({}) = None  # type: ignore[valid-type]
     generation_config: _only() = None  # type: ignore[valid-type]
-    # vLLM has these beside OpenAI's, and load generators send them.
+    # Fields of vLLM that OpenAI's interface does not have; load generators send them.
     repetition_penalty: _only(1) = None  # type: ignore[valid-type]
     top_k: Annotated[int, Field(ge=-1), BeforeValidator(_number)] | None = Field(None, description="0 or -1: of all.")
     ignore_eos: StrictBool | None = Field(None, description="Only a length or a stop string ends the answer.")
@@ -75,7 +75,7 @@ class _WithStops(Body):
 
 
 def _one(value: Any) -> Any:
-    """Some clients put a single prompt in a list."""
+    """Unpack a list of one prompt, which some clients send."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

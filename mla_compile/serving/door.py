@@ -1,6 +1,6 @@
 """The checks that every request passes before it is read: its id, its key, its size and its time.
 
-Ids are the server's own; the one that a client sent is only sent back.
+The server uses ids of its own. The id that a client sent is returned to it, and has no other use.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from mla_compile.serving.settings import Settings
 
 _ID = "x-request-id"
 _DRAINED = 16
-"""How many times the limit of a body is read and thrown away, so that its sender gets to read why."""
+"""Of a body above the limit, up to this many times the limit is read and discarded: a client that still sends would not
+read the refusal."""
 
 
 class Gone(Exception):  # noqa: N818
-    """The client has left."""
+    """The client has disconnected."""
 
 
 def refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """An error as OpenAI's interface has it."""
+    """Return an error response in the form of OpenAI's interface."""
     count("refused_requests", status=str(status))
     told = message.encode("utf-8", "backslashreplace").decode()
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -35,7 +36,7 @@ def refusal(status: int, message: str, headers: dict[str, str] | None = None) ->
 
 
 class Door:
-    """The application behind it gets whole bodies."""
+    """Checks requests, and passes accepted ones to the application with their whole bodies."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
@@ -101,7 +102,7 @@ class Door:
 
 
 def _whole(body: bytes, receive: Receive) -> Receive:
-    """``receive`` again: the body that was read, and then whatever comes."""
+    """Return a ``receive`` that first delivers the body that was already read."""
     read = False
 
     async def again() -> Message:

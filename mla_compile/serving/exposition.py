@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from mla_compile.batching.figures import GAUGES, gauges
@@ -16,7 +15,7 @@ PREFIX = "mla_compile:"
 
 
 class _Figures:
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         for name, value in gauges().items():
             yield GaugeMetricFamily(PREFIX + name, GAUGES[name], value=value)
         counts, distributions = counted(), distributed()
@@ -35,7 +34,7 @@ class _Figures:
 
 @cache
 def registry() -> CollectorRegistry:
-    """The registry of this process; those of others are left alone."""
+    """Return a registry of our own, apart from the process-wide one that other libraries use."""
     made = CollectorRegistry(auto_describe=False)
     made.register(_Figures())
     return made

@@ -1,27 +1,30 @@
-"""From token ids to answers: each request by itself, up to its stop strings, within its time."""
+"""Turn token ids into answers: each request separately, up to its stop strings and within its time limit."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fastapi import HTTPException
+from transformers import BatchEncoding, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import BaseGenerateManager, CBStreamer, ReasoningText, _StreamError
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from mla_compile.batching.manager import LatentManager
 
 LATER = {"Retry-After": "1"}
 
 
 class _UpToStop:
-    """A queue of texts, which end before the first stop string."""
+    """A queue of pieces of text, which ends before the first stop string."""
 
-    def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str], found: Callable[[], None]) -> None:
+    def __init__(self, queue: asyncio.Queue[object], stops: Sequence[str], found: Callable[[], None]) -> None:
         self._queue, self._stops, self._found = queue, stops, found
         self._held, self._done = "", False
 
-    def put_nowait(self, item: Any) -> None:
-        """Puts what may be said, and holds back what a stop string could begin with."""
+    def put_nowait(self, item: object) -> None:
+        """Put the text that may be sent, and hold back an end that may be the beginning of a stop string."""
         if self._done:
             return
         if not isinstance(item, str) or isinstance(item, ReasoningText):
@@ -47,19 +50,19 @@ class _UpToStop:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` are the first of ``stop``."""
+    """Return how many characters at the end of ``text`` are a beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class _Streamer(CBStreamer):
-    """Texts of one request; cancelling it twice, or when it has ended, does nothing."""
+    """The streamer of one request. Cancelling the request twice, or after it has ended, does nothing."""
 
-    def __init__(self, generation: ServedGeneration, request_id: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, generation: ServedGeneration, request_id: str, *args: object, **kwargs: object) -> None:
         super().__init__(generation.manager, request_id, *args, **kwargs)
         self._generation = generation
         self.tokens: list[int] = []
 
-    def put(self, output: Any) -> None:
+    def put(self, output: GenerationOutput) -> None:
         super().put(output)
         self.tokens = list(output.generated_tokens)
 
@@ -70,10 +73,10 @@ class _Streamer(CBStreamer):
 class ServedGeneration(BaseGenerateManager):
     """The manager to which the handlers of transformers submit their requests.
 
-    A request ends after ``seconds``, with an error. What fails is answered with 503, as clients may try again.
+    A request ends with an error after ``seconds``. A failure is answered with 503, because the client may try again.
     """
 
-    def __init__(self, manager: Any, seconds: float) -> None:
+    def __init__(self, manager: LatentManager, seconds: float) -> None:
         self.manager, self._seconds = manager, seconds
         self._pending: dict[str, asyncio.TimerHandle] = {}
 
@@ -81,15 +84,21 @@ class ServedGeneration(BaseGenerateManager):
         return len(self._pending)
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue[Any], _Streamer]:
-        """A queue of texts, None last, and what puts them there."""
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        self,
+        model: PreTrainedModel,
+        processor: PreTrainedTokenizerBase,
+        inputs: BatchEncoding,
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: object = None,
+    ) -> tuple[asyncio.Queue[str | _StreamError | None], _Streamer]:
+        """Return a queue of pieces of text that ends with None, and the streamer that fills it."""
+        queue: asyncio.Queue[str | _StreamError | None] = asyncio.Queue()
         texts = _UpToStop(queue, _stops(gen_config), lambda: self.cancel(request_id))
         loop = asyncio.get_running_loop()
         streamer = _Streamer(self, request_id, processor._tokenizer, loop, texts, response_parser=response_parser)
 
-        def on_output(output: Any) -> None:
+        def on_output(output: GenerationOutput) -> None:
             try:
                 streamer.put(output)
                 if output.error is not None:
@@ -97,7 +106,7 @@ class ServedGeneration(BaseGenerateManager):
                 if output.is_finished():
                     self._ended(request_id)
                     streamer.end()
-            except Exception as error:  # noqa: BLE001  of a tokenizer or a parser; other requests are told in the same call
+            except Exception as error:  # noqa: BLE001  a tokenizer or parser failed; this thread serves other requests too
                 self.cancel(request_id)
                 texts.put_nowait(_error(str(error)))
 
@@ -109,15 +118,21 @@ class ServedGeneration(BaseGenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+        self,
+        model: PreTrainedModel,
+        processor: PreTrainedTokenizerBase,
+        inputs: BatchEncoding,
+        gen_config: GenerationConfig,
+        request_id: str,
     ) -> tuple[str, int, list[int]]:
-        """The text, the number of tokens of the prompt, and the new tokens."""
+        """Return the text, the number of tokens of the prompt, and the new tokens."""
         ids = inputs["input_ids"]
         if _stops(gen_config):
-            return await self._up_to_stop(model, processor, inputs, gen_config, request_id)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+            return await self._up_to_stop(queue, request_id), len(ids), streamer.tokens
+        future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
 
-        def on_output(output: Any) -> None:
+        def on_output(output: GenerationOutput) -> None:
             self._ended(request_id)
             if not future.done():
                 future.set_result(output)
@@ -135,10 +150,8 @@ class ServedGeneration(BaseGenerateManager):
             raise HTTPException(503, output.error, LATER)
         return processor.decode(output.generated_tokens, skip_special_tokens=True), len(ids), output.generated_tokens
 
-    async def _up_to_stop(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+    async def _up_to_stop(self, queue: asyncio.Queue[str | _StreamError | None], request_id: str) -> str:
+        """Return the whole text that a streamer puts into ``queue``, which ends before the first stop string."""
         texts: list[str] = []
         try:
             while (item := await queue.get()) is not None:
@@ -148,14 +161,14 @@ class ServedGeneration(BaseGenerateManager):
                 texts.append(item)
         finally:
             self.cancel(request_id)
-        return "".join(texts), len(inputs["input_ids"]), streamer.tokens
+        return "".join(texts)
 
     def _submit(
         self,
         ids: list[int],
         request_id: str,
-        gen_config: Any,
-        on_output: Callable[[Any], None],
+        gen_config: GenerationConfig,
+        on_output: Callable[[GenerationOutput], None],
         on_timeout: Callable[[], None],
         *,
         streaming: bool,
@@ -177,7 +190,7 @@ class ServedGeneration(BaseGenerateManager):
         self._pending[request_id] = asyncio.get_running_loop().call_later(self._seconds, on_timeout)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request that is under way; others are not touched."""
+        """Cancel a request that has not ended yet; do nothing for any other id."""
         if self._ended(request_id):
             self.manager.cancel_request(request_id)
 
@@ -191,15 +204,15 @@ class ServedGeneration(BaseGenerateManager):
         return f"the request took longer than {self._seconds:g} s"
 
     def stop(self) -> None:
-        """Ends the loop, and what still runs with it."""
+        """Stop the loop, and end the requests that still run."""
         self.manager.stop(block=True, timeout=5, hard_stop=True)
 
 
-def _stops(gen_config: Any) -> list[str]:
+def _stops(gen_config: GenerationConfig) -> list[str]:
     given = gen_config.stop_strings
     return [given] if isinstance(given, str) else list(given or ())
 
 
-def _error(message: str) -> Any:
-    """The handlers put it into a JSON string as it is."""
+def _error(message: str) -> _StreamError:
+    """Escape a message, because the handlers put it into a JSON string unchanged."""
     return _StreamError(json.dumps(message)[1:-1])

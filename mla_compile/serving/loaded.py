@@ -1,4 +1,4 @@
-"""The model of a server, from nothing to ready."""
+"""Load, rewrite and compile the model of a server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import HTTPException
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import split_revision
 
 from mla_compile.batching.door import continuous_batching
+from mla_compile.batching.manager import LatentManager
 from mla_compile.errors import InputError
 from mla_compile.serving.generation import LATER, ServedGeneration
 from mla_compile.serving.ranks import ServerRanks
@@ -23,11 +24,11 @@ logger = logging.getLogger("mla_compile")
 
 
 class Loaded:
-    """What is there of the model so far; ``told`` of each stage as it begins.
+    """The state of the model while it is loaded and served; ``told`` is called with each stage as it begins.
 
     Attributes:
-        stage: what is being done, in words.
-        problem: why it cannot be served, once that is known.
+        stage: the current stage in words.
+        problem: the error because of which the model cannot be served, if there is one.
         ready: whether requests are answered.
     """
 
@@ -42,11 +43,11 @@ class Loaded:
         self.room = 0
 
     def load(self, try_out: Callable[[], None] = lambda: None) -> None:
-        """Loads the weights, rewrites the graphs, compiles them, starts the loop and calls ``try_out``.
+        """Load the weights, rewrite and compile the graphs, start the loop and call ``try_out``.
 
-        Ranks but the first only run the steps that it asks for. Raises :class:`InputError` for a model without latent
-        attention, or that transformers cannot divide among ranks, and what transformers raises of one that it cannot
-        load.
+        All ranks except the first only run the steps that the first one asks for. Raises :class:`InputError` for a
+        model without latent attention, or one that transformers cannot divide among ranks. If transformers cannot load
+        the model, its error is raised.
         """
         begin = time.monotonic()
         settings = self._settings
@@ -79,7 +80,7 @@ class Loaded:
         for graph in fast.mla_batching.graphs:
             logger.info("%s", graph)
 
-    def _manager(self, fast: Any) -> Any:
+    def _manager(self, fast: PreTrainedModel) -> LatentManager:
         settings = self._settings
         asked = {
             "page_size": settings.page_size,
@@ -88,9 +89,12 @@ class Loaded:
             "max_requests_per_batch": settings.max_requests,
         }
         config = ContinuousBatchingConfig(**{name: value for name, value in asked.items() if value is not None})
-        # Each request says itself how its tokens are drawn; what the model's own config says is in its defaults.
+        # Each request has its own sampling settings, whose defaults come from the model's config.
         greedy = GenerationConfig(do_sample=False, eos_token_id=fast.generation_config.eos_token_id, pad_token_id=0)
-        return fast.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+        manager: LatentManager = fast.init_continuous_batching(
+            generation_config=greedy, continuous_batching_config=config
+        )
+        return manager
 
     def _begin(self, stage: str) -> None:
         self.stage = stage
@@ -100,12 +104,12 @@ class Loaded:
         self.stage = f"compiling {what}"
 
     def check(self) -> None:
-        """Raises :class:`HTTPException` unless requests are answered."""
+        """Raise :class:`HTTPException` unless requests are answered."""
         if (why := self.trouble()) is not None:
             raise HTTPException(503, f"the server is not ready: {why}", LATER)
 
     def trouble(self) -> str | None:
-        """Why no requests are answered, in words; None: they are."""
+        """Return the reason why no requests are answered; None if they are."""
         if self.stopping:
             return "it is stopping"
         if not self.ready:
@@ -116,12 +120,12 @@ class Loaded:
         )
 
     def waiting(self, live: int) -> int:
-        """How many of ``live`` requests have not begun."""
+        """Return how many of the ``live`` requests have not started."""
         processor = self.manager.batch_processor
         return live - (0 if processor is None else len(processor.scheduler.active_requests))
 
     def stop(self) -> None:
-        """Ends the loop, and what still runs with it."""
+        """Stop the loop, and end the requests that still run."""
         self.stopping = True
         if self.generation is not None:
             self.generation.stop()
@@ -140,8 +144,8 @@ class _Models(ModelManager):
             quantization=settings.quantization,
         )
 
-    def read(self, name: str) -> tuple[Any, Any]:
-        """Raises :class:`InputError` for a folder that is none, or without a tokenizer."""
+    def read(self, name: str) -> tuple[object, object]:
+        """Return the tokenizer and the model. Raises :class:`InputError` if either cannot be loaded."""
         place = self.process_model_name(name)
         try:
             processor, model = self._load_processor(place), self._load_model(place)
@@ -149,7 +153,7 @@ class _Models(ModelManager):
             raise InputError(f"{name} cannot be loaded: {error}") from error
         return getattr(processor, "tokenizer", processor), model
 
-    def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+    def _load_model(self, model_id_and_revision: str, *args: object, **kwargs: object) -> object:
         if self._ranks.count == 1:
             return super()._load_model(model_id_and_revision, *args, **kwargs)
         name, revision = split_revision(model_id_and_revision)
@@ -165,6 +169,6 @@ class _Models(ModelManager):
         )
 
 
-def _positions(model: Any) -> int:
-    """The most tokens that the model was made for."""
+def _positions(model: PreTrainedModel) -> int:
+    """Return the longest sequence for which the model was made."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62)

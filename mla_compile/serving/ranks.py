@@ -1,14 +1,13 @@
 """The processes that serve one model together, started by torchrun.
 
-All load the same model, compile the same graphs and run the same steps. The first has the HTTP door, and transformers'
-scheduler hands its requests to the others.
+All of them load the same model, compile the same graphs and run the same steps. The first one listens, and the
+scheduler of transformers distributes its requests to the others.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,9 @@ from mla_compile.serving.settings import Settings
 
 @dataclass(frozen=True)
 class ServerRanks:
-    """Which of ``count`` ranks this process is, and how many hold weights (``tensor``) and rows (``context``) together.
+    """The number of this rank among ``count``, and how many ranks share weights (``tensor``) and rows (``context``).
 
-    The ranks that share rows are also among those that hold the weights together, or have copies of them.
+    Ranks that share rows either hold the weights together as well, or each have a copy of them.
     """
 
     number: int = 0
@@ -48,7 +47,7 @@ class ServerRanks:
             raise OptionError(f"device is {settings.device!r}, expected auto: each of several ranks has its own")
         return cls(number, count, tensor, context)
 
-    def placed(self) -> dict[str, Any]:
+    def placed(self) -> dict[str, object]:
         """Return the arguments of ``from_pretrained`` that place the weights of this rank."""
         from transformers.distributed import DistributedConfig
 
@@ -58,7 +57,7 @@ class ServerRanks:
         return {"device_map": kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"}
 
     def sharing(self) -> dict[str, DeviceMesh]:
-        """The option of :func:`mla_compile.continuous_batching` that has ranks share rows."""
+        """Return the option of :func:`mla_compile.continuous_batching` by which ranks share rows."""
         if self.context == 1:
             return {}
         groups = init_device_mesh(

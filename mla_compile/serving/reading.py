@@ -1,9 +1,9 @@
-"""The handlers of transformers, for a model that is there already, with text read off the event loop.
+"""The handlers of transformers for a model that is already loaded, with text read outside of the event loop.
 
-A handler is a coroutine that checks a request, makes token ids of its text, submits them and answers. Tokenizing
-megabytes takes seconds, in which a server would answer nobody, and what templates and tokenizers raise about a client's
-text is that client's error. So each handler is run twice: once in a thread, up to the token ids, and then on the event
-loop, where it gets them.
+A handler is a coroutine that checks a request, tokenizes its text, submits the token ids and answers. Tokenizing
+megabytes takes seconds, during which the event loop could answer nobody, and whatever a template or tokenizer raises is
+the fault of the client's text. So each handler runs twice: in a thread, up to the token ids, and then on the event loop
+with these ids.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from fastapi import HTTPException
+from starlette.responses import Response
+from transformers import BatchEncoding, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -26,35 +28,35 @@ from mla_compile.errors import brief
 from mla_compile.serving.bodies import Body
 from mla_compile.serving.generation import ServedGeneration
 
-_text: ContextVar[Any] = ContextVar("mla_compile_serving_text")
+_text: ContextVar[_TextRequest] = ContextVar("mla_compile_serving_text")
 _given: ContextVar[Body | None] = ContextVar("mla_compile_serving_given", default=None)
 
 
-class _Read(Exception):  # noqa: N818  no error: it ends the first run
-    def __init__(self, inputs: Any) -> None:
+class _Read(Exception):  # noqa: N818  not an error: it ends the first run
+    def __init__(self, inputs: BatchEncoding) -> None:
         self.inputs = inputs
 
 
 class _TextRequest:
-    """Stands for a tokenizer whose text is read now, which ends the run, or was read before."""
+    """A stand-in for the tokenizer: it tokenizes and ends the first run, or returns what the first run tokenized."""
 
-    def __init__(self, tokenizer: Any, inputs: Any = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, inputs: BatchEncoding | None = None) -> None:
         self._of, self._inputs = tokenizer, inputs
 
-    @property  # type: ignore[misc]  # which handlers ask for
-    def __class__(self) -> Any:
+    @property  # type: ignore[misc]  # handlers test it with isinstance
+    def __class__(self) -> type[PreTrainedTokenizerBase]:
         return type(self._of)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._of, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._read(self._of, args, kwargs)
 
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+    def apply_chat_template(self, *args: object, **kwargs: object) -> object:
         return self._read(self._of.apply_chat_template, args, kwargs)
 
-    def _read(self, read: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read(self, read: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self._inputs is None:
             raise _Read(read(*args, **kwargs))
         return self._inputs
@@ -63,30 +65,32 @@ class _TextRequest:
 class ServedModel(GenerationState):
     """The one model that is served."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, generation: ServedGeneration) -> None:
+    def __init__(
+        self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: ServedGeneration
+    ) -> None:
         super().__init__(continuous_batching=True)
         self.name, self.model, self.tokenizer, self.generation = name, model, tokenizer, generation
 
-    def use_continuous_batching(self, *_: Any) -> bool:
-        """Always."""
+    def use_continuous_batching(self, *_: object) -> bool:
+        """Return True, because the model is always served by continuous batching."""
         return True
 
-    def get_manager(self, *_: Any, **__: Any) -> ServedGeneration:
-        """The one that there is."""
+    def get_manager(self, *_: object, **__: object) -> ServedGeneration:
+        """Return the only manager."""
         return self.generation
 
 
 def _served(kind: type[Any]) -> type[Any]:
     class Served(kind):
-        def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
+        def _resolve_model(self, body: dict[str, Any]) -> tuple[str, PreTrainedModel, _TextRequest]:
             state: ServedModel = self.generation_state
             asked = body.get("model")
             if asked not in (None, state.name):
                 raise HTTPException(404, f"there is no model {asked!r} here; this server has {state.name!r}")
             return state.name, state.model, _text.get()
 
-        def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            seed = body.get("seed")  # transformers would set that of the whole process
+        def _build_generation_config(self, body: dict[str, Any], *args: object, **kwargs: object) -> GenerationConfig:
+            seed = body.get("seed")  # transformers would seed the whole process with it
             if seed is not None:
                 seed %= 1 << 63  # torch.Generator takes no larger seed
             config = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)
@@ -111,19 +115,19 @@ LIMITS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/responses": ("max_output_tokens",),
 }
-"""Where each kind of request says how many tokens are wanted; the first that is given counts."""
+"""The fields in which each kind of request limits the number of tokens; the first field that is present counts."""
 
 
 class RequestReader:
-    """One kind of request, from its body to its answer."""
+    """Reads and answers one kind of request."""
 
     def __init__(self, path: str, state: ServedModel) -> None:
         self._state, self._limits = state, LIMITS[path]
-        self._handler: Any = HANDLERS[path](model_manager=ModelManager, generation_state=state)
+        self._handler: BaseHandler = HANDLERS[path](model_manager=ModelManager, generation_state=state)
         self._own_template_words = set(inspect.signature(state.tokenizer.apply_chat_template).parameters)
 
-    def read(self, body: dict[str, Any]) -> Any:
-        """The handler's inputs, to be called in a thread; raises :class:`HTTPException` for what cannot be read."""
+    def read(self, body: dict[str, Any]) -> BatchEncoding:
+        """Return the handler's inputs; call it in a thread. Raises :class:`HTTPException` for an unreadable request."""
         words = self._own_template_words & {*(body.get("chat_template_kwargs") or {})}
         if words:
             raise HTTPException(400, f"chat_template_kwargs may not set {', '.join(sorted(words))}")
@@ -135,14 +139,17 @@ class RequestReader:
             return read.inputs
         except HTTPException:
             raise
-        except Exception as error:  # templates and tokenizers raise anything about a client's text
+        except Exception as error:  # a template or tokenizer may raise anything for a client's text
             raise HTTPException(400, f"the request cannot be read: {brief(error)}") from error
         finally:
             run.close()
         raise AssertionError("a handler of transformers that reads no text")
 
-    def bound(self, body: dict[str, Any], inputs: Any, room: int) -> None:
-        """Bounds the tokens that are wanted by what ``room`` leaves; raises :class:`HTTPException` if that is none."""
+    def bound(self, body: dict[str, Any], inputs: BatchEncoding, room: int) -> None:
+        """Limit the number of new tokens to the ``room`` behind the prompt.
+
+        Raises :class:`HTTPException` if there is no room.
+        """
         count = len(inputs["input_ids"])
         left = room - count
         if not count:
@@ -152,8 +159,9 @@ class RequestReader:
         wanted = next((body[name] for name in self._limits if body.get(name) is not None), None)
         body[self._limits[0]] = min(left, 1024 if wanted is None else wanted)
 
-    async def answer(self, body: dict[str, Any], inputs: Any, request_id: str, given: Body) -> Any:
-        """The response, by the handler of transformers; ``given`` is the request as it came."""
+    async def answer(self, body: dict[str, object], inputs: BatchEncoding, request_id: str, given: Body) -> Response:
+        """Return the response of the handler of transformers; ``given`` is the request as the client sent it."""
         _given.set(given)
         _text.set(_TextRequest(self._state.tokenizer, inputs))
-        return await self._handler.handle_request(body, request_id)
+        response: Response = await self._handler.handle_request(body, request_id)
+        return response

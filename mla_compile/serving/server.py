@@ -1,4 +1,4 @@
-"""Listening, and ending: on SIGTERM no requests are taken any more, those under way have a time to end."""
+"""Start and shut down: after SIGTERM no more requests are accepted, and running ones have some time to end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mla_compile.serving.settings import Settings
 from mla_compile.serving.trial import try_out
 
 _AT_ONCE = 143
-"""The exit status of a process that SIGTERM ended."""
+"""The exit status of a process that was ended by SIGTERM."""
 
 
 class Server:
     """A server of one model.
 
-    It listens before the model is ready, so that ``/health`` says what it is at; with :meth:`load` called first, it is
-    ready when it listens. ``told``: called with each stage as it begins.
+    It listens before the model is ready, so that ``/health`` can show the current stage. If :meth:`load` is called
+    first, the server is ready as soon as it listens. ``told`` is called with each stage as it begins.
     """
 
     def __init__(self, settings: Settings, told: Callable[[str], None] = lambda _: None) -> None:
-        # transformers says of each request that it came.
+        # transformers logs the arrival of each request.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         self.loaded = Loaded(settings, told)
         self.desk = Desk(settings, self.loaded)
@@ -40,14 +40,15 @@ class Server:
         self._http: _Http | None = None
 
     def load(self) -> None:
-        """Loads and compiles the model; raises what :meth:`Loaded.load` does."""
+        """Load and compile the model. Raises the errors of :meth:`Loaded.load`."""
         self.loaded.load(self._first_requests)
-        if self.loaded.ranks.count > 1:  # several do not start again by themselves, but torchrun may start them again
+        if self.loaded.ranks.count > 1:  # a loop of several ranks does not restart, but torchrun may restart the ranks
             threading.Thread(target=self._until_ranks_end, daemon=True).start()
 
     def _first_requests(self) -> None:
         try_out(self.app)
-        # What there is by now stays, and to look for garbage in it would hold up all for a third of a second.
+        # The objects that exist now are permanent, and a search for garbage among them would block for a third of a
+        # second.
         gc.collect()
         gc.freeze()
 
@@ -59,9 +60,9 @@ class Server:
             self.end()
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT; raises what kept the model from being loaded, or ended one of several ranks.
+        """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
 
-        A second signal ends the process at once.
+        Raises the error because of which the model could not be loaded, or because of which a rank ended.
         """
         settings = self._settings
         config = uvicorn.Config(
@@ -76,20 +77,20 @@ class Server:
             threading.Thread(target=self._load_behind, args=(http,), daemon=True).start()
         try:
             http.run()
-        finally:  # it exits where the port is taken, say, and a loop would keep the process alive
+        finally:  # uvicorn exits if the port is taken, for example, and the loop would keep the process alive
             self.loaded.stop()
         if self.loaded.problem is not None:
             raise self.loaded.problem
 
     def end(self) -> None:
-        """Ends :meth:`run` from another thread, as SIGTERM does."""
+        """End :meth:`run` from another thread, as SIGTERM does."""
         if self._http is not None:
             self._http.should_exit = True
 
     def _load_behind(self, http: _Http) -> None:
         try:
             self.load()
-        except Exception as error:  # noqa: BLE001  raised again in the thread that serves
+        except Exception as error:  # noqa: BLE001  raised again in the thread of run()
             self.loaded.problem = error
             http.should_exit = True
 
@@ -101,8 +102,9 @@ class Server:
 def follow(settings: Settings) -> None:
     """Serve as a rank other than the first: run the steps that the first rank asks for, and end when it ends.
 
-    Raises what :meth:`Loaded.load` does, and :class:`RankError` where another rank fails. Once it has loaded, the first
-    signal is left to the first rank, which has the requests; a second one ends this process at once.
+    Raises the errors of :meth:`Loaded.load`, and :class:`RankError` if another rank fails. After loading, this process
+    ignores the first signal, because the first rank has the requests and ends all ranks; a second signal ends this
+    process at once.
     """
     seen: list[int] = []
 
@@ -119,14 +121,14 @@ def follow(settings: Settings) -> None:
 
 
 class _Http(uvicorn.Server):
-    """Ends with 0 after one signal, and at once after two."""
+    """A server that exits with status 0 after one signal, and at once after a second."""
 
     def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
         super().__init__(config)
         self._stopping = stopping
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Uvicorn would raise the signal again when it has ended, and the process would end with that."""
+        """Begin to stop. Uvicorn itself would raise the signal again at its end, which would set the exit status."""
         if self.should_exit:
             os._exit(_AT_ONCE if sig == signal.SIGTERM else 130)
         self.should_exit = True

@@ -11,28 +11,28 @@ from mla_compile.errors import OptionError
 
 @dataclass(frozen=True)
 class Settings:
-    """One server.
+    """The settings of one server.
 
     Attributes:
         model: a folder, or a name that ``from_pretrained`` takes.
         name: what clients call the model; by default ``model``.
-        host, port: where it listens; by default other machines cannot reach it.
-        dtype, device: as ``transformers serve`` takes them.
+        host, port: the address on which it listens; by default other machines cannot reach it.
+        dtype, device: as for ``transformers serve``.
         quantization: "bnb-4bit" or "bnb-8bit".
         tensor_parallel: ranks that hold the weights together; by default all that torchrun started.
         context_parallel: ranks that share the rows of each request.
         trust_remote_code: run the Python code that lies beside the weights.
-        max_model_len: the most tokens of one request, prompt and answer; by default what the config says.
-        page_size, pages: of the pool; by default as many pages as memory allows.
-        max_batch_tokens: tokens of prompts in one step.
-        max_requests: requests in one step, at most.
-        max_waiting: requests that wait besides, from 1 on; more are answered with 429.
-        max_body: bytes of one request; more are answered with 413.
-        timeout: seconds for one request, from its last byte to its last token.
-        grace: seconds that requests have to end after SIGTERM.
-        api_key: what clients have to send as ``Authorization: Bearer``; None: nothing.
-        warm_up: compile what will be met before the server is ready.
-        options: of :func:`mla_compile.continuous_batching`.
+        max_model_len: the most tokens of one request, prompt and answer together; by default the limit in the config.
+        page_size, pages: the tokens of a page, and the pages of the pool; by default as many as fit in memory.
+        max_batch_tokens: the most tokens of prompts in one step.
+        max_requests: the most requests in one step.
+        max_waiting: the most requests that wait, at least 1; further requests are answered with 429.
+        max_body: the most bytes of one request; larger ones are answered with 413.
+        timeout: the seconds for one request, from its last byte to its last token.
+        grace: the seconds in which running requests may end after SIGTERM.
+        api_key: the key that clients must send as ``Authorization: Bearer``; None requires no key.
+        warm_up: compile for all expected sizes before the server is ready.
+        options: the options of :func:`mla_compile.continuous_batching`.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""The first requests of a server are its own: nobody waits for what is imported, or made, when it is first used."""
+"""The server's own first requests, so that no client waits for what is imported or built on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message
 
 logger = logging.getLogger("mla_compile")
 TRIAL = "trial"
-"""The id of these requests. Those of clients are random, and none of theirs."""
+"""The id of these requests. The ids of clients' requests are random, so none of them is equal to it."""
 _BODIES: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "a b c"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b c"}]},
@@ -18,7 +18,7 @@ _BODIES: dict[str, dict[str, object]] = {
 
 
 def try_out(app: ASGIApp) -> None:
-    """Asks for tokens by each kind of request. What is refused, for want of a chat template, say, is left at that."""
+    """Send each kind of request, streamed and not. A refusal (for want of a chat template, say) is only logged."""
     for path, body in _BODIES.items():
         for stream in (False, True):
             status = asyncio.run(_status(app, path, {**body, "max_tokens": 2, "temperature": 0, "stream": stream}))
@@ -46,7 +46,7 @@ async def _status(app: ASGIApp, path: str, body: dict[str, object]) -> int:
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()  # nobody leaves
+        await asyncio.Event().wait()  # this client never disconnects
         raise AssertionError
 
     async def send(message: Message) -> None:

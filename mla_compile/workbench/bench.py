@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mla_compile.core.cache_argument import cache_of
 from mla_compile.core.dims import Dims
@@ -22,6 +23,9 @@ from mla_compile.models import config_file, skeleton
 from mla_compile.models.survey import Survey, survey_config
 from mla_compile.report.facts import Facts
 from mla_compile.workbench.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SCHEMA = "mla_compile.bench/1"
 VARIANTS = ("eager", "inductor", "mla")
@@ -92,7 +96,7 @@ class BenchRow:
 class Subject:
     """A model to measure, before anything of it is allocated."""
 
-    config: Any
+    config: PreTrainedConfig
     facts: Facts
     settings: BenchSettings
     notes: tuple[str, ...]
@@ -145,7 +149,7 @@ def config_of(source: str, layers: int) -> tuple[object, tuple[str, ...]]:
     return config, (*more, *([f"measured with {' and '.join(notes)}"] if notes else ()))
 
 
-def config_with(dims: Dims, layers: int) -> Any:
+def config_with(dims: Dims, layers: int) -> PreTrainedConfig:
     """Return a config like DeepSeek-V3's with these sizes, a small dense network and a small vocabulary."""
     if dims.D is None:
         raise InputError("the width of the model, D, is missing")
@@ -234,7 +238,9 @@ class Bench:
         settings, device = self.settings, torch.device(self.settings.device)
         dtype = DTYPES[settings.dtype]
         torch.manual_seed(0)
-        model: Any = skeleton.build(self.subject.config, dtype, settings.device).requires_grad_(requires_grad=False)
+        model: nn.Module = skeleton.build(self.subject.config, dtype, settings.device).requires_grad_(
+            requires_grad=False
+        )
         if device.type != "cpu":
             self.about["device"] = torch.get_device_module(device).get_device_name(device)
         try:

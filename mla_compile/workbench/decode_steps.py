@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mla_compile.backend import mla
 from mla_compile.core.cache_argument import cache_argument
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutputWithPast
 
 WARM_UP = (97, 98, 99)
 """Contexts after which the graph of a decode step is stable: static, then symbolic, then unchanged."""
@@ -23,13 +27,15 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """The allowed difference of logits, relative to the largest logit."""
 
 
-def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dict[str, Callable[..., object]]:
+def variants(
+    model: PreTrainedModel, names: Sequence[str], codegen: str = "inductor"
+) -> dict[str, Callable[..., CausalLMOutputWithPast]]:
     """Return the model uncompiled (``eager``), compiled (``inductor``), and compiled by our backend (``mla``).
 
     Without Inductor (``codegen="eager"``) the compiled variants run the graphs that they would otherwise pass to
     Inductor.
     """
-    made: dict[str, Callable[..., Any]] = {}
+    made: dict[str, Callable[..., CausalLMOutputWithPast]] = {}
     for name in names:
         if name == "eager":
             made[name] = model
@@ -52,8 +58,8 @@ class DecodeSteps:
 
     def __init__(
         self,
-        model: Any,
-        calls: Mapping[str, Callable[..., Any]],
+        model: PreTrainedModel,
+        calls: Mapping[str, Callable[..., CausalLMOutputWithPast]],
         slots: Sequence[tuple[int, int, int, int]],
         *,
         batch: int,
@@ -73,17 +79,17 @@ class DecodeSteps:
 
         self.pool = [(rows(h, w), rows(h2, w2)) for h, w, h2, w2 in slots]
 
-    def dynamic(self, tokens: int) -> Any:
+    def dynamic(self, tokens: int) -> Cache:
         """Return a cache of ``tokens`` tokens that grows by concatenation."""
         from transformers import DynamicCache
 
-        cache: Any = DynamicCache(config=self.model.config)
+        cache: Cache = DynamicCache(config=self.model.config)
         for layer, (keys, values) in zip(cache.layers, self.pool, strict=True):
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = (_cut(rows, tokens) for rows in (keys, values))
         return cache
 
-    def inputs(self, tokens: int, cache: Any) -> dict[str, Any]:
+    def inputs(self, tokens: int, cache: Cache) -> dict[str, object]:
         """Return what generate() passes for the token after ``tokens`` cached ones."""
         static = hasattr(cache.layers[0], "cumulative_length")
         if static:
@@ -91,14 +97,14 @@ class DecodeSteps:
                 layer.cumulative_length.fill_(tokens)
         shape, device = (self.batch, 1), self.device
         mask = torch.ones(self.batch, tokens + 1, dtype=torch.long, device=device) if static else None
-        prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
+        prepared: dict[str, object] = self.model.prepare_inputs_for_generation(
             torch.full(shape, 7, device=device), next_sequence_length=1, attention_mask=mask,
             position_ids=torch.full(shape, tokens, device=device), use_cache=True,
             **{cache_argument(self.model): cache},
         )  # fmt: skip
         return prepared
 
-    def step(self, variant: str, tokens: int, cache: Any = None) -> tuple[float, Tensor]:
+    def step(self, variant: str, tokens: int, cache: Cache | None = None) -> tuple[float, Tensor]:
         """Return seconds and logits of one decode step, from an idle device to an idle one.
 
         Without a ``cache``, the second step in a growing cache is timed, because the first step copies the given rows.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.report.report import Report
 from mla_compile.runtime.latent import held_bytes
 from mla_compile.workbench.decode_steps import DecodeSteps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -224,7 +227,7 @@ def _precision(report: Report | None) -> float | None:
     return max((site.precision_ratio for site in report.sites if site.precision_ratio is not None), default=None)
 
 
-def build(settings: DemoSettings) -> Any:
+def build(settings: DemoSettings) -> PreTrainedModel:
     """Build the model in eval mode, with seeded weights scaled by fan-in so that logits are far from uniform."""
     try:
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -244,7 +247,7 @@ def build(settings: DemoSettings) -> Any:
     return model.to(DTYPES[settings.dtype])
 
 
-def generate(model: Any, prompt: Tensor, count: int) -> Decoded:
+def generate(model: PreTrainedModel, prompt: Tensor, count: int) -> Decoded:
     """Decode the next ``count`` tokens greedily."""
     out = model.generate(
         prompt,
@@ -285,7 +288,7 @@ def measure(steps: DecodeSteps, context: int, rounds: int) -> Timing:
     return Timing(context, {name: Times.of(taken) for name, taken in seconds.items()})
 
 
-def _decode_steps(model: Any, optimized: Any, settings: DemoSettings) -> DecodeSteps:
+def _decode_steps(model: PreTrainedModel, optimized: PreTrainedModel, settings: DemoSettings) -> DecodeSteps:
     """The original as it is and compiled by Inductor, and the optimized model, called as generate() calls them."""
     of_generate = {"logits_to_keep": 1, "return_dict": True}  # so that compiled code of generate() is used
     models = {"eager": model, "inductor": torch.compile(model), "mla": optimized}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mla_compile.core.quantities import BYTES
@@ -82,7 +83,7 @@ def _table() -> dict[str, Any]:
     return table
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> object:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -93,7 +94,7 @@ def _read(path: Path) -> Any:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is not JSON: {error}") from error
     try:
-        yaml: Any = import_module("yaml")
+        yaml: ModuleType = import_module("yaml")
     except ImportError:
         raise InputError(f'{path}: reading YAML needs pyyaml: pip install "mla-compile[demo]", or write JSON') from None
     try:
@@ -102,7 +103,7 @@ def _read(path: Path) -> Any:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
-def _from_record(record: Any, where: str) -> Machine:
+def _from_record(record: object, where: str) -> Machine:
     if not isinstance(record, Mapping):
         raise InputError(f"{where} does not describe a machine: expected the fields {', '.join(_REQUIRED)}")
     known = {*_REQUIRED, "name", "link_bytes_per_s", "memory_share", "compute_share", "source", "node_machines",

@@ -12,7 +12,6 @@ takes one more pass of a drafting layer, over a single token.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from mla_compile.core.quantities import amount
 from mla_compile.errors import InputError
@@ -45,7 +44,7 @@ class DeploymentPlan:
         """Whether any layout fits."""
         return any(layout.fits for layout in self.layouts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-able record; the key ``schema`` names the layout."""
         return {"schema": SCHEMA, **asdict(self), "stored": self.stored and self.stored.to_dict()}
 

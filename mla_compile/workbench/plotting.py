@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mla_compile.core.measuring import Times
 from mla_compile.errors import InputError
@@ -16,6 +16,10 @@ from mla_compile.workbench.machines import Machine
 from mla_compile.workbench.planning import plan
 from mla_compile.workbench.request import Request
 from mla_compile.workbench.step_formulas import LABELS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CONTEXTS = tuple(2**i for i in range(10, 21))
 USERS = tuple(2**i for i in range(11))
@@ -34,7 +38,7 @@ def check(path: Path) -> None:
 
 def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
     """Write the plot; points that do not fit in memory are dotted."""
-    figure: Any = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
+    figure: Figure = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     request = replace(request, prompt=None, output=None)  # only steps are drawn; contexts may be shorter than a prompt
     _lines(left, model, machine, [(T, replace(request, context=T)) for T in CONTEXTS], "step_s", 1e3)
@@ -52,7 +56,7 @@ def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
 
 
 def _lines(
-    axes: Any, model: Facts, machine: Machine, points: list[tuple[int, Request]], what: str, unit: float
+    axes: Axes, model: Facts, machine: Machine, points: list[tuple[int, Request]], what: str, unit: float
 ) -> None:
     plans = [(x, plan(model, machine, request)) for x, request in points]
     for i, first in enumerate(plans[0][1].layouts):
@@ -65,7 +69,7 @@ def _lines(
 
 def draw_times(title: str, rows: Mapping[int, Mapping[str, Times]], path: Path) -> None:
     """Write medians over the context, one line per variant, with bars from the 10th to the 90th percentile."""
-    figure: Any = import_module("matplotlib.figure").Figure(figsize=(6, 4.2), layout="constrained")
+    figure: Figure = import_module("matplotlib.figure").Figure(figsize=(6, 4.2), layout="constrained")
     axes = figure.subplots()
     for variant in dict.fromkeys(name for times in rows.values() for name in times):
         points = [(context, times[variant]) for context, times in rows.items() if variant in times]

@@ -59,7 +59,7 @@ W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights outside experts, 
 n, k = sympy.symbols("n k", positive=True)  # routed experts per layer, and experts per token
 E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
 F, Y = sympy.symbols("F Y", positive=True)  # choosing keys: FLOPs per token, and values read per token
-Y_b, Y_m = sympy.symbols("Y_b Y_m", nonnegative=True)  # bytes of a user beside rows, and the most of them
+Y_b, Y_m = sympy.symbols("Y_b Y_m", nonnegative=True)  # bytes per user that are not rows: now, and at most
 M = sympy.Symbol("M", positive=True)  # 1 if an attention chooses its keys, else 0
 U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept; stored and then not read
 
@@ -215,7 +215,7 @@ def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes that a machine sends for embeddings and logits of a pass: in total, and to other nodes."""
     if layout == "experts":  # each machine has the whole vocabulary
         return sympy.Integer(0), sympy.Integer(0)
-    logits = B * O * N_v * A / (P if layout == "data" else 1)  # the part of all machines' columns that one machine gets
+    logits = B * O * N_v * A / (P if layout == "data" else 1)  # each machine gets its part of the columns
     summed = 2 * B * S * D * A
     if layout == "data":
         return (P - 1) / P * (summed + logits), (Q - 1) / P * summed + (Q - 1) / Q * logits

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from mla_compile.kernels.triton.runner import Address, Launch, bind, placed
 
 LOG = logging.getLogger("mla_compile.kernels")
 _compiled: dict[object, object] = {}
-_options: dict[str, Any] = {}  # compile options that consan() adds
+_options: dict[str, object] = {}  # compile options that consan() adds
 
 
 @lru_cache(maxsize=4096)
@@ -33,7 +32,7 @@ def descriptor(box: Box, address: int) -> object:
     return TensorDescriptor(base, list(box.shape), list(box.strides), list(box.block), layout)
 
 
-def built(step: GluonStep, target: Any) -> object:
+def built(step: GluonStep, target: object) -> object:
     """A step compiled for a ``triton.backends.compiler.GPUTarget``."""
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource

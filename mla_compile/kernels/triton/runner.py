@@ -104,7 +104,7 @@ def _normal_launch(step: Step, places: dict[str, int]) -> Launch:
     dtypes = {kind: dtype for dtype, kind in TYPES.items() if dtype != torch.bool}
 
     def go(stream: int, addresses: list[int]) -> None:
-        given: dict[str, Any] = {**step.scalars, **step.constants}
+        given: dict[str, object] = {**step.scalars, **step.constants}
         for argument, place in placed(step, places).items():
             value = addresses[place]
             given[argument] = Address(value, dtypes[step.types[argument]]) if argument in step.types else value

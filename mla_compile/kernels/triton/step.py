@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from triton import JITFunction
 
 _I32 = 1 << 31
 # Strides over one number per token: a multiple of 16 in one decode step, but not in the next.
@@ -24,12 +27,16 @@ TYPES = {
 }
 
 
+Source: TypeAlias = "tuple[JITFunction, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]"
+"""``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One launch. ``buffers`` maps arguments to buffer names, ``scalars`` to numbers, ``constants`` to constexprs."""
 
     name: str
-    fn: Any  # triton.JITFunction
+    fn: JITFunction
     grid: tuple[int, int, int]
     buffers: dict[str, str]
     scalars: dict[str, int | float]
@@ -43,8 +50,8 @@ class Step:
         # default.
         object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
 
-    def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
-        """``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
+    def source(self) -> Source:
+        """What Triton compiles."""
         signature: dict[str, str] = {}
         constants: dict[tuple[int], object] = {}
         attributes: dict[tuple[int], object] = {}
@@ -74,7 +81,7 @@ class Arguments:
     def __init__(self) -> None:
         self.buffers: dict[str, str] = {}
         self.scalars: dict[str, int | float] = {}
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, object] = {}
         self.types: dict[str, str] = {}
         self.aligned: set[str] = set()
 
@@ -107,7 +114,7 @@ class Arguments:
                 if stride % 16 == 0 and name not in _BY_TOKEN:
                     self.aligned.add(name)
 
-    def step(self, name: str, fn: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
+    def step(self, name: str, fn: JITFunction, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
         """The launch of ``fn`` with the collected arguments."""
         return Step(
             name, fn, grid, self.buffers, self.scalars, self.constants, self.types, frozenset(self.aligned), options

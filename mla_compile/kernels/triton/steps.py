@@ -180,7 +180,7 @@ def _rows(call: DecodeCall, into: Arguments, *, bits: bool) -> bool:
     return wide
 
 
-def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int) -> Step:
+def _attention(call: DecodeCall, plan: Plan, device: Device, fn: object, least: int) -> Step:
     z, dot = call.sizes, dot_dtype(call)
     direct = plan.splits == 1
     bits = device.capability < (8, 9)

@@ -1,8 +1,8 @@
-"""Calls of flex_attention: which of them can be read as an attention, and their score_mod applied to all scores.
+"""Calls of flex_attention: recognise those that are a plain attention, and apply their score_mod to all scores.
 
 ``score_mod`` is a function of one score and its indices; vectorised, the same operators apply to all scores. With a
-block mask, the keys that are seen are those of the listed blocks. A call of which another result is used is left as it
-is, and so is one with both.
+block mask, a query sees the keys of the listed blocks. A call stays unchanged if it has both a score_mod and a block
+mask, or if more than its first result is used.
 """
 
 from __future__ import annotations

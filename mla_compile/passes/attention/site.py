@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import sympy
 import torch
@@ -118,7 +118,10 @@ class Affine:
         return None if isinstance(along, Block) else along
 
 
-def _sum(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
+_Key = TypeVar("_Key")
+
+
+def _sum(a: dict[_Key, int], b: dict[_Key, int]) -> dict[_Key, int]:
     total = {key: a.get(key, 0) + b.get(key, 0) for key in (*a, *b)}
     return {key: n for key, n in total.items() if n}
 

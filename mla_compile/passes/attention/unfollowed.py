@@ -158,7 +158,7 @@ def _ends(tracer: ScoreTracer) -> Callable[[fx.Node], bool]:
 
 
 def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
-    """Explain a softmax whose scores Dynamo passes to this graph, and whose weights are those of a value product."""
+    """Explain a softmax that weighs values in this graph, and whose scores Dynamo passes in from another graph."""
     sums, _ = nearest(softmax, lambda n: n.users, tracer.is_product, _ends(tracer))
     if not any(_weighs_keys(product, softmax) for product in sums):
         return None

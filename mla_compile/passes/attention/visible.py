@@ -98,10 +98,6 @@ def _visible(
     return found
 
 
-def _some(count: Size) -> bool:
-    return all(at_least(n, 1) for n in least_of(count))
-
-
 class _Explained:
     """The conditions that the parts understood so far add up to."""
 
@@ -149,7 +145,8 @@ class _Explained:
         self.sees_one = False
         best = ranked(self.chosen)
         # All flags may be off.
-        if best is None or self.chosen.flags is not None or not _some(self.chosen.size):
+        some = all(at_least(n, 1) for n in least_of(self.chosen.size))
+        if best is None or self.chosen.flags is not None or not some:
             return
         hidden, scores = masks.hidden(*best)
         alike = all(any(equal(a, b) for b in hidden) for a in others)

@@ -32,8 +32,8 @@ from mla_compile.passes.sources.sources import choose_sources
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
     """Return the best explanation for ``site``, whose plan failed with ``failed``.
 
-    The candidates, in order: the rows are merely too wide; weights or views mix tokens, so no walk ended and there is
-    no operator to blame; an operator behind a side that could not be absorbed by itself either; ``failed`` as it is.
+    The candidates are, in order: rows that are merely too wide; weights or views that mix tokens, where no walk ended
+    and no operator is to blame; an operator behind a side that could not be absorbed on its own either; ``failed``.
     """
     if failed.code not in SYMPTOMS:
         return failed
@@ -86,7 +86,7 @@ def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
 
 
 def _stays_by_head(plan: AbsorbPlan) -> bool:
-    """Whether K or V are read as they are and differ between heads whose other side weights of their own make."""
+    """Whether K or V are read without a weight and differ between heads, while weights of each head make the other."""
     groups = groups_of(plan.terms, plan.batch)
     return any(
         not any(t.piece.projected for t in terms) and any(t.kind(a) == "token" for t in terms for a in groups)

@@ -27,8 +27,9 @@ def not_softmax(verdicts: Sequence[Verdict], functions: Sequence[fx.Node]) -> li
 
     ``verdicts`` are the verdicts that would hold if each of ``functions`` were a softmax.
     """
+    why = "keys are weighed by {} of their scores, and no softmax follows"
     return [
-        (verdict.site.node, Stop(function, Code.NOT_SOFTMAX, _reason(function)))
+        (verdict.site.node, Stop(function, Code.NOT_SOFTMAX, why.format(packet(function).__name__)))
         for verdict, function in zip(verdicts, functions, strict=True)
         if _of_a_latent(verdict)
     ]
@@ -38,7 +39,3 @@ def _of_a_latent(verdict: Verdict) -> bool:
     if verdict.code is Code.EXPANDED_CACHE:
         return bool(verdict.site.lead)
     return verdict.code in _LEGAL and verdict.plan is not None and not same(axis_size(verdict.plan.heads), 1)
-
-
-def _reason(function: fx.Node) -> str:
-    return f"keys are weighed by {packet(function).__name__} of their scores, and no softmax follows"

@@ -78,13 +78,14 @@ def scales(rows: X, width: int, call: TensorCall[X]) -> X:
     return call(aten.view.dtype, call(aten.clone.default, own, memory_format=torch.contiguous_format), torch.float32)
 
 
+def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
+    """Apply an operator eagerly: a :data:`Call` on tensors."""
+    return op(*args, **kwargs)
+
+
 def error_of(width: int) -> float:
     """Return the relative error (2-norm) of packing rows of ``width`` normal values, measured on 4,096 of them."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(1, 4096 // width), width, generator=generator)
-
-    def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-        return op(*args, **kwargs)
-
     again = unpack(pack(rows, width, at_once), width, torch.float32, at_once)
     return float((again - rows).norm() / rows.norm())

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 
 from mla_compile.core.sharing import Sharing
-from mla_compile.passes.cache.packed import FLOAT8, pack, place_of_scale
+from mla_compile.passes.cache.packed import FLOAT8, at_once, pack, place_of_scale
 from mla_compile.passes.cache.pages import PagedRows
-from mla_compile.passes.cache.recipe import at_once
 
 
 def rows_of_pages(

@@ -30,7 +30,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -332,7 +331,7 @@ def _attend(
         rows = found[pool[1]]
         scale = _scales(latent, rows.width, builder)
         latent = float8_values(latent, rows.width, builder.call)
-    kwargs: dict[str, Any] = {n: node.kwargs[n] for n in ("scale", "softcap", "window") if n in node.kwargs}
+    kwargs: dict[str, object] = {n: node.kwargs[n] for n in ("scale", "softcap", "window") if n in node.kwargs}
     if (indices := argument(node, INDICES, "indices")) is not None:
         kwargs["indices"] = indices
     query, ranks = args_of(node)[0], None if sharing is None else Exchange(builder, sharing)

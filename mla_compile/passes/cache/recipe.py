@@ -304,11 +304,6 @@ def _written(value: object, leaves: dict[fx.Node, int]) -> object:
     return tuple(_written(v, leaves) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-    """Apply an operator eagerly: a :data:`Call` on tensors."""
-    return op(*args, **kwargs)
-
-
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """Make K: compute it from tensors, or add it to a graph, depending on ``call``."""
     # There may be further rows behind this recipe's, which belong to another K or V.

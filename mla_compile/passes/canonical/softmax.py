@@ -67,7 +67,7 @@ class _Factors:
 
 @dataclass(frozen=True)
 class _Written:
-    """``exp(x)`` along ``dim``, divided by the sum of itself and ``terms``; the result is that of ``root``'s dtype.
+    """``exp(x)`` along ``dim``, divided by the sum of itself and ``terms``; the result has the dtype of ``root``.
 
     ``product``: the value product, if some factor comes after it; ``weights`` are its operand.
     """

@@ -49,8 +49,9 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     context = None if s == 1 or not isinstance(t, int) else counts[2]
     symbolic = not isinstance(s, int)
     element = val(plan.latent.node).element_size()
-    # Attention reads a slice of a static cache, but the expanded form makes K and V of the whole cache.
-    shares = [bytes_hint(whole_rows(r.node)) / max(bytes_hint(r.node), 1) for r in plan.rows]  # of no columns: 0
+    # Attention reads a slice of a static cache, but the expanded form makes K and V of the whole cache. Rows without
+    # columns have no bytes, and count as 0.
+    shares = [bytes_hint(whole_rows(r.node)) / max(bytes_hint(r.node), 1) for r in plan.rows]
     made = None if context is None or max(shares) <= 1 else math.ceil(context * max(shares))
     if come_from((r.node for r in plan.rows), BESIDE):
         made = 0

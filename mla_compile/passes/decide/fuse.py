@@ -1,6 +1,6 @@
 """Attention over rows that heads share, with no weight in between, as one operator.
 
-If the rows are key and value as they are, nothing is left to absorb. But if the products are written out, the scores
+If the rows themselves are key and value, nothing is left to absorb. But if the products are written out, the scores
 and probabilities of every head go through memory, and the rows are read once for each product. The operator of absorbed
 attention avoids both. So such a site gets the plan of an absorbed one, without a weight on either side.
 """

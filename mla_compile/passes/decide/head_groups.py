@@ -3,7 +3,7 @@
 An attention that cannot be absorbed as a whole may have heads that come from different sources. The softmax runs over
 the keys of each head separately, so the attention of some heads does not need the others. An attention is not split if
 its heads meet before the output: in a mix of heads, in a softmax or norm over heads, or in probabilities that something
-else reads. Whether the groups absorb more than the whole did is found out on a copy.
+else reads. A trial on a copy shows whether the groups absorb more than the whole did.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class _Judge:
             final = verdict.instead or read
             options[site.node] = [final]
             if self.forms != "expanded":
-                # The other side comes first, because the expansion of this one could not be saved.
+                # Absorbing the other side alone is tried first, because this side is expanded in any case.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
                 # This side was to be absorbed: a symptom of the whole, or an obstacle elsewhere, says nothing about it.
                 rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]

@@ -188,7 +188,7 @@ def splice(
                     name += "_"
                 setattr(gm, name, getattr(traced, str(own.target)))
                 node.target = name
-    returned: Any = traced.graph.output_node().args[0]
+    returned: object = traced.graph.output_node().args[0]
     return tuple(env[n] for n in (returned if isinstance(returned, (tuple, list)) else (returned,)))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -176,7 +176,7 @@ def _repeat_interleave(node: fx.Node) -> Repeat | None:
     return _repeated(node, counts, interleaved=True)
 
 
-def _repeated(node: fx.Node, counts: Sequence[Any], *, interleaved: bool) -> Repeat | None:
+def _repeated(node: fx.Node, counts: Sequence[object], *, interleaved: bool) -> Repeat | None:
     x = argument(node, 0, "self")
     known = all(isinstance(c, int) for c in counts)
     return Repeat(x, lambda: repeated(shape(x), tuple(counts), interleaved=interleaved)) if known else None

@@ -16,7 +16,7 @@ def schema_name(node: fx.Node) -> str:
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a registered operator by name with its defaults, untyped like positional ones."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for position, one in enumerate(node.target._schema.arguments):
         if position < len(node.args):
             found[one.name] = node.args[position]

@@ -8,7 +8,9 @@ each row, ``(c W) g = (c g) W``. Without virtual sources these operators end the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,16 +60,21 @@ def taken_of(node: fx.Node) -> Taken | None:
 
 def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
     """Return how many zeros a pad adds before and behind each axis; None if ``node`` is not such a pad."""
+    widths = zero_widths(node)
+    if widths is None or any(not isinstance(w, int) or w < 0 for w in widths):
+        return None
+    pairs = [*zip(widths[::2], widths[1::2], strict=True)]
+    return [*[(0, 0)] * (len(shape(node)) - len(pairs)), *pairs[::-1]]
+
+
+def zero_widths(node: fx.Node) -> Sequence[Any] | None:
+    """Return the widths of a pad with zeros, last axis first, as numbers or nodes; None if ``node`` is no such pad."""
     if packet(node) not in (aten.pad, aten.constant_pad_nd):
         return None
-    x, widths = args_of(node)[:2]
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
     # Other modes repeat tokens, and another value is a constant, not zero rows.
-    if mode != "constant" or value not in (0, None) or any(not isinstance(w, int) or w < 0 for w in widths):
-        return None
-    pairs = [*zip(widths[::2], widths[1::2], strict=True)]
-    return [*[(0, 0)] * (len(shape(x)) - len(pairs)), *pairs[::-1]]
+    return args_of(node)[1] if mode == "constant" and value in (0, None) else None
 
 
 def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""Whether an attention over rows computes the same: the obligations of a plan, and what is proved."""
+"""Prove that attention over rows gives the same result as attention over K and V: the obligations of a plan."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from mla_compile.passes.attention.affine import OpaqueError
@@ -18,17 +17,16 @@ from mla_compile.passes.attention.masks import Masks
 from mla_compile.passes.attention.scores import align_right
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Visible
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, fresh_axis
-from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, shape, val
 from mla_compile.passes.ir.moves import Copy, Expand, Join
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.linear.rows import zero_widths
 from mla_compile.passes.proof.plan import make_plan
 from mla_compile.passes.sources.reads import COLUMNS, ColumnRead, reads
 from mla_compile.passes.sources.records import AbsorbPlan
 from mla_compile.passes.sources.refine import value_features
-
-aten = torch.ops.aten
 
 
 def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> tuple[AbsorbPlan, ...]:
@@ -155,12 +153,7 @@ def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> li
 
 def _before_zeros(node: fx.Node, dim: int) -> fx.Node | None:
     """Return the tensor behind which ``node`` pads zeros along ``dim`` and nowhere else."""
-    if packet(node) not in (aten.pad, aten.constant_pad_nd):
-        return None
-    x, widths = args_of(node)[:2]
-    mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
-    value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
-    behind = 2 * (len(shape(node)) - 1 - dim) + 1
+    widths, behind = zero_widths(node) or (), 2 * (len(shape(node)) - 1 - dim) + 1
     others = [w for k, w in enumerate(widths) if k != behind]
     alone = len(widths) > behind and all(isinstance(w, int) and w == 0 for w in others)
-    return x if alone and mode == "constant" and value in (0, None) else None
+    return args_of(node)[0] if alone else None

@@ -335,7 +335,7 @@ def _with_row_scale(
     return scaled and tracker.multiplied(node, scaled, found[1] * factor, aten.mul)
 
 
-def _biased(tracker: RowTracker, node: fx.Node, x: Scaled | None, bias: Any) -> Scaled | None:
+def _biased(tracker: RowTracker, node: fx.Node, x: Scaled | None, bias: object) -> Scaled | None:
     if x is None or bias is None:
         return x
     if x.scales or not tracker.is_weight(bias):

@@ -174,7 +174,7 @@ class RowTracker:
         scaled = x.times(replace(scale, exponent=sign * scale.exponent))
         return scaled and replace(scaled, plain=self._times(builder, x.plain, factor**sign))
 
-    def started(self, node: fx.Node, rows: fx.Node, by: fx.Node, op: Any) -> Scaled | None:
+    def started(self, node: fx.Node, rows: fx.Node, by: fx.Node, op: object) -> Scaled | None:
         """Describe ``rows`` divided by a scale that is computed from their own largest numbers."""
         found = self.scale_of(by, rows) if val(rows).dtype.is_floating_point else None
         if found is None:

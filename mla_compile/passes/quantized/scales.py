@@ -172,7 +172,7 @@ def _largest(node: fx.Node) -> tuple[fx.Node, Size] | None:
     if packet(node) is operator.getitem and args_of(node)[1] == 0:
         whole = args_of(node)[0]
     op, args = packet(whole), args_of(whole)
-    dims: Any
+    dims: object
     if op is aten.linalg_vector_norm and argument(whole, 1, "ord", 2) == math.inf:
         x, dims = args[0], argument(whole, 2, "dim")
     elif op in (aten.amax, aten.max) and packet(args[0]) is aten.abs:

@@ -66,7 +66,7 @@ class _Memories(Whole):
         sums = call(aten.stack.default, each)
         weights, _ = weights_of(self.builder, sums)
         terms = []
-        for part, out in enumerate(outs):  # not stacked: those of a prompt are large
+        for part, out in enumerate(outs):  # one by one, because stacking would copy outputs, which a prompt makes large
             weight = call(aten.unsqueeze.default, call(aten.select.int, weights, 0, part), -1)
             terms.append(call(aten.mul.Tensor, self.builder.cast(out, val(weight).dtype), weight))
         total = reduce(partial(call, aten.add.Tensor), terms)

@@ -1,6 +1,8 @@
-"""Choose what to compare for an indexer as one operator, an attention by groups of heads, and one split by heads.
+"""Choose the nodes to compare for the rewrites that are not absorptions.
 
-In each comparison ``untouched`` holds the nodes of the untouched graph by name.
+These are an indexer as one operator, an attention that runs by groups of heads to save memory, and an attention that
+was split because its heads read different rows. In each comparison, ``untouched`` maps names to the nodes of the
+untouched graph.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ import torch
 import mla_compile
 from mla_compile.errors import OptionError
 from mla_compile.kernels.cpu import native
-from mla_compile.passes.cache.packed import error_of, pack, packed_width, unpack
-from mla_compile.passes.cache.recipe import at_once
+from mla_compile.passes.cache.packed import at_once, error_of, pack, packed_width, unpack
 from mla_compile.passes.rewrite import packed_rows
 from mla_compile.pipeline.target import this_machine
 from mla_compile.runtime.latent import LatentTensor
