@@ -79,9 +79,12 @@ class _Equation(NamedTuple):
 
 def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
     """The linear equations that one K or V imposes on its rows, one for each range of its columns."""
-    recipe, at = tensor.recipe, tensor.recipe.stacked
-    stacked = [given] if at is None else given.unbind(at)
-    return [e for one, x in zip(recipe.each, stacked, strict=True) for e in _equations_of(one, tensor, x)]
+    recipe, stacked = tensor.recipe, [given]
+    for gone, axis in enumerate(recipe.stacked):
+        stacked = [x for one in stacked for x in one.unbind(axis - sum(k < axis for k in recipe.stacked[:gone]))]
+    return [
+        e for one, x in zip(recipe.each(recipe.stacked), stacked, strict=True) for e in _equations_of(one, tensor, x)
+    ]
 
 
 def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:

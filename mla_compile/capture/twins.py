@@ -26,6 +26,7 @@ from mla_compile.passes.ir.walk import ancestors
 aten = torch.ops.aten
 _WRITES = {
     aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default, aten.index_put.default,
+    aten.index_add.default,
     aten.scatter.src, aten.copy.default, aten.clone.default, aten.zero.default, aten.fill.Scalar, aten.fill.Tensor,
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.lerp.Tensor, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip
@@ -58,15 +59,17 @@ def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[
 
 
 def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
-    """Return the operators that make the new value of a buffer from the old one; None if they do more than write."""
+    """Return the operators that write to a buffer or show parts of it on the way to its new value; None if others do.
+
+    What is written may be made of what the buffer held, as the keys of a layer are of what the layers before it read.
+    """
     if not isinstance(new, fx.Node) or new is buffer or buffer.op != "placeholder":
         return None
     between = {new, *ancestors(new, [buffer])}
     chain: list[fx.Node] = []
     for node in buffer.graph.nodes:
-        if node in between and not {buffer, *chain}.isdisjoint(node.all_input_nodes):
-            if node.target not in _WRITES and view_source(node) is None:
-                return None
+        writes = node in between and (node.target in _WRITES or view_source(node) is not None)
+        if writes and not {buffer, *chain}.isdisjoint(node.all_input_nodes):
             chain.append(node)
     return chain if new in chain else None
 
@@ -77,7 +80,7 @@ def _repeat(graph: fx.Graph, buffer: fx.Node, twin: fx.Node, chain: list[fx.Node
     for node in chain:
         with graph.inserting_after(node):
             copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-    own = set(copies.values())
-    new = chain[-1]
-    new.replace_all_uses_with(copies[new], lambda user: user.op != "output" and user not in own)
-    return copies[new]
+    own = {*chain, *copies.values()}
+    for node in chain:
+        node.replace_all_uses_with(copies[node], lambda user: user.op != "output" and user not in own)
+    return copies[chain[-1]]

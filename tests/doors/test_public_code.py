@@ -218,16 +218,8 @@ class Static(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:nothing was absorbed")
-@pytest.mark.parametrize("how", ["one", *also("combination", "of layers")])
-def test_why_buffers_of_several_layers_stay(how: str):
-    sites = run_static(how)
-    assert {site.code for site in sites} == {Code.EXPANDED_CACHE}
-    assert all("selected from a buffer of several" in site.reason for site in sites)
-
-
-@pytest.mark.parametrize("how", ["masked", "pairs"])
-def test_masked_writes_and_buffers_of_both_become_rows(how: str):
+@pytest.mark.parametrize("how", ["one", "masked", *also("combination", "of layers", "pairs")])
+def test_masked_writes_and_buffers_of_several_become_rows(how: str):
     assert Code.ABSORBED in {site.code for site in run_static(how)}
 
 

@@ -205,7 +205,7 @@ def _arithmetic_writes(path: Sequence[fx.Node], maps: Maps) -> dict[fx.Node, Sto
     found: dict[fx.Node, Stop] = {}
     for k, node in enumerate(path):
         write = write_of(node, is_kept)
-        if write is not None and write.stacked is None and write.parts[0] in path[:k]:
+        if write is not None and not write.stacked and write.parts[0] in path[:k]:
             stop = Stop(node, "expanded_cache", _CACHED)
             found |= dict.fromkeys(path[path.index(write.parts[0]) + 1 : k + 1], stop)
     return found

@@ -24,13 +24,15 @@ own outputs or a cache converted for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
+from mla_compile.passes.cache.readers import Read, alone, grouped, sides_of
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.cache.shown import seen_through_views
 from mla_compile.passes.cache.stacked import FullRecipe, stacked
@@ -41,6 +43,7 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 from mla_compile.passes.sources.along_tokens import computes
 from mla_compile.passes.sources.records import Side, pieces_of
+from mla_compile.passes.sources.selections import Selected, place_of
 from mla_compile.passes.sources.sources import choose_sources
 from mla_compile.passes.sources.writes import CacheWrite, is_zeros, write_of
 
@@ -62,18 +65,17 @@ class Past:
 class CacheOfRows:
     """One K or V of a cache that can be kept as rows: the tensor, its parts in order of time, and its recipe.
 
-    ``site`` is the output of the attention that reads it, and ``sides`` are its roles there. ``write``: the write of
-    the new part into a buffer of full length, if it is not joined to the past. ``emptied``: the input that holds the
-    buffer, if nothing of its contents is left.
+    ``sides``: its roles in each attention that reads it, by the output of that. ``write``: the write of the new part
+    into a buffer of full length, if it is not joined to the past. ``emptied``: the input that holds the buffer, if
+    nothing of its contents is left.
     """
 
     node: fx.Node
-    site: fx.Node
     recipe: Recipe
     leaves: tuple[fx.Node, ...]
     parts: tuple[fx.Node | tuple[Ingredient, ...], ...]
     outputs: tuple[int, ...]
-    sides: frozenset[Side]
+    sides: Mapping[fx.Node, frozenset[Side]]
     write: CacheWrite | None = None
     emptied: fx.Node | None = None
 
@@ -103,33 +105,25 @@ def find_caches(
     """
     search = _Search(maps, pasts, returned, frozenset(assume), overwritten or {}, packs)
     found: dict[fx.Node, CacheOfRows] = {}
-    for site in sites:
-        read: dict[Side, dict[fx.Node, int]] = {"keys": {}, "values": search.cached(site.v, site)}
-        for product in site.products:
-            read["keys"].update(search.cached(product.k, site))
+    for group in grouped([(site, search.read(site)) for site in sites]):
+        read: dict[Side, dict[fx.Node, int]] = {"keys": {}, "values": {}}
+        for _, own in group:
+            for side in read:
+                read[side] |= own[side]
         tensors = read["keys"] | read["values"]
-        if not tensors or any(t in found for t in tensors):
-            continue
         # Values come before keys, because the usual obstacle is an operator on keys alone (a rotation, a norm).
-        options = [tensors, _alone(read, "values"), _alone(read, "keys")]
+        options = [tensors, alone(read, "values"), alone(read, "keys")]
         # If a weight makes one side of the cached tensor, the model caches latents itself and returns K besides.
-        if any(search.expands(read["keys"], p.k) for p in site.products) or search.expands(read["values"], site.v):
+        if any(search.expands(own, site) for site, own in group):
             options = options[:1]
         for chosen in options:
-            sides = {t: frozenset(side for side in read if t in read[side]) for t in chosen}
-            kept = search.keep(chosen, site.node, sides) if chosen else None
+            sides = {t: {site.node: at for site, own in group if (at := sides_of(own, t))} for t in chosen}
+            kept = search.keep(chosen, sides, [site for site, _ in group]) if chosen else None
             if kept and _saves(kept, alone=chosen is not tensors):
                 found.update((k.node, k) for k in kept)
                 break
     shown = seen_through_views(graph)
     return [k for k in found.values() if not k.outputs or k.node not in shown]
-
-
-def _alone(read: Mapping[Side, Mapping[fx.Node, int]], side: Side) -> dict[fx.Node, int]:
-    """Return the tensors that are read as one side only, if others are read as the other side."""
-    (other,) = (read[one] for one in read if one != side)
-    alone = {node: tokens for node, tokens in read[side].items() if node not in other}
-    return alone if other else {}
 
 
 @dataclass(frozen=True)
@@ -143,10 +137,19 @@ class _Search:
     overwritten: Mapping[fx.Node, fx.Node]
     packs: bool
 
-    def expands(self, cached: Collection[fx.Node], operand: Operand) -> bool:
-        """Whether a weight makes ``operand`` from one of the ``cached`` tensors."""
-        ways = [p.path for p in self.maps.map(operand.node).pieces if p.path]
-        return any(v.node in cached and v.contractions < way[-1].contractions for way in ways for v in way)
+    def read(self, site: AttentionSite) -> Read:
+        """Return the cached tensors that an attention reads."""
+        keys = [self.cached(product.k, site) for product in site.products]
+        return {"keys": {t: at for one in keys for t, at in one.items()}, "values": self.cached(site.v, site)}
+
+    def expands(self, cached: Read, site: AttentionSite) -> bool:
+        """Whether a weight makes keys or values from one of the ``cached`` tensors."""
+        sides: list[tuple[Side, Operand]] = [("keys", p.k) for p in site.products] + [("values", site.v)]
+        for side, operand in sides:
+            ways = [p.path for p in self.maps.map(operand.node).pieces if p.path]
+            if any(v.node in cached[side] and v.contractions < way[-1].contractions for way in ways for v in way):
+                return True
+        return False
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
         """Return the tensor behind ``operand`` that the caller keeps, with its token axis."""
@@ -181,20 +184,22 @@ class _Search:
 
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
-        whole, axes = node, [*range(len(shape(node)))]
-        while isinstance(shown := decode(whole), (Slice, Permute, Select)):
+        whole, axes, write = node, [*range(len(shape(node)))], self._apart.get(place_of(node))
+        while write is None and isinstance(shown := decode(whole), (Slice, Permute, Select)):
             if isinstance(shown, Permute) and shown.map is not None:
                 axes = [shown.map.read_along(k)[0] for k in axes]
             elif isinstance(shown, Select):
                 axes = [k + (k >= shown.dim) for k in axes]
             whole = shown.x
-        write = self._write(whole)
+            write = self._apart.get(place_of(whole))
+        axes = axes if write is None else [write.outer(k) for k in axes]
+        write = write or self._write(whole)
         if write is None or not write.dims:
             return None
         shown_as = self._token_axis(node, operand, site)
         # If a single token is read, its axis cannot be told from others; the last axis that is written counts tokens.
         tokens = write.dims[-1] if shown_as is None else axes[shown_as]
-        write = self._token_write(whole, tokens)
+        write = self._token_write(write.node, tokens)
         return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> CacheWrite | None:
@@ -203,12 +208,21 @@ class _Search:
         # The axis decides, because K that is assembled from columns is a write as well.
         if write is None or tokens not in write.dims:
             return None
-        new, stack = write.parts[0], decode(write.parts[0])
-        if write.stacked is not None or not isinstance(stack, Stack) or stack.dim in write.dims:
+        stacks = [how for part in write.parts if isinstance(how := decode(part), Stack)]
+        dims = {(how.dim, len(how.parts)) for how in stacks}
+        if len(stacks) < len(write.parts) or len(dims) > 1 or (dim := write.outer(stacks[0].dim)) in write.dims:
             return write
         # Heads that are stacked may be made by one weight; K and V may not.
-        one = not isinstance(make_recipe(new, self.maps.map(new), tokens), Stop)
-        return write if one else replace(write, parts=stack.parts, stacked=stack.dim)
+        own = write.inner(tokens)
+        one = all(not isinstance(make_recipe(p, self.maps.map(p), own), Stop) for p in write.parts)
+        parts = tuple(part for how in stacks for part in how.parts)
+        return write if one else replace(write, parts=parts, stacked=(*write.stacked, dim))
+
+    @cached_property
+    def _apart(self) -> dict[Selected, CacheWrite]:
+        """The writes of tensors that are returned, by what they make of each part that is written by itself."""
+        writes = [write for node in self.returned if (write := self._write(node)) is not None]
+        return {Selected(part): write for write in writes for part in write.apart.nodes}
 
     def _write(self, node: fx.Node) -> CacheWrite | None:
         write = write_of(node, self._is_past) or write_of(node, is_zeros)
@@ -230,10 +244,15 @@ class _Search:
         return any(map(self._is_past, _joined(node)))
 
     def keep(
-        self, tensors: Mapping[fx.Node, int], site: fx.Node, sides: Mapping[fx.Node, frozenset[Side]]
+        self,
+        tensors: Mapping[fx.Node, int],
+        sides: Mapping[fx.Node, Mapping[fx.Node, frozenset[Side]]],
+        sites: Iterable[AttentionSite],
     ) -> list[CacheOfRows] | None:
-        """Keep all cached tensors of one attention, with their rows chosen together; None if one cannot be kept."""
+        """Keep all cached tensors of ``sites``, with their rows chosen together; None if one cannot be kept."""
         writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
+        if any(not self._read_parts(sites).issuperset(write.apart.nodes) for write in writes.values()):
+            return None
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
         new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
@@ -242,15 +261,21 @@ class _Search:
         kept: list[CacheOfRows] = []
         for node, tokens in tensors.items():
             made = {p: at_cuts.map(p) for p in parts[node] if p in new}
-            one = self._keep_one(node, site, sides[node], tokens, parts[node], made, writes.get(node))
+            one = self._keep_one(node, sides[node], tokens, parts[node], made, writes.get(node))
             if one is None:
                 return None
             kept.append(one)
             for part, lmap in made.items():  # kept call by call, and joined when it is read
                 if part in self.returned and part is not node:
-                    own = self._keep_one(part, site, sides[node], tokens, [part], {part: lmap})
+                    own = self._keep_one(part, sides[node], tokens, [part], {part: lmap})
                     kept += [] if own is None else [own]
         return kept
+
+    def _read_parts(self, sites: Iterable[AttentionSite]) -> set[fx.Node]:
+        """Return the parts of buffers that attentions read."""
+        operands = (operand.node for site in sites for operand in (site.v, *(p.k for p in site.products)))
+        ways = (p.path for node in operands for p in self.maps.map(node).pieces)
+        return {place_of(v.node, shown=True).node for way in ways for v in way}
 
     def _parts(self, node: fx.Node, write: CacheWrite | None) -> list[fx.Node]:
         """Return the past and the new tokens from which ``node`` is assembled, in order of time."""
@@ -261,8 +286,7 @@ class _Search:
     def _keep_one(
         self,
         node: fx.Node,
-        site: fx.Node,
-        sides: frozenset[Side],
+        sides: Mapping[fx.Node, frozenset[Side]],
         tokens: int,
         parts: Sequence[fx.Node],
         new: Mapping[fx.Node, LinearMap],
@@ -274,10 +298,10 @@ class _Search:
         emptied = self.overwritten.get(node) if write is not None and is_zeros(write.buffer) else None
         told: dict[fx.Node, tuple[Ingredient, ...]] = {}
         added = [[p] for p in parts if p in new]
-        if write is not None and write.stacked is not None:
+        if write is not None and write.stacked:
             added = [[*write.parts]]
         for several in added:
-            made = self._made(several, new, tokens, None if write is None else write.stacked)
+            made = self._made(several, new, tokens, write)
             if made is None or (write is not None and not _may_hold_rows(write, made[0])):
                 return None
             recipe, ingredients, leaves = made
@@ -299,18 +323,21 @@ class _Search:
             return None
         ((recipe, leaves),) = known
         outputs = self.returned.get(node, ())
-        return CacheOfRows(node, site, recipe, leaves, tuple(taken), outputs, sides, write, emptied)
+        return CacheOfRows(node, recipe, leaves, tuple(taken), outputs, sides, write, emptied)
 
     def _made(
-        self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, axis: int | None
+        self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, write: CacheWrite | None
     ) -> FullRecipe | None:
-        """Return how new tokens are made: one tensor, or several that are stacked along ``axis``."""
-        tokens -= axis is not None and tokens > axis
-        made = [make_recipe(p, maps[p], tokens, packs=self.packs) for p in parts]
+        """Return how new tokens are made: one tensor, or several that a ``write`` stacks."""
+        own = tokens if write is None else write.inner(tokens)
+        made = [make_recipe(p, maps[p], own, packs=self.packs) for p in parts]
         known = [m for m in made if not isinstance(m, Stop) and any(p.weight is not None for p in m[0].parts)]
         if len(known) < len(parts):
             return None
-        return known[0] if axis is None else stacked(known, axis)
+        if write is None or not write.stacked:
+            return known[0]
+        counts = [shape(write.node)[k] for k in write.stacked]
+        return stacked(known, write.stacked, [n for n in counts if isinstance(n, int)])
 
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:

@@ -101,7 +101,8 @@ def keep_rows(
             _write_rows(program, program.cache, handed_back)
     sides: dict[str, frozenset[Side]] = {}
     for kept in caches:
-        sides[kept.site.name] = sides.get(kept.site.name, frozenset()) | kept.sides
+        for site, read in kept.sides.items():
+            sides[site.name] = sides.get(site.name, frozenset()) | read
     return KeptRows(sides, torn, program.plain)
 
 
@@ -110,11 +111,16 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
     found: dict[fx.Node, fx.Node] = {}
     for cache in caches:
         rows = [one.node for part in cache.parts if not isinstance(part, fx.Node) for one in part]
-        for source in rows:
-            at_source = maps.with_sources([source])
-            for node in ancestors(cache.node, [source]):
-                if is_contraction(node) and images_of(node, [source], at_source):
-                    found[node] = source
+        apart = cache.write is not None and cache.write.stacked
+        # Of several tensors each is made of its own rows, which those of the layers behind it depend on.
+        several = zip(cache.write.parts, cache.recipe.each(apart), strict=True) if cache.write and apart else ()
+        made = [(part, {rows[p.rows]: None for p in recipe.parts}) for part, recipe in several]
+        for end, sources in made or [(cache.node, dict.fromkeys(rows))]:
+            for source in sources:
+                at_source = maps.with_sources([source])
+                for node in (end, *ancestors(end, [source])):
+                    if is_contraction(node) and images_of(node, [source], at_source):
+                        found[node] = source
     return found
 
 
@@ -151,7 +157,7 @@ def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -
                     written.setdefault(row, value) is not value
                     for row, value in zip(cache.inputs[name], values, strict=True)
                 ):
-                    torn.add(kept.site.name)
+                    torn.update(site.name for site in kept.sides)
     return torn
 
 

@@ -60,8 +60,8 @@ class ColumnBlock:
 
     ``heads``: for each head axis of K, whether the weight has it; otherwise the heads share its values. The weight is
     [heads..., columns, width], and the bias broadcasts to K. ``added``: the block is added to the columns of the
-    previous one, instead of following them. ``padded``: how many columns of zeros follow it. ``stack``: its position
-    along the axis of K on which parts are stacked, if there is one.
+    previous one, instead of following them. ``padded``: how many columns of zeros follow it. ``stack``: its positions
+    along the axes of K on which parts are stacked.
     """
 
     rows: int
@@ -72,7 +72,7 @@ class ColumnBlock:
     bias: Formula | None
     added: bool = False
     padded: int = 0
-    stack: int = 0
+    stack: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Recipe:
         packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
         dtype: the dtype of K.
         leaves: the number of weight tensors that the parts read.
-        stacked: the axis of K along which tensors with columns of their own are stacked (K and V in one buffer).
+        stacked: the axes of K along which tensors with columns of their own are stacked (K and V, or all layers).
     """
 
     kinds: tuple[int | Literal["row"], ...]
@@ -98,7 +98,7 @@ class Recipe:
     dtype: torch.dtype
     leaves: int
     packed: tuple[bool, ...] = ()
-    stacked: int | None = None
+    stacked: tuple[int, ...] = ()
 
     @property
     def outer(self) -> list[int]:
@@ -107,25 +107,28 @@ class Recipe:
 
     @property
     def heads(self) -> list[int]:
-        return [k for k, kind in enumerate(self.kinds) if kind != "row" and k not in (self.columns, self.stacked)]
+        return [k for k, kind in enumerate(self.kinds) if kind != "row" and k not in (self.columns, *self.stacked)]
 
-    @property
-    def each(self) -> tuple[Recipe, ...]:
-        """The recipes of the tensors that are stacked; this one if none are."""
-        at = self.stacked
-        if at is None:
+    def each(self, axes: Sequence[int]) -> tuple[Recipe, ...]:
+        """Return the recipes of the tensors that are stacked along ``axes``, in the order of their positions."""
+        if not axes:
             return (self,)
-        count = self.kinds[at]
+        first, inner = axes[0], [k - (k > axes[0]) for k in axes[1:]]
+        count = self.kinds[first]
         assert isinstance(count, int)
-        one = replace(
+        return tuple(one for k in range(count) for one in self.part(first, k).each(inner))
+
+    def part(self, axis: int, index: int) -> Recipe:
+        """Return the recipe of the tensors at one position of a stacked ``axis``, which is gone."""
+        at = self.stacked.index(axis)
+        parts = (replace(p, stack=(*p.stack[:at], *p.stack[at + 1 :])) for p in self.parts if p.stack[at] == index)
+        return replace(
             self,
-            kinds=(*self.kinds[:at], *self.kinds[at + 1 :]),
-            tokens=self.tokens - (self.tokens > at),
-            columns=self.columns - (self.columns > at),
-            stacked=None,
-        )
-        return tuple(
-            replace(one, parts=tuple(replace(p, stack=0) for p in self.parts if p.stack == k)) for k in range(count)
+            kinds=(*self.kinds[:axis], *self.kinds[axis + 1 :]),
+            tokens=self.tokens - (self.tokens > axis),
+            columns=self.columns - (self.columns > axis),
+            parts=tuple(parts),
+            stacked=tuple(k - (k > axis) for k in self.stacked if k != axis),
         )
 
     @property
@@ -310,8 +313,15 @@ def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]
-    made = [_expand(one, rows, leaves, call) for one in recipe.each]
-    return made[0] if recipe.stacked is None else call(aten.stack.default, made, recipe.stacked)
+    return _expand_each(recipe, rows, leaves, call)
+
+
+def _expand_each(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
+    if not recipe.stacked:
+        return _expand(recipe, rows, leaves, call)
+    axis = recipe.stacked[0]
+    made = [_expand_each(part, rows, leaves, call) for part in recipe.each([axis])]
+    return call(aten.stack.default, made, axis)
 
 
 def _expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:

@@ -31,7 +31,8 @@ from mla_compile.passes.ir.graph import (
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
-from mla_compile.passes.sources.along_tokens import NEW, OLD, Writing, make, moved
+from mla_compile.passes.sources.along_tokens import NEW, OLD, Writing, make, moved, nodes_of
+from mla_compile.passes.sources.selections import NO_PARTS, parts_of, place_of
 from mla_compile.passes.sources.writes import is_zeros
 
 aten = torch.ops.aten
@@ -107,6 +108,7 @@ class _Rewriter:
             builder = Builder(anchor, self.fake_mode)
             self._read_sizes_from_rows(cache.node, cache.recipe, rows[0])
             expanded = self.plain.get(cache.node)
+            self._read_apart(cache, rows, expanded)
             if expanded is None:
                 if cache.write is not None:
                     self._read_parts(cache.recipe, cache, cache.node, rows)
@@ -150,15 +152,38 @@ class _Rewriter:
             if first is not node and OURS in node.meta:
                 node.replace_all_uses_with(first)
 
+    def _read_apart(self, cache: CacheOfRows, rows: Sequence[fx.Node], plain: fx.Node | None) -> None:
+        """Make the readers of parts that are written one by one, as layers write theirs, expand these alone."""
+        apart = NO_PARTS if cache.write is None else cache.write.apart
+        if not apart.nodes:
+            return
+        for node in self.graph.find_nodes(op="call_function", target=aten.select.int):
+            place = place_of(node)
+            if not place.at and place.node in apart.nodes:
+                self._replace(node, place.node)
+        others = () if plain is None else parts_of(plain).nodes
+        for k, (part, recipe) in enumerate(zip(apart.nodes, cache.recipe.each(apart.axes), strict=True)):
+            if others:
+                self._replace(part, others[k])
+                continue
+            self._read_parts(recipe, cache, part, rows)
+            own = (rows[block.rows] for block in recipe.parts)
+            builder = Builder(self._after(max(part, *own)), self.fake_mode)
+            self._replace(part, expand(recipe, rows, cache.leaves, builder.call))
+
     def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
         """Make the readers of some tokens or sequences of a buffer, or of one half of it, expand these alone."""
+        own = {block.rows for block in recipe.parts}
         for user in list(node.users):
             how, shown, part = decode(user), rows, recipe
             if isinstance(how, Slice) and recipe.kinds[how.dim] == "row" and how.bounds is not None:
                 builder, along = Builder(user, self.fake_mode), recipe.row_axis(how.dim)
-                shown = [builder.call(aten.slice.Tensor, r, along, *how.bounds) for r in rows]
-            elif isinstance(how, Select) and how.dim == recipe.stacked and how.index is not None:
-                part = recipe.each[how.index]
+                shown = [
+                    builder.call(aten.slice.Tensor, r, along, *how.bounds) if k in own else r
+                    for k, r in enumerate(rows)
+                ]
+            elif isinstance(how, Select) and how.dim in recipe.stacked and how.index is not None:
+                part = recipe.part(how.dim, how.index)
             else:
                 continue
             self._read_parts(part, cache, user, shown)
@@ -201,8 +226,9 @@ class _Rewriter:
         write, made = cache.write, self._made(cache)
         key = (*parts, made)
         if key not in self.joined and write is not None and made is not None:
-            builder = Builder(write.node, self.fake_mode)
             past, new = parts
+            # As early as can be: K and V share rows, and layers read their own before others are made.
+            builder = Builder(self._after(max(past, new, *nodes_of(made))), self.fake_mode)
             self.joined[key] = make(made, builder, {OLD: past, NEW: builder.cast(new, val(past).dtype)})
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
@@ -276,15 +302,15 @@ class _Rewriter:
     ) -> fx.Node:
         """Return rows of zeros for a buffer that the graph creates or clears."""
         assert ingredients is not None, "a buffer is written to"
-        assert cache.write is not None
         if cache.emptied is not None:
             rows = self._past(cache.emptied, cache, index, ingredients)
             if rows not in self.zeros:
-                self.zeros[rows] = Builder(cache.write.node, self.fake_mode).call(aten.zeros_like.default, rows)
+                builder = Builder(self._after(rows), self.fake_mode)
+                self.zeros[rows] = builder.call(aten.zeros_like.default, rows)
             return self.zeros[rows]
         name = self._grown(node, cache, ingredients[index])
         if name not in self.zeros:
-            recipe, builder = cache.recipe, Builder(cache.write.node, self.fake_mode)
+            recipe, builder = cache.recipe, Builder(self._after(node), self.fake_mode)
             sizes = [builder.size(node, dim) for dim in recipe.outer]
             dtype = recipe.held_dtype(index, val(ingredients[index].node).dtype)
             self.zeros[name] = builder.call(

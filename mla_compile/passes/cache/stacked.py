@@ -1,9 +1,10 @@
-"""Recipes of one buffer with an axis for K and V, ``kv[0]`` and ``kv[1]``, made of the recipes of its parts."""
+"""Recipes of one buffer for K and V, ``kv[0]`` and ``kv[1]``, or for all layers, made of the recipes of its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from torch import fx
 
@@ -13,13 +14,13 @@ FullRecipe = tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]]
 """A recipe, its rows, and the weights that it reads."""
 
 
-def stacked(parts: Sequence[FullRecipe], axis: int) -> FullRecipe | None:
-    """Return the recipe of ``parts``, stacked along a new ``axis``; None if their axes are not alike."""
+def stacked(parts: Sequence[FullRecipe], axes: Sequence[int], counts: Sequence[int]) -> FullRecipe | None:
+    """Return the recipe of ``parts``, stacked along new ``axes`` of these lengths; None if their own are not alike."""
     first, _, _ = parts[0]
     rows: dict[tuple[object, ...], tuple[int, Ingredient]] = {}
     leaves: dict[fx.Node, int] = {}
     blocks, widths, packed = [], list[int](), list[bool]()
-    for stack, (recipe, ingredients, own) in enumerate(parts):
+    for stack, (recipe, ingredients, own) in zip(product(*map(range, counts)), parts, strict=True):
         if (recipe.kinds, recipe.tokens, recipe.columns, recipe.dtype) != (
             first.kinds, first.tokens, first.columns, first.dtype,
         ):  # fmt: skip
@@ -36,16 +37,21 @@ def stacked(parts: Sequence[FullRecipe], axis: int) -> FullRecipe | None:
             replace(part, rows=places[part.rows], weight=_renumbered(part.weight, numbers), stack=stack)
             for part in recipe.parts
         ]
+    kinds, tokens, columns = [*first.kinds], first.tokens, first.columns
+    for axis, count in sorted(zip(axes, counts, strict=True)):
+        kinds.insert(axis, count)
+        tokens += tokens >= axis
+        columns += columns >= axis
     made = replace(
         first,
-        kinds=(*first.kinds[:axis], len(parts), *first.kinds[axis:]),
-        tokens=first.tokens + (first.tokens >= axis),
-        columns=first.columns + (first.columns >= axis),
+        kinds=tuple(kinds),
+        tokens=tokens,
+        columns=columns,
         parts=tuple(blocks),
         widths=tuple(widths),
         leaves=len(leaves),
         packed=tuple(packed),
-        stacked=axis,
+        stacked=tuple(axes),
     )
     return made, tuple(one for _, one in rows.values()), tuple(leaves)
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import torch
 from torch import fx
 
 from mla_compile.core.records import Location
 from mla_compile.passes.ir.graph import operator_name
 
+_TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def locate(node: fx.Node) -> Location:
     """Return the node, its module path and the user's source line, as far as the trace recorded them."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    file, line, code = frames[-1] if frames else (None, None, None)
+    # The user wrote the innermost call outside of torch, whose own functions (F.pad) are written in Python, too.
+    called = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    file, line, code = called[-1] if called else (None, None, None)
     # The last entry is the innermost module, as the last frame is the innermost call.
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return Location(

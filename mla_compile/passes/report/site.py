@@ -16,6 +16,7 @@ from mla_compile.passes.decide.choosing import choosing
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
+from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
@@ -163,6 +164,8 @@ def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
     if code is Code.UNSUPPORTED_OP:
         written = "softmax" in operator_name(node)
         fix = "write the scores with mul, add, masked_fill, where, softmax, view and transpose"
+        if is_contraction(stop.node):  # heads are mixed, for which there is no other spelling
+            fix = f"absorb by hand: {(CODES[Code.NOT_SOFTMAX].fix or '').partition(': ')[2]}"
         fix = fix if written else "call F.scaled_dot_product_attention, or write the attention out"
     return SiteReport(
         index=index,

@@ -100,10 +100,25 @@ def axes_of(made: object) -> Iterator[int]:
         yield from range(made.dim, made.dim + len(made.at))
 
 
+def nodes_of(made: object) -> Iterator[fx.Node]:
+    """Yield the positions and factors that are read."""
+    match made:
+        case fx.Node():
+            yield made
+        case Applied():
+            yield from (node for arg in made.args for node in nodes_of(arg))
+        case Mix():
+            yield from (made.matrix.node, *nodes_of(made.x))
+        case Shared():
+            yield made.node
+        case Indices():
+            yield from made.at
+
+
 def computes(made: object) -> bool:
     """Whether values are multiplied or added, and not only moved."""
     if isinstance(made, Applied):
-        return made.op not in _MOVES or any(map(computes, made.args))
+        return made.op not in _MOVES or made.args[-1] is True or any(map(computes, made.args))
     return isinstance(made, Mix)
 
 

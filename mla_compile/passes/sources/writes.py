@@ -9,15 +9,15 @@ the factors are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from string import ascii_letters
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir import moves
-from mla_compile.passes.ir.graph import args_of, argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import behind, decode, varying, whole_scatter
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
 from mla_compile.passes.ir.walk import first_equals
@@ -33,6 +33,8 @@ from mla_compile.passes.sources.along_tokens import (
     axes_of,
     moved,
 )
+from mla_compile.passes.sources.selections import NO_PARTS, Parts, Selected, parts_of, place_of
+from mla_compile.passes.sources.write_operands import is_spread, mix_of, shared
 
 aten = torch.ops.aten
 _DEPTH = 8
@@ -43,8 +45,9 @@ _DEPTH = 8
 class CacheWrite:
     """A write of new tokens into ``buffer`` that gives ``node``.
 
-    ``made``: how it is made of both. ``grown``: the axes along which what is new is broadcast. ``stacked``: the axis
-    along which ``parts``, each a new tensor without it, are stacked; otherwise there is one of them.
+    ``made``: how it is made of both. ``grown``: the axes along which what is new is broadcast. ``stacked``: the axes
+    along which ``parts``, each a new tensor without them, are stacked; if there are none, there is one of them.
+    ``apart``: the parts of ``node``, if these are written one by one.
     """
 
     node: fx.Node
@@ -52,12 +55,23 @@ class CacheWrite:
     parts: tuple[fx.Node, ...]
     made: Writing
     grown: tuple[int, ...] = ()
-    stacked: int | None = None
+    stacked: tuple[int, ...] = ()
+    apart: Parts = NO_PARTS
 
     @property
     def dims(self) -> list[int]:
         """The axes along which not all is treated alike; that of an inner part comes last."""
         return [*self.grown, *axes_of(self.made)]
+
+    def outer(self, axis: int) -> int:
+        """Return the axis of the buffer that is ``axis`` of a part."""
+        for k in sorted(self.stacked):
+            axis += axis >= k
+        return axis
+
+    def inner(self, axis: int) -> int:
+        """Return the axis of a part that is ``axis`` of the buffer."""
+        return axis - sum(k < axis for k in self.stacked)
 
 
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
@@ -66,7 +80,7 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     Several tensors count as one if they are written to the same places of each part of the buffer.
     """
     if isinstance(how := decode(node), moves.WriteOne) and how.index is not None:
-        return _write_of_each(node, how.dim, is_buffer)
+        return _write_of_each(node, is_buffer)
     buffer = _buffer_of(node, is_buffer)
     if buffer is None or buffer is node:
         return None
@@ -80,66 +94,66 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     return CacheWrite(node, buffer, (new,), made, tuple(sorted(grown))) if same_dtype else None
 
 
-def _write_of_each(node: fx.Node, dim: int, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return the same write into each position of axis ``dim`` of a buffer, such as ``kv[0]`` and ``kv[1]``."""
-    put: dict[int, fx.Node] = {}
-    chain = [node]
-    while isinstance(how := decode(chain[-1]), moves.WriteOne) and how.dim == dim and how.index is not None:
-        put.setdefault(how.index, how.x)  # the last write counts
-        chain.append(how.base)
-    buffer = chain[-1]
-    if not is_buffer(buffer) or {*put} != {*range(len(put))} or not same(shape(buffer)[dim], len(put)):
+def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
+    """Return the same write into each part of a buffer, such as ``kv[0]`` and ``kv[1]``, or ``k[layer]``."""
+    written = parts_of(node)
+    axes, chain, lengths = written.axes, written.chain, [shape(node)[k] for k in written.axes]
+    first = _buffer_of(written.nodes[0], lambda n: is_buffer(place_of(n).node))
+    if not axes or first is None:
         return None
-    if _is_read_between(chain, dim):
+    buffer = place_of(first).node
+    places = [Selected(buffer, tuple(sorted(zip(axes, at, strict=True)))) for at in product(*map(range, lengths))]
+    apart = dict(zip(places, written.nodes, strict=True))
+    if not all(_are_read_apart(n, chain, apart, whole=n in (buffer, node)) for n in (buffer, *chain)):
         return None
 
-    def is_part(index: int) -> Callable[[fx.Node], bool]:
-        def of_buffer(x: fx.Node) -> bool:
-            selected = decode(x)
-            if not isinstance(selected, moves.Select) or (selected.dim, selected.index) != (dim, index):
-                return False
-            whole = selected.x
-            while (
-                isinstance(how := decode(whole), moves.WriteOne) and how.dim == dim and how.index not in (None, index)
-            ):
-                whole = how.base
-            return whole is buffer
+    def is_part(place: Selected) -> Callable[[fx.Node], bool]:
+        return lambda n: place_of(n) == place
 
-        return of_buffer
-
-    writes = [write_of(put[k], is_part(k)) for k in range(len(put))]
-    found = [w for w in writes if w is not None and w.stacked is None]
-    first = found[0] if len(found) == len(put) else None
-    if first is None or any(w.grown != first.grown for w in found):
+    found = [w for place, n in apart.items() if (w := write_of(n, is_part(place))) is not None]
+    if len(found) < len(apart) or any(w.stacked or w.grown != found[0].grown for w in found):
         return None
-    if any(w.made != first.made for w in found):  # each may have a mask of its own for the same positions
+    made = found[0].made
+    if any(w.made != made for w in found):  # each may have a mask of its own for the same positions
         equals = first_equals(node.graph)
         if len({moved(w.made, lambda axis: axis, equals.__getitem__) for w in found}) > 1:
             return None
-
-    def outside(axis: int) -> int:
-        return axis + (axis >= dim)
-
-    made, grown = moved(first.made, outside, lambda n: n), tuple(map(outside, first.grown))
-    return CacheWrite(node, buffer, tuple(w.parts[0] for w in found), made, grown, dim)
+    whole = CacheWrite(node, buffer, tuple(w.parts[0] for w in found), made, (), axes, written)
+    grown = tuple(map(whole.outer, found[0].grown))
+    return replace(whole, made=moved(made, whole.outer, lambda n: n), grown=grown)
 
 
-def _is_read_between(chain: Sequence[fx.Node], dim: int) -> bool:
-    """Whether parts of a buffer are read before all are written, as layers read their own keys of all.
+def _are_read_apart(
+    node: fx.Node, chain: Collection[fx.Node], parts: Mapping[Selected, fx.Node], *, whole: bool = False
+) -> bool:
+    """Whether of ``node`` no more is read than parts that are written already, and others in order to write to them.
 
-    ``chain``: the writes, last first, and the buffer. A part that is not written yet may be read, to write to it.
+    ``whole``: other operators than selections may read it. ``chain``: what the buffer becomes part by part. ``parts``:
+    what becomes of each part.
     """
-    written: set[int | None] = set()
-    for then, node in zip(chain[-3::-1], chain[-2:0:-1], strict=True):
-        how = decode(node)
-        assert isinstance(how, moves.WriteOne)
-        written.add(how.index)
-        for user in node.users:
-            part = decode(user)
-            unwritten = isinstance(part, moves.Select) and part.dim == dim and part.index not in {*written, None}
-            if user is not then and not unwritten:
-                return True
-    return False
+    for user in node.users:
+        if user in chain or user.op == "output":
+            continue
+        place = place_of(user)
+        if not isinstance(decode(user), moves.Select):
+            apart = whole
+        elif (written := parts.get(place)) is not None:
+            apart = _is_read_to_write(user, written)
+        else:
+            apart = (not place.at and place.node in parts.values()) or _are_read_apart(user, chain, parts)
+        if not apart:
+            return False
+    return True
+
+
+def _is_read_to_write(part: fx.Node, written: fx.Node) -> bool:
+    """Whether nothing but ``written`` is made of ``part``."""
+    return all(
+        user is written
+        or packet(user) is aten.sym_size
+        or (_buffer_of(user, lambda n: n is part) is not None and _is_read_to_write(user, written))
+        for user in part.users
+    )
 
 
 def rows_written(node: fx.Node) -> moves.WriteRows | None:
@@ -172,7 +186,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
         return [how.base]
     if isinstance(how, (moves.Slice, moves.Assign)):
         return [how.x]
-    if packet(node) in (aten.index_put, aten.scatter):
+    if packet(node) in _AT_POSITIONS:
         return [argument(node, 0, "self")]
     if node.target not in _ARITHMETIC:
         return []
@@ -199,7 +213,7 @@ class _Reading:
             return self.made(how.x) if _is_kept(how.x, node) else None
         if isinstance(how, (moves.Write, moves.WriteRows)):
             return self._written(how, packet(node)) if _fits(how) else None
-        if packet(node) in (aten.index_put, aten.scatter):
+        if packet(node) in _AT_POSITIONS:
             return self._at_indices(node)
         rule = _ARITHMETIC.get(node.target)
         return None if rule is None or not _in_one_dtype(node) else rule(self, node)
@@ -217,9 +231,9 @@ class _Reading:
             return None
         if self.shows(node):
             return self.made(node) if of is None or same_sizes(shape(node), shape(of)) else None
-        if of is not None and _is_spread(node):
+        if of is not None and is_spread(node):
             return _times(self, node)
-        if of is not None and (mix := _mix(node)) is not None:
+        if of is not None and (mix := mix_of(node)) is not None:
             rows, matrix, summed, dim = mix
             x = self.part(rows)
             return None if x is None else Mix(x, matrix, summed, dim)
@@ -242,15 +256,21 @@ class _Reading:
         return Applied(aten.index_copy.default, (base, Dim(how.dim), how.index, x))
 
     def _at_indices(self, node: fx.Node) -> Writing | None:
-        """Read a write at positions along several axes, such as one position for each sequence."""
-        scatters = packet(node) is aten.scatter
-        found = _scattered(node) if scatters else _by_pairs(node)
-        base, x = self.part(argument(node, 0, "self")), self.part(argument(node, 3 if scatters else 2, "src"))
+        """Read a write at positions along several axes, such as one for each sequence, or one that adds what is new."""
+        op = packet(node)
+        found = _AT_POSITIONS[op](node)
+        base, x = (
+            self.part(argument(node, 0, "self")),
+            self.part(argument(node, 2 if op is aten.index_put else 3, "src")),
+        )
         if found is None or base is None or x is None:
             return None
         if isinstance(found, Indices):
-            return Applied(aten.index_put.default, (base, found, x))
+            added = (True,) if argument(node, 3, "accumulate", False) else ()
+            return Applied(aten.index_put.default, (base, found, x, *added))
         dim, index = found
+        if isinstance(index, fx.Node):
+            return Applied(aten.index_add.default, (base, dim, index, x))
         return Applied(aten.scatter.src, (base, dim, Applied(aten.expand_as.default, (index, x)), x))
 
 
@@ -266,13 +286,11 @@ def _fits(how: moves.Write | moves.WriteRows) -> bool:
 
 def _by_pairs(node: fx.Node) -> Indices | None:
     """Return the positions of a write along several neighbouring axes, such as one position for each sequence."""
-    if argument(node, 3, "accumulate", False):
-        return None
     base, indices, new = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
     dims = [k for k, index in enumerate(indices) if index is not None]
     at = [indices[k] for k in dims]
     rank = len(dims)
-    if rank < 2 or dims != [*range(dims[0], dims[0] + rank)]:
+    if not rank or dims != [*range(dims[0], dims[0] + rank)]:
         return None
     # There are as many axes of positions as indexed axes, so `new` has the axes of the buffer.
     if any(len(shape(index)) != rank or val(index).dtype not in (torch.int64, torch.int32) for index in at):
@@ -286,7 +304,23 @@ def _by_pairs(node: fx.Node) -> Indices | None:
 def _scattered(node: fx.Node) -> tuple[Dim, Shared] | None:
     """Return the axis of a scatter that writes all of its source, and the positions along it."""
     scatter = whole_scatter(node)
-    return None if scatter is None else (Dim(scatter[1]), _shared(scatter[2], node))
+    return None if scatter is None else (Dim(scatter[1]), shared(scatter[2], node))
+
+
+def _added(node: fx.Node) -> tuple[Dim, fx.Node] | None:
+    """Return the axis and the positions of an ``index_add`` of whole rows."""
+    base, dim, index, x = args_of(node)[:4]
+    how = moves.WriteRows(base, x, axis(dim, len(shape(node))), index)
+    whole = len(shape(index)) == 1 and node.kwargs.get("alpha", 1) == 1 and _fits(how)
+    return (Dim(how.dim), index) if whole else None
+
+
+_AT_POSITIONS: dict[object, Callable[[fx.Node], Indices | tuple[Dim, Shared] | tuple[Dim, fx.Node] | None]] = {
+    aten.index_put: _by_pairs,
+    aten.scatter: _scattered,
+    aten.index_add: _added,
+}
+"""Operators that write at positions, besides those that :func:`decode` reads."""
 
 
 def _is_kept(x: fx.Node, node: fx.Node) -> bool:
@@ -300,47 +334,6 @@ def _in_one_dtype(node: fx.Node) -> bool:
     return all(val(n).dtype in (val(node).dtype, torch.bool) for n in tensors)
 
 
-def _shared(factor: fx.Node, node: fx.Node) -> Shared:
-    """Return an operand of ``node`` with the axes along which it differs."""
-    factor = behind(factor, moves.Expand)[-1]
-    along, lead = varying(factor), len(shape(node)) - len(shape(factor))
-    return Shared(factor, tuple(k + lead if k in along else None for k in range(len(shape(factor)))))
-
-
-def _is_spread(node: fx.Node) -> bool:
-    """Whether ``node`` multiplies a tensor by a factor along axes that the tensor does not have."""
-    return node.target is aten.mul.Tensor and not any(
-        not is_tensor(n) or same_sizes(shape(n), shape(node)) for n in args_of(node)
-    )
-
-
-def _mix(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:
-    """Return the tensor of which ``node`` sums tokens, the matrix of weights, its summed dimension, and the axis."""
-    if node.target is aten.matmul.default:
-        matrix, x = args_of(node)
-        rank, own = len(shape(node)), len(shape(matrix))
-        letters = ascii_letters[:rank]
-        if len(shape(x)) != rank or not 1 < own <= rank:
-            return None
-        left, right, result = f"{letters[rank - own : -1]}Z", f"{letters[:-2]}Z{letters[-1]}", letters
-    elif node.target is aten.einsum.default and len(args_of(node)[1]) == 2:
-        inputs, _, result = str(args_of(node)[0]).replace(" ", "").partition("->")
-        (left, right), (matrix, x) = inputs.split(","), args_of(node)[1]
-        if len(right) < len(left):
-            left, right, matrix, x = right, left, x, matrix
-    else:
-        return None
-    gone = [k for k, (a, b) in enumerate(zip(right, result, strict=False)) if a != b]
-    if len(right) != len(result) or len(gone) != 1 or len({*left}) < len(left) or not (left + right).isalpha():
-        return None
-    dim, summed = gone[0], left.find(right[gone[0]])
-    if summed < 0 or result[dim] not in left or {*left} - {*result} != {right[dim]}:
-        return None
-    along = varying(matrix)
-    axes = (result.index(a) if a in result and (k in along or a == result[dim]) else None for k, a in enumerate(left))
-    return x, Shared(matrix, tuple(axes)), summed, dim
-
-
 def _times(reading: _Reading, node: fx.Node) -> Writing | None:
     x, factor = args_of(node)
     if isinstance(factor, (int, float)):
@@ -349,7 +342,7 @@ def _times(reading: _Reading, node: fx.Node) -> Writing | None:
         return None
     if reading.shows(factor) or (not reading.shows(x) and len(varying(factor)) > len(varying(x))):
         x, factor = factor, x
-    return _step(node, reading.part(x, node), _shared(factor, node))
+    return _step(node, reading.part(x, node), shared(factor, node))
 
 
 def _sum(reading: _Reading, node: fx.Node) -> Writing | None:
@@ -359,17 +352,17 @@ def _sum(reading: _Reading, node: fx.Node) -> Writing | None:
 
 def _choice(reading: _Reading, node: fx.Node) -> Writing | None:
     mask, x, y = args_of(node)
-    return _step(node, _shared(mask, node), reading.part(x, node), reading.part(y, node))
+    return _step(node, shared(mask, node), reading.part(x, node), reading.part(y, node))
 
 
 def _between(reading: _Reading, node: fx.Node) -> Writing | None:
     x, y, weight = args_of(node)
-    return _step(node, reading.part(x, node), reading.part(y, node), _shared(weight, node))
+    return _step(node, reading.part(x, node), reading.part(y, node), shared(weight, node))
 
 
 def _emptied(reading: _Reading, node: fx.Node) -> Writing | None:
     x, mask, value = args_of(node)
-    return _step(node, reading.part(x, node), _shared(mask, node), value) if value == 0 else None
+    return _step(node, reading.part(x, node), shared(mask, node), value) if value == 0 else None
 
 
 def _step(node: fx.Node, *args: object) -> Writing | None:

@@ -73,3 +73,38 @@ def test_a_router_behind_a_graph_break_is_no_attention():
 
     assert told(Broken(lambda x, y: x @ y.mT, of_tokens)) == []
     assert told(Broken(lambda x, y: x @ y.mT, lambda p, y: p * 2)) == []
+
+
+class TalkingHeads(nn.Module):
+    """The scores of all heads are mixed, by a product that no other operator can spell."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.v = (nn.Parameter(seeded(3, 2, 5, seed=seed)) for seed in (1, 2))
+        self.mix = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+
+    def forward(self, q, c):
+        scores = self.mix((q @ (c @ self.k).mT).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return scores.softmax(-1) @ (c @ self.v)
+
+
+def test_what_is_advised_of_mixed_heads_can_be_done():
+    (site,) = optimized(export(TalkingHeads(), [seeded(2, 3, 4, 5), seeded(2, 1, 6, 2, seed=3)])).report.sites
+    assert site.code == "unsupported_op"
+    assert "linear" in site.reason
+    assert "multiply the queries by W_k" in (site.fix or "")
+
+
+class Padded(nn.Module):
+    """A function of torch that is written in Python stands between the weight and the attention."""
+
+    def forward(self, q, c, w):
+        return nn.functional.scaled_dot_product_attention(q, nn.functional.normalize(c @ w, dim=-1), c @ w)
+
+
+def test_the_line_is_the_users():
+    given = [seeded(2, 3, 4, 5), seeded(2, 1, 6, 2, seed=1), seeded(3, 2, 5, seed=2)]
+    (site,) = optimized(export(Padded(), given)).report.sites
+    blamed = [place for place in (site.blame, *(part.blame for part in site.kept)) if place is not None]
+    assert blamed
+    assert {place.file for place in blamed} == {__file__}

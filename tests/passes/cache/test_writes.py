@@ -104,8 +104,25 @@ def of_each_sequence(buffer, new, at):
     return buffer * (1 - hot) + new * hot
 
 
+def index_added(buffer, new, at):
+    """What a position holds and what is written there are both images of rows, and so is their sum."""
+    return buffer.index_add(2, at, new)
+
+
+def accumulated(buffer, new, at):
+    return torch.ops.aten.index_put(buffer, [None, None, at], new, True)
+
+
+def emptied_and_added(buffer, new, at):
+    hot = one_hot(buffer, new, at).sum(0)
+    return (buffer * (1 - hot[:, None])).index_add(2, at, new)
+
+
 ONE = [multiplied, chosen, between, moved_towards, emptied_first, a_part, faded, added, of_each_sequence]
-SEVERAL = [scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product]
+SEVERAL = [
+    scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product, index_added, accumulated,
+    emptied_and_added,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("in_place", [False, *also("combination", True)])
@@ -127,6 +144,36 @@ def test_buffers_become_rows_however_they_are_written_to(write, count, in_place)
     assert error < 1e-13
     held = [torch.utils._pytree.tree_leaves(one) for one in (rows, theirs)]
     assert all((a - b).abs().max() < EXACT for a, b in zip(*held, strict=True))
+
+
+class OfSequences(Static):
+    """Buffers [B,T,H,...], in which each sequence has positions of its own."""
+
+    def __init__(self, accumulate):
+        super().__init__(in_place=False)
+        self.accumulate = accumulate
+
+    def put(self, buffer, new, at):
+        sequences = torch.arange(new.shape[0])[:, None]
+        return buffer.index_put((sequences, at + 2 * sequences), new.transpose(1, 2), accumulate=self.accumulate)
+
+    def read(self, k, v):
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_pairs_of_sequences_and_positions(accumulate):
+    module = OfSequences(accumulate).double().eval()
+    x, at = tokens(0, 1)
+    mine = [buffer.transpose(1, 2).contiguous() for buffer in buffers()]
+    exported = torch.export.export(module, (x, *mine, at), strict=False)
+    program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, 0]
+    theirs = program.example_inputs[0][1:3]
+    for start in (0, 1, 1):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
 
 
 def test_positions_that_are_named_twice_hold_the_last_token():
@@ -199,6 +246,23 @@ def two_new(buffer, new, at):
     return buffer * (1 - hot) + new * hot + new.tanh() * hot.roll(1, 0)
 
 
+def added_per_head(buffer, new, at):
+    head, row = torch.arange(H)[:, None], (at + torch.arange(H)[:, None]) % buffer.shape[2]
+    return torch.ops.aten.index_put(buffer, [None, head, row], new, True)
+
+
+def added_to_columns(buffer, new, at):
+    return buffer.index_add(3, torch.arange(new.shape[3]).flip(0), new.expand_as(buffer))
+
+
+def added_twice(buffer, new, at):
+    return buffer.index_add(2, at, new, alpha=2)
+
+
+def added_to_one_half(buffer, new, at):
+    return buffer.index_add(1, torch.arange(H - 1), new[:, 1:].expand(-1, -1, buffer.shape[2], -1))
+
+
 def scattered_per_head(buffer, new, at):
     at = at.view(1, 1, -1, 1) + torch.arange(H).view(H, 1, 1)
     return buffer.scatter(2, at.expand_as(new), new)
@@ -232,7 +296,7 @@ def scattered_and_added(buffer, new, at):
 
 
 KEPT = [per_head, per_column, chosen_per_head, two_new, scattered_per_head, scattered_per_column, scattered_in_part,
-        mixed_heads, scattered_and_added]  # fmt: skip
+        mixed_heads, scattered_and_added, added_per_head, added_to_columns, added_twice, added_to_one_half]  # fmt: skip
 UNREAD = [squashed, filled, scattered_sums, scattered_products]
 
 
@@ -244,7 +308,7 @@ def test_buffers_that_are_written_to_otherwise_stay(write, code):
     assert stays(Written(write)).code == code
 
 
-@pytest.mark.parametrize("write", [multiplied, chosen, scattered])
+@pytest.mark.parametrize("write", [multiplied, chosen, scattered, index_added, accumulated])
 def test_a_bias_stays_whatever_writes(write):
     stays(Written(write, style="bias"))
 
@@ -263,5 +327,6 @@ def test_what_is_written_into_zeros_is_no_buffer():
 def test_rows_in_float8_are_not_multiplied():
     """Packed rows can be moved to positions, and not added to others."""
     assert "mla_cache" in latent(Written(chosen), cache_dtype="fp8").graph_module.meta
-    with pytest.warns(mla_compile.MlaCompileWarning):
-        assert "mla_cache" not in latent(Written(multiplied), cache_dtype="fp8").graph_module.meta
+    for write in (multiplied, index_added, accumulated):
+        with pytest.warns(mla_compile.MlaCompileWarning):
+            assert "mla_cache" not in latent(Written(write), cache_dtype="fp8").graph_module.meta

@@ -1,0 +1,94 @@
+"""Parts of a buffer that are selected and written one by one, such as ``kv[0]``, ``k[layer]`` and ``kv[layer, 0]``.
+
+A write into a part makes a new buffer, ``select_scatter(k, index_copy(select(k, layer), ...), layer)``, of which other
+parts are selected next. Read through such writes, each part is one of the buffer as it came in, or what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from mla_compile.passes.ir.graph import shape, val
+from mla_compile.passes.ir.moves import Permute, Select, Slice, WriteOne
+from mla_compile.passes.ir.operators import decode
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The part of ``node`` that has these positions ``at`` some of its axes; all of it if there are none."""
+
+    node: fx.Node
+    at: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a tensor, which were all written one by one along ``axes``, in the order of their positions.
+
+    ``chain``: the tensors in which some parts were written already.
+    """
+
+    axes: tuple[int, ...] = ()
+    nodes: tuple[fx.Node, ...] = ()
+    chain: frozenset[fx.Node] = frozenset()
+
+
+NO_PARTS = Parts()
+
+
+def place_of(node: fx.Node, at: tuple[tuple[int, int], ...] = (), *, shown: bool = False) -> Selected:
+    """Return where a part of ``node`` comes from, through selections and writes of other parts.
+
+    ``shown``: and through slices and permutations, so that it may be less than the part or lie in another layout.
+    """
+    fixed = dict(at)
+    while True:
+        how = decode(node)
+        if isinstance(how, Select) and how.index is not None:
+            fixed = {k + (k >= how.dim): index for k, index in fixed.items()} | {how.dim: how.index}
+            node = how.x
+        elif shown and isinstance(how, Slice) and how.dim not in fixed:
+            node = how.x
+        elif shown and isinstance(how, Permute) and how.map is not None:
+            fixed = {how.map.read_along(k)[0]: index for k, index in fixed.items()}
+            node = how.x
+        elif not isinstance(how, WriteOne) or how.index is None or how.dim not in fixed:
+            break
+        elif fixed[how.dim] != how.index:
+            node = how.base
+        elif val(how.x).dtype != val(node).dtype:
+            break
+        else:
+            fixed = {k - (k > how.dim): index for k, index in fixed.items() if k != how.dim}
+            node = how.x
+    return Selected(node, tuple(sorted(fixed.items())))
+
+
+def parts_of(node: fx.Node) -> Parts:
+    """Return the parts of ``node`` that were written one by one; it is its only part if it has others."""
+    whole, how = Parts(nodes=(node,)), decode(node)
+    if not isinstance(how, WriteOne) or how.index is None:
+        return whole
+    length, inner = shape(node)[how.dim], list[Parts]()
+    for index in range(length if isinstance(length, int) else 0):
+        place = place_of(node, ((how.dim, index),))
+        if place.at:
+            return whole
+        inner.append(parts_of(place.node))
+    if len({part.axes for part in inner}) != 1:
+        return whole
+    axes = (how.dim, *(k + (k >= how.dim) for k in inner[0].axes))
+    chain = frozenset({*_chain(node, how.dim)}.union(*(part.chain for part in inner)))
+    return Parts(axes, tuple(n for part in inner for n in part.nodes), chain)
+
+
+def _chain(node: fx.Node, dim: int) -> Iterator[fx.Node]:
+    while isinstance(how := decode(node), WriteOne) and how.dim == dim:
+        yield node
+        base = place_of(how.base)
+        if base.at:
+            break
+        node = base.node

@@ -1,0 +1,57 @@
+"""Operands of a write by arithmetic: factors that all heads and columns share, and matrices that sum tokens."""
+
+from __future__ import annotations
+
+from string import ascii_letters
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir import moves
+from mla_compile.passes.ir.graph import args_of, is_tensor, shape
+from mla_compile.passes.ir.operators import behind, varying
+from mla_compile.passes.ir.sizes import same_sizes
+from mla_compile.passes.sources.along_tokens import Shared
+
+aten = torch.ops.aten
+
+
+def shared(factor: fx.Node, node: fx.Node) -> Shared:
+    """Return an operand of ``node`` with the axes along which it differs."""
+    factor = behind(factor, moves.Expand)[-1]
+    along, lead = varying(factor), len(shape(node)) - len(shape(factor))
+    return Shared(factor, tuple(k + lead if k in along else None for k in range(len(shape(factor)))))
+
+
+def is_spread(node: fx.Node) -> bool:
+    """Whether ``node`` multiplies a tensor by a factor along axes that the tensor does not have."""
+    return node.target is aten.mul.Tensor and not any(
+        not is_tensor(n) or same_sizes(shape(n), shape(node)) for n in args_of(node)
+    )
+
+
+def mix_of(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:
+    """Return the tensor of which ``node`` sums tokens, the matrix of weights, its summed dimension, and the axis."""
+    if node.target is aten.matmul.default:
+        matrix, x = args_of(node)
+        rank, own = len(shape(node)), len(shape(matrix))
+        letters = ascii_letters[:rank]
+        if len(shape(x)) != rank or not 1 < own <= rank:
+            return None
+        left, right, result = f"{letters[rank - own : -1]}Z", f"{letters[:-2]}Z{letters[-1]}", letters
+    elif node.target is aten.einsum.default and len(args_of(node)[1]) == 2:
+        inputs, _, result = str(args_of(node)[0]).replace(" ", "").partition("->")
+        (left, right), (matrix, x) = inputs.split(","), args_of(node)[1]
+        if len(right) < len(left):
+            left, right, matrix, x = right, left, x, matrix
+    else:
+        return None
+    gone = [k for k, (a, b) in enumerate(zip(right, result, strict=False)) if a != b]
+    if len(right) != len(result) or len(gone) != 1 or len({*left}) < len(left) or not (left + right).isalpha():
+        return None
+    dim, summed = gone[0], left.find(right[gone[0]])
+    if summed < 0 or result[dim] not in left or {*left} - {*result} != {right[dim]}:
+        return None
+    along = varying(matrix)
+    axes = (result.index(a) if a in result and (k in along or a == result[dim]) else None for k, a in enumerate(left))
+    return x, Shared(matrix, tuple(axes)), summed, dim

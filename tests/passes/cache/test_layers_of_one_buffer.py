@@ -1,0 +1,258 @@
+"""One buffer for all layers, ``k[layer]`` or ``kv[layer, 0]``, and near misses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import mla_compile
+from tests.passes.cache.test_buffers import CAPACITY, EXACT, _no_grad, tokens
+from tests.support.latent_modules import B, D, H, L, Model, N, R, V, rotated
+from tests.support.programs import seeded
+from tests.support.tiers import also
+
+__all__ = ["_no_grad"]
+pytestmark = pytest.mark.thorough
+LAYERS, WIDE = 3, N + R
+
+
+class Layered(nn.Module):
+    """K and V of all layers in the tensors ``cache``; ``put(cache, layer, k, v, at)`` returns the tensors, K and V."""
+
+    def __init__(self, put, layers=LAYERS, style="plain"):
+        super().__init__()
+        self.put, self.layers = put, Model(style, layers).layers
+
+    def forward(self, x, cache, at):
+        keep = torch.arange(CAPACITY) <= at[:, None]
+        for number, layer in enumerate(self.layers):
+            b, s, _ = x.shape
+            c, k_rope = layer.down(x).split([layer.norm.normalized_shape[0], R], -1)
+            k_nope, v = layer.up(layer.norm(c)).view(b, s, H, N + V).transpose(1, 2).split([N, V], -1)
+            k = layer.joined(k_nope, rotated(k_rope.view(b, 1, s, R), at.to(x.dtype)))
+            q = layer.q(x).view(b, s, H, WIDE).transpose(1, 2)
+            q = torch.cat([q[..., :N], rotated(q[..., N:], at.to(x.dtype))], -1)
+            cache, k, v = self.put(cache, number, k, v, at)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+            x = x + layer.o(y.transpose(1, 2).flatten(2))
+        return x if self.put.__doc__ else (x, *cache)
+
+
+def assigned(cache, layer, k, v, at):
+    """In place."""
+    keys, values = cache
+    keys[layer][:, :, at] = k
+    values[layer][:, :, at] = v
+    return cache, keys[layer], values[layer]
+
+
+def copied_into(cache, layer, k, v, at):
+    """In place, as static caches of several layers do."""
+    for held, new in zip(cache, (k, v), strict=True):
+        held[layer].index_copy_(2, at, new)
+    return cache, cache[0][layer], cache[1][layer]
+
+
+def scattered(cache, layer, k, v, at):
+    new = [held.select(0, layer).index_copy(2, at, x) for held, x in zip(cache, (k, v), strict=True)]
+    return [held.select_scatter(x, 0, layer) for held, x in zip(cache, new, strict=True)], *new
+
+
+def of_a_mask(cache, layer, k, v, at):
+    hot = F.one_hot(at, CAPACITY).to(k.dtype).view(-1, 1)
+    new = [held[layer] * (1 - hot) + x * hot for held, x in zip(cache, (k, v), strict=True)]
+    return [held.select_scatter(x, 0, layer) for held, x in zip(cache, new, strict=True)], *new
+
+
+def of_both(cache, layer, k, v, at):
+    """In place, into one tensor [LAYERS,2,...]."""
+    (kv,) = cache
+    kv[layer, 0, :, :, at] = k
+    kv[layer, 1, :, :, at] = F.pad(v, (0, WIDE - V))
+    return cache, kv[layer, 0], kv[layer, 1][..., :V]
+
+
+def of_both_in_slices(cache, layer, k, v, at):
+    """In place, into one tensor [LAYERS,2,...], views of which are read."""
+    (kv,) = cache
+    keys, values = kv[layer].unbind(0)
+    keys.index_copy_(2, at, k)
+    values.index_copy_(2, at, F.pad(v, (0, WIDE - V)))
+    return cache, kv[layer, 0, :B], kv[layer, 1, :B, :, :, :V]
+
+
+def layers_second(cache, layer, k, v, at):
+    """In place, into tensors [B,LAYERS,...]."""
+    for held, new in zip(cache, (k, v), strict=True):
+        held[:, layer].index_copy_(2, at, new)
+    return cache, cache[0][:, layer], cache[1][:, layer]
+
+
+def stacked_halves(cache, layer, k, v, at):
+    """In place, both halves at once."""
+    (kv,) = cache
+    kv[layer].index_copy_(3, at, torch.stack([k, F.pad(v, (0, WIDE - V))]))
+    return cache, kv[layer, 0], kv[layer, 1, ..., :V]
+
+
+BOTH = {of_both, of_both_in_slices, stacked_halves}
+
+
+def buffers(put, layers=LAYERS):
+    widths = (WIDE,) if put in BOTH else (WIDE, V)
+    shape = (2, B, H) if put in BOTH else (B, H)
+    shape = (layers, *shape) if put is not layers_second else (B, layers, H)
+    return [torch.zeros(*shape, CAPACITY, width, dtype=torch.float64) for width in widths]
+
+
+def latent(module, start=0, count=1, **options):
+    x, at = tokens(start, count)
+    exported = torch.export.export(module.double().eval(), (x, buffers(module.put), at), strict=False)
+    return mla_compile.optimize(exported, cache="latent", forms="absorbed", **options)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        assigned,
+        of_both_in_slices,
+        *also("combination", copied_into, scattered, of_a_mask, of_both, layers_second, stacked_halves),
+    ],
+)
+def test_the_layers_become_rows(put):
+    module = Layered(put)
+    program = latent(module)
+    change = program.graph_module.meta["mla_cache"]
+    values = [2 * H * WIDE] if put in BOTH else [H * WIDE, H * V]
+    assert [(t.values, t.kept) for t in change.inputs] == [
+        (LAYERS * n, 0 if k else LAYERS * (L + R)) for k, n in enumerate(values)
+    ]
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * LAYERS
+    mine, theirs = buffers(put), program.example_inputs[0][1]
+    for start in (0, 1, 5):
+        x, at = tokens(start, 1)
+        expected, got = module(x, mine, at), program.module()(x, theirs, at)
+        if isinstance(expected, tuple):
+            (expected, *mine), (got, *theirs) = expected, got
+        assert (got - expected).abs().max() < EXACT
+    held = sum(t.numel() for t in pytree.tree_leaves(theirs))
+    assert held == LAYERS * B * CAPACITY * (L + R)
+    rows, error = mla_compile.migrate_cache(program, mine)
+    assert error < 1e-13
+    for a, b in zip(pytree.tree_leaves(rows), pytree.tree_leaves(theirs), strict=True):
+        assert (a - b).abs().max() < EXACT
+
+
+def backwards(cache, layer, k, v, at):
+    """In place. Any order will do in which each layer reads what it wrote."""
+    return assigned(cache, LAYERS - 1 - layer, k, v, at)
+
+
+def with_latents_of(module, width):
+    """Let the second layer have a latent of this width."""
+    layer = module.layers[1]
+    layer.down, layer.norm = nn.Linear(D, width + R, bias=False), nn.RMSNorm(width)
+    layer.up = nn.Linear(width, H * (N + V), bias=False)
+    layer.down.weight.data, layer.up.weight.data = seeded(width + R, D) / 3, seeded(H * (N + V), width) / 3
+    layer.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize(
+    "module", [Layered(backwards), with_latents_of(Layered(assigned), L - 1)], ids=["order", "widths"]
+)
+def test_the_order_of_the_layers_and_their_widths_are_free(module):
+    program = latent(module)
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * LAYERS
+    mine, theirs = buffers(module.put), program.example_inputs[0][1]
+    for start in (0, 1):
+        x, at = tokens(start, 1)
+        assert (program.module()(x, theirs, at) - module(x, mine, at)).abs().max() < EXACT
+
+
+def others_of_the_last_call(cache, layer, k, v, at):
+    """In place. A layer reads what the next one wrote in the last call."""
+    cache, _, _ = assigned(cache, layer, k, v, at)
+    other = (layer + 1) % LAYERS
+    return cache, cache[0][other], cache[1][other]
+
+
+def of_the_layer_before(cache, layer, k, v, at):
+    """In place. The last layer's own keys are read by none."""
+    cache, _, _ = assigned(cache, layer, k, v, at)
+    other = max(layer - 1, 0)
+    return cache, cache[0][other], cache[1][other]
+
+
+def by_a_tensor(cache, layer, k, v, at):
+    """In place, the layer chosen by the data."""
+    chosen = at[:1] * 0 + layer
+    for held, new in zip(cache, (k, v), strict=True):
+        held[chosen, :, :, at] = new.permute(2, 0, 1, 3)
+    return cache, cache[0][chosen].squeeze(0), cache[1][chosen].squeeze(0)
+
+
+def into_all(cache, layer, k, v, at):
+    """In place, into the buffers of all layers."""
+    for held, new in zip(cache, (k, v), strict=True):
+        held.index_copy_(3, at, new.expand(LAYERS, *new.shape))
+    return cache, cache[0][layer], cache[1][layer]
+
+
+def at_positions_of_their_own(cache, layer, k, v, at):
+    """In place."""
+    cache, keys, values = assigned(cache, layer, k, v, at + layer % 2)
+    return cache, keys, values
+
+
+def read_as_a_whole_between(cache, layer, k, v, at):
+    """In place."""
+    cache, keys, values = assigned(cache, layer, k, v, at)
+    return cache, keys + 0 * cache[0].sum(), values + 0 * cache[1].sum()
+
+
+def nonlinear_in_one(cache, layer, k, v, at):
+    """In place."""
+    return assigned(cache, layer, k.tanh() if layer == 1 else k, v.tanh() if layer == 1 else v, at)
+
+
+MISSES = [others_of_the_last_call, of_the_layer_before, by_a_tensor, into_all, at_positions_of_their_own,
+          read_as_a_whole_between, nonlinear_in_one]  # fmt: skip
+
+
+CODES = {
+    by_a_tensor: {"expanded_cache", "unsupported_op"}, nonlinear_in_one: {"expanded_cache", "nonlinear"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("put", MISSES)
+def test_others_stay(put):
+    module = Layered(put)
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program = latent(module)
+    assert "mla_cache" not in program.graph_module.meta
+    codes = {s.code for s in program.graph_module.meta["mla_report"].sites}
+    assert codes == CODES.get(put, {"expanded_cache"})
+    x, at = tokens(0, 1)
+    given = [seeded(*b.shape) for b in buffers(put)]
+    expected = module(x, [g.clone() for g in given], at)
+    torch.testing.assert_close(program.module()(x, [g.clone() for g in given], at), expected)
+
+
+def test_layers_that_are_not_written_stay():
+    """What a buffer for more layers than there are holds in the others may be anything."""
+    module = Layered(assigned)
+    x, at = tokens(0, 1)
+    exported = torch.export.export(module.double().eval(), (x, buffers(assigned, LAYERS + 1), at), strict=False)
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
+    assert "mla_cache" not in program.graph_module.meta
+
+
+def test_layers_with_a_bias_stay():
+    with pytest.warns(mla_compile.MlaCompileWarning):
+        program = latent(Layered(assigned, style="bias"))
+    assert "mla_cache" not in program.graph_module.meta
