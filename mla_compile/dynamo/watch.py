@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from mla_compile.core.inner import methods_of, names_in
 from mla_compile.core.modules import Added
+from mla_compile.core.objects import reached
 from mla_compile.core.tracing import is_traced
 from mla_compile.dynamo.candidates import PRODUCTS
 from mla_compile.dynamo.recompiles import running
@@ -174,10 +175,5 @@ def _message(method: OwnMethod, ran: Sequence[nn.Module]) -> str:
 
 
 def _holds_a_module(value: object) -> bool:
-    """Whether a value is or holds a module, in a list, a dict or an attribute of an object."""
-    if isinstance(value, (list, tuple, dict)):
-        return any(isinstance(one, nn.Module) for one in tree_leaves(value))
-    inner = getattr(value, "__dict__", None)
-    return isinstance(inner, dict) and (
-        isinstance(value, nn.Module) or any(isinstance(one, nn.Module) for one in inner.values())
-    )
+    """Whether a value is or holds a module: in a collection, an object, a bound method or a variable of a function."""
+    return any(isinstance(one, nn.Module) for one in reached([value]))
