@@ -331,7 +331,8 @@ class _Copying(_Walk):
         if isinstance(value, dict):
             return items
         if isinstance(value, partial):
-            return partial(*list(items.values()), **value.keywords)
+            function, *args = items.values()
+            return partial(function, *args, **value.keywords)
         return tuple(items.values()) if isinstance(value, tuple) else list(items.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -252,6 +253,21 @@ def test_dora() -> None:
     assert_same(fast, model)
     assert len(fast.mla_report.sites) >= 3
     assert absorbed(fast)
+
+
+def test_dora_with_norms_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm of an earlier call is a tensor in a dict of a layer, which multiplies features."""
+    model = small_with(small(use_dora=True))
+    monkeypatch.setattr(importlib.import_module("peft.tuners.lora.dora"), "ENABLE_DORA_CACHING", True)
+    fast = optimize(model, **FAST)
+    one = assert_same(fast, model)
+    torch.testing.assert_close(assert_same(fast, model), one, rtol=0, atol=0)
+    model.requires_grad_(False)
+    change(model)
+    assert_same(fast, model)  # with the norms of before, as the original has them
+    model.train().eval()  # which forgets them
+    assert_other(assert_same(fast, model), one)
+    assert {site.code.value for site in fast.mla_report.sites} == {"absorbed"}
 
 
 @full("combination")  # of a broken graph and a door

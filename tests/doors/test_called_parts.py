@@ -266,8 +266,6 @@ class ByHand(Itself):
     [
         (InAnObject, "in the forward of a Model;"),
         (AmongChildren, "in the forward of a Layer;"),
-        (Itself, "in Itself.step() itself"),
-        (ByHand, "in ByHand.step() itself"),
     ],
 )
 def test_what_is_not_found_is_told_once(kind, ran):
