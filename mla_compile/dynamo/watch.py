@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_leaves
 
 from mla_compile.core.inner import methods_of, names_in
-from mla_compile.core.modules import Added
+from mla_compile.core.modules import Added, is_copy_of
 from mla_compile.core.objects import reached
 from mla_compile.core.tracing import is_traced
 from mla_compile.core.wrapped import OwnForward
@@ -219,9 +219,16 @@ def _message(module: nn.Module, name: str, ran: Sequence[nn.Module]) -> str:
             "its own, which is then compiled"
         )
     kind = type(ran[0]).__name__
+    if is_copy_of(module, ran[0]):
+        return (
+            f"{LEFT_OUT} in {called}: an object that the optimized {kind} shares with the original leads to the "
+            f"original; let that object hold the optimized {kind}"
+        )
+    path = next((path for path, one in module.named_modules() if one is ran[0]), None)
+    where = f"a {kind}" if path is None else f"{path}, a {kind}"
     return (
-        f"{LEFT_OUT} in {called}, in the forward of a {kind}; pass that {kind} to optimize(), and put the result in "
-        "its place"
+        f"{LEFT_OUT} in {called}, in the forward of {where}; pass that {kind} to optimize(), and put the result in its "
+        "place"
     )
 
 

@@ -254,7 +254,7 @@ class Computed(nn.Module):
         (Inline, "Inline.generate() itself; move one step of it"),
         (InlineStream, "InlineStream.stream() itself; move one step of it"),
         (InlineChat, "InlineChat.chat() itself; move one step of it"),
-        (Computed, "Computed.generate(), in the forward of a Layer; pass that Layer to optimize()"),
+        (Computed, "Computed.generate(), in the forward of layer_0, a Layer; pass that Layer to optimize()"),
     ],
 )
 def test_what_has_no_step_is_told_once(kind, says):

@@ -353,8 +353,47 @@ def test_an_object_that_cannot_be_copied_stays(kind):
         warnings.simplefilter("always", MlaCompileWarning)
         torch.testing.assert_close(steps(fast, rows=True), want, rtol=0, atol=0)
     (message,) = [str(one.message) for one in caught]
-    assert message.startswith(f"an attention ran uncompiled in {kind.__name__}.step(), in the forward of a Model")
+    assert message.startswith(f"an attention ran uncompiled in {kind.__name__}.step(), in the forward of a Model;")
     assert vars(fast).get("engine") is vars(model).get("engine")
+
+
+class Shared(Layers):
+    """The layers read what the object keeps, and it holds the model."""
+
+    class Context:
+        def __init__(self, model):
+            self.model, self.factor = model, 2
+
+    class Scaled(nn.Module):
+        def __init__(self, context):
+            super().__init__()
+            self.context, self.attention = context, Toy()
+
+        def forward(self, x, past):
+            return self.attention(x * self.context.factor, past)
+
+    def __init__(self):
+        super().__init__()
+        self.context = self.Context(self)
+        self.layers = nn.ModuleList(self.Scaled(self.context) for _ in range(2))
+
+    def forward(self, x, caches):
+        return super().step(x, caches)
+
+    def step(self, x, caches):
+        self.context.factor = 3
+        return self.context.model(x, caches)
+
+
+def test_an_object_that_leads_to_the_original_is_told_so():
+    model = Shared().eval()
+    want = steps(model, rows=True)
+    fast = mla_compile.optimize(model, codegen="eager")
+    with pytest.warns(MlaCompileWarning, match="leads to the original; let that object hold the optimized Shared"):
+        torch.testing.assert_close(steps(fast, rows=True), want, rtol=0, atol=0)
+    fast.context.model = fast
+    torch.testing.assert_close(steps(fast, rows=True), want, rtol=1e-4, atol=1e-5)
+    assert fast.mla_report.absorbed == 2
 
 
 class Settings:

@@ -265,7 +265,7 @@ class ByHand(Itself):
     ("kind", "ran"),
     [
         (InAnObject, "in the forward of a Model;"),
-        (AmongChildren, "in the forward of a Layer;"),
+        (AmongChildren, "in the forward of layers.0, a Layer;"),
     ],
 )
 def test_what_is_not_found_is_told_once(kind, ran):
