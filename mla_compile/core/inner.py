@@ -9,6 +9,7 @@ below it, as in ``for layer in self.layers: layer.attention(x)``.
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -60,6 +61,23 @@ def names_in(method: FunctionType, kind: type) -> Names:
         names |= new
         left += [getter for name in new if (getter := _getter(kind, name)) is not None]
     return frozenset(names)
+
+
+def computes_a_name(method: FunctionType) -> bool:
+    """Whether a method reads an attribute of its object whose name its code does not have: ``getattr(self, name)``."""
+    code = inspect.unwrap(method).__code__
+    if "getattr" not in code.co_names:
+        return False
+    steps = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
+    for function, owner, name in zip(steps, steps[1:], steps[2:], strict=False):
+        read = owner.argval if isinstance(owner.argval, tuple) else (owner.argval,)  # both of them from Python 3.13 on
+        if (
+            function.argval == "getattr"
+            and code.co_varnames[:1] == read[:1]
+            and (len(read) > 1 or name.opname != "LOAD_CONST")
+        ):
+            return True
+    return False
 
 
 def _getter(kind: type, name: str) -> FunctionType | None:

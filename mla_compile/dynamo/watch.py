@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from mla_compile.core.inner import methods_of, names_in
+from mla_compile.core.inner import computes_a_name, methods_of, names_in
 from mla_compile.core.modules import Added, is_copy_of
 from mla_compile.core.objects import reached
 from mla_compile.core.tracing import is_traced
@@ -36,9 +36,7 @@ from mla_compile.report.report import LEFT_OUT
 _CALLS = 8
 """How often a method is watched. One that runs no attention by then is taken for one that never does."""
 
-_WAYS = frozenset(
-    {"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "getattr", "forward"}
-)
+_WAYS = frozenset({"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "forward"})
 """Names by which a method reaches submodules, or the code of a forward, without naming them."""
 
 _left: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -129,13 +127,14 @@ def _is_within_forward(module: nn.Module) -> bool:
 
 def watch_methods(module: nn.Module) -> None:
     """Watch the methods of an optimized module whose code names what holds modules, or such a method."""
-    holding = {*_WAYS, *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
+    holding = {*module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
     methods = methods_of(type(module))
     names = {name: names_in(method, type(module)) for name, method in methods.items()}
     found = set[str]()
     while new := {name for name in names if name not in found and names[name] & (holding | found)}:
         found |= new
-    for name in found - {"__call__", *vars(module)}:
+    found |= {name for name, method in methods.items() if names[name] & _WAYS or computes_a_name(method)}
+    for name in found - {*dir(nn.Module), *vars(module)}:
         method = methods[name]
         later = runs_in_pieces(method)
         vars(module)[name] = MethodType(_piecewise(method), module) if later else OwnMethod(module, name)

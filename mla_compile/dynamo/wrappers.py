@@ -51,9 +51,9 @@ def told(report: Report, left: Mapping[str, int], last: str | None, *, optimized
     if not who:
         return report
     of_a_name = not (left or optimized) and last is not None and is_of_a_name(last)
-    fix = FIX if of_a_name else CODES[code].fix
+    fix = FIX if of_a_name else CODES[code].fix if left else None
     sites = [
-        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=fix)
+        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=fix or site.fix)
         if site.code == Code.GRAPH_BREAK
         else site
         for site in report.sites
