@@ -69,15 +69,22 @@ def computes_a_name(method: FunctionType) -> bool:
     if "getattr" not in code.co_names:
         return False
     steps = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
-    for function, owner, name in zip(steps, steps[1:], steps[2:], strict=False):
-        read = owner.argval if isinstance(owner.argval, tuple) else (owner.argval,)  # both of them from Python 3.13 on
+    for n, function in enumerate(steps[:-2]):
+        owner = steps[n + 1].argval
         if (
             function.argval == "getattr"
-            and code.co_varnames[:1] == read[:1]
-            and (len(read) > 1 or name.opname != "LOAD_CONST")
+            and (owner[:1] if isinstance(owner, tuple) else (owner,)) == code.co_varnames[:1]
         ):
-            return True
+            made = steps[n + 2 : n + 2 + _NEAR]
+            both = isinstance(owner, tuple)  # the object and a variable, in one step from Python 3.13 on
+            if both or steps[n + 2].opname != "LOAD_CONST" or any(one.opname.startswith(_MAKE_TEXT) for one in made):
+                return True
     return False
+
+
+_MAKE_TEXT = ("BUILD_STRING", "FORMAT", "BINARY")
+_NEAR = 10
+"""Instructions after the object: more than ``f"layer_{n + 1}"`` or ``"layer" + str(n)`` takes."""
 
 
 def _getter(kind: type, name: str) -> FunctionType | None:
@@ -117,7 +124,7 @@ def copy_called(
     as attributes become those of the copies.
     """
     copies: dict[int, Any] = {id(original): root, id(root): root}
-    found = _Search.of(root, original)
+    found = _Finding.of(root, original)
     _Copying(found, copies, model, other).visit(root, "", found.names[id(root)])
     for owner in copies.values():
         own = vars(owner) if isinstance(owner, nn.Module) else attributes(owner)
@@ -139,7 +146,7 @@ def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
 
 def called_within(root: nn.Module) -> dict[nn.Module, str]:
     """The modules that :func:`copy_called` copies, outer ones first, and their paths from ``root``."""
-    return _Search.of(root, root).modules
+    return _Finding.of(root, root).modules
 
 
 def models_within(root: nn.Module) -> list[nn.Module]:
@@ -147,7 +154,7 @@ def models_within(root: nn.Module) -> list[nn.Module]:
     return [module for module in called_within(root) if _has_layers(module)]
 
 
-class _Walk:
+class _Visit:
     """Goes through what the methods of a module name, to the modules that they may call on their own."""
 
     def __init__(self, roots: tuple[nn.Module, nn.Module]) -> None:
@@ -219,7 +226,7 @@ def _may_lead(name: str, value: Any, *, named: bool) -> bool:
     )
 
 
-class _Search(_Walk):
+class _Finding(_Visit):
     """Finds what is called, and changes nothing.
 
     Attributes:
@@ -236,7 +243,7 @@ class _Search(_Walk):
         self.names: dict[int, Names] = {}
 
     @classmethod
-    def of(cls, root: nn.Module, original: nn.Module) -> _Search:
+    def of(cls, root: nn.Module, original: nn.Module) -> _Finding:
         """The search from ``root``, without the objects that something holds which is not copied."""
         staying: set[int] = set()
         while True:
@@ -300,12 +307,12 @@ class _Search(_Walk):
 _FOUND = object()
 
 
-class _Copying(_Walk):
+class _Copying(_Visit):
     """Copies what is called, and the objects that lead there."""
 
     def __init__(
         self,
-        found: _Search,
+        found: _Finding,
         copies: dict[int, Any],
         model: Callable[[nn.Module], nn.Module],
         other: Callable[[Any], Any],

@@ -127,7 +127,7 @@ def _is_within_forward(module: nn.Module) -> bool:
 
 def watch_methods(module: nn.Module) -> None:
     """Watch the methods of an optimized module whose code names what holds modules, or such a method."""
-    holding = {*module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
+    holding = {"forward", *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
     methods = methods_of(type(module))
     names = {name: names_in(method, type(module)) for name, method in methods.items()}
     found = set[str]()
