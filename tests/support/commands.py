@@ -34,10 +34,13 @@ RUN = {
     "mla-compile explain examples/configs/deepseek-v2-lite.json": "absorbed (chained)",
     "mla-compile explain examples/configs/deepseek-v3.json": "absorbed (chained)",
     "mla-compile explain examples/configs/deepseek-v3.json --html deepseek-v3.html": "absorbed (chained)",
-    "mla-compile plan examples/configs/deepseek-v3.json --gpu h200 --tp 8 --context 128k --users 64": "bottleneck",
-    "mla-compile serve --help": "--page",
+    "mla-compile plan examples/configs/deepseek-v3.json --gpu h200 --tp 8 --context 128k --users 64": "from --tp 16 on",
+    "mla-compile serve --help": "--served-model-name",
 }
 """What ``tests/examples/test_commands.py`` types, and what then stands in the output."""
+
+STATUS = {"mla-compile plan examples/configs/deepseek-v3.json --gpu h200 --tp 8 --context 128k --users 64": 1}
+"""The exit status of those of them that answer no: here, so many users do not fit."""
 
 ELSEWHERE = {
     "make": "tests/test_repository.py::test_every_verb_of_the_makefile_can_be_said",
