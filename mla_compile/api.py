@@ -232,7 +232,6 @@ def with_forward(
 ) -> Module:
     """The optimized module of ``module``, which may be one itself; ``report``: what is known of it so far."""
     fast = plain_copy(module)
-    copy_called(fast, module, plain_copy, _shared_copy)
     forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
     if report is not None:
         vars(fast)["mla_report"] = report
@@ -244,10 +243,16 @@ def with_forward(
 
 
 def plain_copy(module: Module) -> Module:
-    """A module object that shares parameters, buffers and submodules, including later replacements, with ``module``.
+    """A module object that shares parameters, buffers and layers, including later replacements, with ``module``.
 
-    A hook of the copy runs as long as ``module`` has that hook.
+    What its methods call is copied, too. A hook of the copy runs as long as ``module`` has that hook.
     """
+    fast = _copy_of_model(module)
+    copy_called(fast, module, _copy_of_model, _shared_copy)
+    return fast
+
+
+def _copy_of_model(module: Module) -> Module:
     fast = shallow(module)
     remember_original(fast, module)
     for name, value in vars(module).items():
@@ -259,7 +264,6 @@ def plain_copy(module: Module) -> Module:
     forward = vars(fast).get("forward")
     if isinstance(forward, CompiledForward):  # already optimized: start again from its original
         forward.uninstall(fast)
-        copy_called(fast, module, plain_copy, _shared_copy)
     return fast
 
 

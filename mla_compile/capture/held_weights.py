@@ -2,8 +2,8 @@
 
 Serving code splits an up-projection once after loading and keeps the halves like that (``self.w_uk = w[:, :N]``). A
 trace cannot tell such a tensor from a cache in an attribute, except by its use in the graph. A weight is only
-multiplied by rows of this call. A cache is written to, joined to new rows, returned, read by an attention, or
-multiplied by queries before a softmax and by probabilities after it.
+multiplied by rows of this call, as a matrix or feature by feature. A cache is written to, joined to new rows,
+returned, read by an attention, or multiplied by queries before a softmax and by probabilities after it.
 
 A held weight is read anew in every call, like a parameter: the next call reads the tensor that is in the attribute
 then, and values computed ahead of time from it are checked against it.
@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.source import NNModuleSource
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mla_compile.passes.ir.graph import packet
+from mla_compile.passes.ir.graph import packet, val
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import nearest, weight_nodes
 
@@ -70,10 +70,17 @@ def _readers(node: fx.Node, constant: Collection[fx.Node]) -> Iterable[fx.Node]:
 
 def _projects(node: fx.Node, constant: Collection[fx.Node]) -> bool:
     """Whether ``node`` multiplies rows of this call by a weight, and neither computes scores nor uses probabilities."""
-    if not is_contraction(node):
+    if not (is_contraction(node) or _scales_features(node, constant)):
         return False
     scores, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)
     return not scores and not any(_weigh(n) for n in node.all_input_nodes if n not in constant)
+
+
+def _scales_features(node: fx.Node, constant: Collection[fx.Node]) -> bool:
+    """Whether ``node`` multiplies each feature of rows by a number of its own, the same for all rows."""
+    if packet(node) is not aten.mul:
+        return False
+    return all(1 < val(one).numel() == val(one).shape[-1] for one in node.all_input_nodes if one in constant)
 
 
 def _weigh(rows: fx.Node) -> bool:

@@ -1,15 +1,17 @@
 """Modules within a model that its methods may call on their own, and copies of them.
 
 These are models, which have layers, and whatever a method names as an attribute: modules with submodules, and those in
-a ``ModuleList``, ``Sequential`` or ``ModuleDict``, or in a plain list, tuple or dict. What the method of one module
-names may also be an attribute of a module below it, as in ``for layer in self.layers: layer.attention(x)``.
+a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a plain list, tuple or dict, or in an object of any other class
+(:mod:`mla_compile.core.objects`). What the method of one module names may also be an attribute of a module or an object
+below it, as in ``for layer in self.layers: layer.attention(x)``.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -20,28 +22,35 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mla_compile.core.modules import shallow
+from mla_compile.core.objects import attributes, can_be_copied, reached, set_attributes, shallow_object
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 PLAIN = (list, tuple, dict)
+BOUND = (MethodType, partial)
 NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINERS)
 
 Names = frozenset[str]
-Replace = Callable[[nn.Module, str, Names], nn.Module]
-"""Return what takes the place of a module that is called, given its path and the names that methods above it name."""
 
 
-def methods_of(kind: type[nn.Module]) -> dict[str, FunctionType]:
-    """The methods of a module's class, inherited ones included, except ``forward`` and those of ``nn.Module``."""
+def methods_of(kind: type) -> dict[str, FunctionType]:
+    """The methods of a class, inherited ones included.
+
+    Without ``forward`` and the methods of ``nn.Module`` if it is a module, and without the special ones that no call
+    of the object runs.
+    """
+    is_module = issubclass(kind, nn.Module)
+    last = kind.__mro__.index(nn.Module if is_module else object)
+    unnamed = {"forward"} if is_module else {"__init__", "__post_init__"}
     found: dict[str, FunctionType] = {}
-    for one in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+    for one in kind.__mro__[:last]:
         for name, value in vars(one).items():
-            special = name.startswith("__") and name != "__call__"
-            if isinstance(value, FunctionType) and name != "forward" and not special:
+            special = is_module and name.startswith("__") and name != "__call__"
+            if isinstance(value, FunctionType) and name not in unnamed and not special:
                 found.setdefault(name, value)
     return found
 
 
-def names_in(method: FunctionType, kind: type[nn.Module]) -> Names:
+def names_in(method: FunctionType, kind: type) -> Names:
     """What the code of a method names: attributes and globals, and those of the properties of ``kind`` among them.
 
     Functions within the method count as its code.
@@ -54,7 +63,31 @@ def names_in(method: FunctionType, kind: type[nn.Module]) -> Names:
     return frozenset(names)
 
 
-def _getter(kind: type[nn.Module], name: str) -> FunctionType | None:
+def computes_a_name(method: FunctionType) -> bool:
+    """Whether a method reads an attribute of its object whose name its code does not have: ``getattr(self, name)``."""
+    code = inspect.unwrap(method).__code__
+    if "getattr" not in code.co_names:
+        return False
+    steps = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
+    for n, function in enumerate(steps[:-2]):
+        owner = steps[n + 1].argval
+        if (
+            function.argval == "getattr"
+            and (owner[:1] if isinstance(owner, tuple) else (owner,)) == code.co_varnames[:1]
+        ):
+            made = steps[n + 2 : n + 2 + _NEAR]
+            both = isinstance(owner, tuple)  # the object and a variable, in one step from Python 3.13 on
+            if both or steps[n + 2].opname != "LOAD_CONST" or any(one.opname.startswith(_MAKE_TEXT) for one in made):
+                return True
+    return False
+
+
+_MAKE_TEXT = ("BUILD_STRING", "FORMAT", "BINARY")
+_NEAR = 10
+"""Instructions after the object: more than ``f"layer_{n + 1}"`` or ``"layer" + str(n)`` takes."""
+
+
+def _getter(kind: type, name: str) -> FunctionType | None:
     """The function of a property."""
     found = inspect.getattr_static(kind, name, None)
     function = found.fget if isinstance(found, property) else getattr(found, "func", None)
@@ -68,15 +101,17 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(value)
 
 
-def _named(kind: type[nn.Module]) -> Names:
-    """What the public methods of a class name, and the private ones that they name."""
+def _named(kind: type, names: Names) -> Names:
+    """``names``, what the public methods of a class name, and the private ones that they or ``names`` name."""
     methods = methods_of(kind)
-    names, left = set[str](), [name for name in methods if name == "__call__" or not name.startswith("_")]
+    found = set(names)
+    left = [name for name in methods if name.endswith("__") or not name.startswith("_") or name in names]
     while left:
-        new = names_in(methods.pop(left.pop()), kind) - names
-        names |= new
-        left += [name for name in new if name.startswith("_") and name in methods]
-    return frozenset(names)
+        if (method := methods.pop(left.pop(), None)) is not None:
+            new = names_in(method, kind) - found
+            found |= new
+            left += [name for name in new if name.startswith("_")]
+    return frozenset(found)
 
 
 def copy_called(
@@ -84,56 +119,34 @@ def copy_called(
 ) -> None:
     """Replace each module within ``root``, a copy of ``original``, that methods may call on their own by a copy.
 
-    ``model`` copies a module with layers, ``other`` any other. ``root``, the copies and the containers on the way get
-    dicts of submodules of their own and share everything else. Methods of copied modules that were set as attributes
-    become those of the copies.
+    ``model`` copies a module with layers, ``other`` any other. ``root``, the copies and the containers and objects on
+    the way get attributes of their own and share everything else. Methods of copied modules and objects that were set
+    as attributes become those of the copies.
     """
-    copies: dict[nn.Module, nn.Module] = {}
-
-    def replaced(module: nn.Module, path: str, names: Names) -> nn.Module:
-        if module not in copies:
-            copies[module] = model(module) if _has_layers(module) else other(module)
-            visit(copies[module], path, names)
-        return copies[module]
-
-    def visit(owner: nn.Module, path: str, names: Names) -> None:
-        modules, attributes = _with_called(owner, path, names, replaced)
-        if modules:
-            vars(owner)["_modules"] = copy.copy(owner._modules)
-            owner._modules.update(modules)
-        vars(owner).update(attributes)
-
-    visit(root, "", frozenset())
-    copies[original] = root
+    copies: dict[int, Any] = {id(original): root, id(root): root}
+    found = _Finding.of(root, original)
+    _Copying(found, copies, model, other).visit(root, "", found.names[id(root)])
     for owner in copies.values():
-        for name, value in list(vars(owner).items()):
-            # The forward of a copy is another's affair, and so is what wrappers keep of it.
-            if "forward" not in name:
-                vars(owner)[name] = _rebound(value, copies)
+        own = vars(owner) if isinstance(owner, nn.Module) else attributes(owner)
+        # The forward of a copy is another's affair, and so is what wrappers keep of it.
+        rebound = {name: _rebound(value, copies) for name, value in own.items() if "forward" not in name}
+        changed = {name: value for name, value in rebound.items() if value is not own[name]}
+        set_attributes(owner, changed)
 
 
-def _rebound(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
-    """A method of a module that was copied, also within a ``partial``, as a method of the copy."""
-    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ in copies:
-        return MethodType(value.__func__, copies[value.__self__])
+def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
+    """A method of what was copied, also within a ``partial``, as a method of the copy."""
+    if isinstance(value, MethodType) and id(value.__self__) in copies:
+        return MethodType(value.__func__, copies[id(value.__self__)])
     if type(value) is partial:
-        args = [copies.get(one, one) if isinstance(one, nn.Module) else one for one in value.args]
+        args = [copies.get(id(one), one) for one in value.args]
         return partial(_rebound(value.func, copies), *args, **value.keywords)
     return value
 
 
 def called_within(root: nn.Module) -> dict[nn.Module, str]:
     """The modules that :func:`copy_called` copies, outer ones first, and their paths from ``root``."""
-    found: dict[nn.Module, str] = {}
-
-    def seen(module: nn.Module, path: str, names: Names) -> nn.Module:
-        if module not in found:
-            found[module] = path
-            _with_called(module, path, names, seen)
-        return module
-
-    _with_called(root, "", frozenset(), seen)
-    return found
+    return _Finding.of(root, root).modules
 
 
 def models_within(root: nn.Module) -> list[nn.Module]:
@@ -141,49 +154,211 @@ def models_within(root: nn.Module) -> list[nn.Module]:
     return [module for module in called_within(root) if _has_layers(module)]
 
 
-def _with_called(owner: nn.Module, path: str, names: Names, replace: Replace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The submodules and the plain attributes of ``owner`` that are, or hold, modules that are called; replaced."""
-    names = names | _named(type(owner))
-    found: list[dict[str, Any]] = []
-    for held in (owner._modules, {k: v for k, v in vars(owner).items() if k in names and type(v) in PLAIN}):
-        new = _each(held, path, names, replace, lambda key: key in names)
-        found.append({key: value for key, value in new.items() if value is not held[key]})
-    modules, attributes = found
-    return modules, attributes
+class _Visit:
+    """Goes through what the methods of a module name, to the modules that they may call on their own."""
+
+    def __init__(self, roots: tuple[nn.Module, nn.Module]) -> None:
+        self.roots = roots
+
+    def module(self, module: nn.Module, path: str, names: Names) -> Any:
+        """What takes the place of a module that is called; ``names``: what the methods above it name."""
+        raise NotImplementedError
+
+    def other(self, value: Any, path: str, names: Names) -> Any:
+        """What takes the place of an object of any other class."""
+        raise NotImplementedError
+
+    def holder(self, value: Any, items: dict[Any, Any]) -> Any:
+        """What takes the place of a container or a bound method that has ``items`` now."""
+        raise NotImplementedError
+
+    def below(self, owner: nn.Module, path: str, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The submodules and the attributes of ``owner`` that are, or hold, modules that are called; replaced."""
+        names = _named(type(owner), names)
+        own = {name: value for name, value in vars(owner).items() if _may_lead(name, value, named=name in names)}
+        modules, others = (
+            {key: (value, key in names) for key, value in held.items()} for held in (owner._modules, own)
+        )
+        return self.each(modules, path, names), self.each(others, path, names)
+
+    def within(self, value: Any, path: str, names: Names) -> dict[Any, Any]:
+        """The attributes of an object that are, or hold, modules that are called; replaced."""
+        names = _named(type(value), names)
+        return self.each({key: (one, key in names) for key, one in attributes(value).items()}, path, names)
+
+    def each(self, held: Mapping[Any, tuple[Any, bool]], path: str, names: Names) -> dict[Any, Any]:
+        """Those of some values that are replaced. With each comes whether a method names it."""
+        made = {
+            key: self.replaced(value, f"{path}.{key}" if path else str(key), names, named=named)
+            for key, (value, named) in held.items()
+        }
+        return {key: value for key, value in made.items() if value is not held[key][0]}
+
+    def replaced(self, value: Any, path: str, names: Names, *, named: bool) -> Any:
+        """``value`` with each module in it that is called replaced; the same object if there is none.
+
+        Dicts of models are looked through in any case.
+        """
+        items: Mapping[Any, Any]
+        if isinstance(value, nn.Module):
+            if value in self.roots or _has_layers(value) or (named and _is_called(value)):
+                return self.module(value, path, names)
+            if not isinstance(value, CONTAINERS) or not (named or isinstance(value, nn.ModuleDict)):
+                return value
+            items = value._modules
+        elif type(value) in PLAIN:
+            items = value if isinstance(value, dict) else dict(enumerate(value))
+        elif isinstance(value, MethodType):
+            items = {"__self__": value.__self__}
+        elif type(value) is partial:
+            items = dict(enumerate((value.func, *value.args)))
+        else:
+            return self.other(value, path, names) if named and can_be_copied(value) else value
+        named = named or type(value) in BOUND
+        made = self.each({key: (one, named) for key, one in items.items()}, path, names)
+        return self.holder(value, {**items, **made}) if made else value
 
 
-def _each(
-    held: Mapping[Any, Any], path: str, names: Names, replace: Replace, named: Callable[[Any], bool]
-) -> dict[Any, Any]:
-    return {
-        key: _replaced(value, f"{path}.{key}" if path else str(key), names, replace, named=named(key))
-        for key, value in held.items()
-    }
+def _may_lead(name: str, value: Any, *, named: bool) -> bool:
+    """Whether an attribute of a module, which is none itself, may lead to modules; what wrappers keep does not."""
+    return (type(value) in BOUND and "forward" not in name) or (
+        named and (type(value) in PLAIN or can_be_copied(value))
+    )
 
 
-def _replaced(value: Any, path: str, names: Names, replace: Replace, *, named: bool) -> Any:
-    """``value`` with each module in it that is called replaced; the same object if there is none.
+class _Finding(_Visit):
+    """Finds what is called, and changes nothing.
 
-    ``named``: methods name it. Dicts of models are looked through in any case.
+    Attributes:
+        modules: those that are called, with their paths.
+        objects: those that lead to them, by identity, without those in ``staying``.
+        names: what the methods on all ways to a module or an object name, by identity.
     """
-    if isinstance(value, nn.Module):
-        if _has_layers(value) or (named and _is_called(value)):
-            return replace(value, path, names)
-        if not isinstance(value, CONTAINERS) or not (named or isinstance(value, nn.ModuleDict)):
+
+    def __init__(self, root: nn.Module, original: nn.Module, staying: Collection[int]) -> None:
+        super().__init__((root, original))
+        self.staying = staying
+        self.modules: dict[nn.Module, str] = {}
+        self.objects: dict[int, Any] = {}
+        self.names: dict[int, Names] = {}
+
+    @classmethod
+    def of(cls, root: nn.Module, original: nn.Module) -> _Finding:
+        """The search from ``root``, without the objects that something holds which is not copied."""
+        staying: set[int] = set()
+        while True:
+            search = cls(root, original, staying)
+            search._all()
+            more = search._held_elsewhere() if search.objects else set()
+            if not more:
+                return search
+            staying |= more
+
+    def _all(self) -> None:
+        """Search until nothing new is found: an object may lead to modules through one that holds it."""
+        before = -1
+        while len(self.objects) > before:
+            before = len(self.objects)
+            self.names.clear()
+            self.module(self.roots[0], "", frozenset())
+
+    def module(self, module: nn.Module, path: str, names: Names) -> Any:
+        """Note a module, and go on below it."""
+        if module in self.roots:
+            module, path = self.roots[0], ""
+        elif module not in self.modules:
+            self.modules[module] = path
+        if self._is_news(module, names):
+            self.below(module, path, self.names[id(module)])
+        return _FOUND
+
+    def other(self, value: Any, path: str, names: Names) -> Any:
+        """Note an object if it leads to modules."""
+        news = id(value) not in self.staying and self._is_news(value, names)
+        if news and self.within(value, path, self.names[id(value)]):
+            self.objects[id(value)] = value
+        return _FOUND if id(value) in self.objects else value
+
+    def _is_news(self, value: object, names: Names) -> bool:
+        """Whether something was not visited yet with all of these names, which are noted."""
+        known = self.names.get(id(value))
+        self.names[id(value)] = names | (known or frozenset())
+        return known is None or not names <= known
+
+    def holder(self, value: Any, items: dict[Any, Any]) -> Any:
+        """A container of what was found is found."""
+        return _FOUND
+
+    def _held_elsewhere(self) -> set[int]:
+        """The identities of found objects that something holds which keeps them: its state has to be theirs."""
+        copied = {*self.roots, *self.modules}
+        own = [value for module in copied for value in vars(module).values()]
+        own += [value for one in self.objects.values() for value in attributes(one).values()]
+        keeping = [
+            one
+            for one in reached(own, but=self.objects)
+            if id(one) not in self.objects and not isinstance(one, (*PLAIN, *BOUND, nn.Module))
+        ]
+        for module in self.roots[0].modules():
+            keeping += [] if module in copied else vars(module).values()
+        return {id(one) for one in reached(keeping)} & set(self.objects)
+
+
+_FOUND = object()
+
+
+class _Copying(_Visit):
+    """Copies what is called, and the objects that lead there."""
+
+    def __init__(
+        self,
+        found: _Finding,
+        copies: dict[int, Any],
+        model: Callable[[nn.Module], nn.Module],
+        other: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(found.roots)
+        self.found, self.copies = found, copies
+        self.copy_of_model, self.copy_of_other = model, other
+
+    def visit(self, owner: nn.Module, path: str, names: Names) -> None:
+        """Replace what a copy leads to."""
+        modules, others = self.below(owner, path, names)
+        if modules:
+            vars(owner)["_modules"] = copy.copy(owner._modules)
+            owner._modules.update(modules)
+        vars(owner).update(others)
+
+    def module(self, module: nn.Module, path: str, names: Names) -> Any:
+        """The copy of a module."""
+        if id(module) not in self.copies:
+            self.copies[id(module)] = made = (self.copy_of_model if _has_layers(module) else self.copy_of_other)(module)
+            self.visit(made, path, self.found.names[id(module)])
+        return self.copies[id(module)]
+
+    def other(self, value: Any, path: str, names: Names) -> Any:
+        """The copy of an object that leads to modules."""
+        if id(value) not in self.found.objects:
             return value
-        items: Any = value._modules
-    elif type(value) in PLAIN:
-        items = value if isinstance(value, dict) else dict(enumerate(value))
-    else:
-        return value
-    made = _each(items, path, names, replace, lambda _: named)
-    if all(made[key] is one for key, one in items.items()):
-        return value
-    if isinstance(value, nn.Module):
-        container = shallow(value)
-        vars(container)["_modules"] = made
-        return container
-    return made if isinstance(value, dict) else type(value)(made.values())
+        if id(value) not in self.copies:
+            self.copies[id(value)] = made = shallow_object(value)
+            set_attributes(made, self.within(value, path, self.found.names[id(value)]))
+        return self.copies[id(value)]
+
+    def holder(self, value: Any, items: dict[Any, Any]) -> Any:
+        """A container of the same kind with other items."""
+        if isinstance(value, nn.Module):
+            container = shallow(value)
+            vars(container)["_modules"] = items
+            return container
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, items["__self__"])
+        if isinstance(value, dict):
+            return items
+        if isinstance(value, partial):
+            function, *args = items.values()
+            return partial(function, *args, **value.keywords)
+        return tuple(items.values()) if isinstance(value, tuple) else list(items.values())
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -45,6 +45,12 @@ def remember_original(made: nn.Module, original: nn.Module) -> None:
     _originals[made] = weakref.ref(original)
 
 
+def is_copy_of(made: nn.Module, module: nn.Module) -> bool:
+    """Whether :func:`remember_original` was told that ``made`` is a copy of ``module``."""
+    known = _originals.get(made)
+    return known is not None and known() is module
+
+
 def share_marks(copies: Iterable[nn.Module]) -> None:
     """Mark each copy and its original as hooked by transformers if either of them is.
 

@@ -213,7 +213,7 @@ class Compiler:
                 kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
                 warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
-        report = told(done.outcome.report, self.wrapped.left, Compiler.last_break)
+        report = told(done.outcome.report, self.wrapped.left, Compiler.last_break, optimized=not self.beside)
         self.reports.append(report)
         if not self.explain_only:
             tell(report, self.told)

@@ -30,7 +30,7 @@ from mla_compile.dynamo.watch import compiled, unwatch, watch_methods
 from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import InputError, MlaCompileError, warn
 from mla_compile.options import Options
-from mla_compile.report.report import NOTHING_YET, Report
+from mla_compile.report.report import LEFT_OUT, NOTHING_YET, Report
 from mla_compile.runtime.own_buffers import FindKept, KeptBuffer, OwnBuffers
 
 _GLOBAL_HOOKS = (
@@ -48,6 +48,8 @@ class CompiledForward(OwnForward):
     (``generate()`` of a wrapper), ``module`` is compiled separately. Within a call of ``outer``, its plain forward
     runs.
     """
+
+    name = "forward"
 
     def __init__(
         self,
@@ -72,8 +74,13 @@ class CompiledForward(OwnForward):
             if (alive := report()) is not None:
                 alive()
 
-        self.recompiles = Recompiles(dynamic=settings.get("dynamic"), function=_forward_of(module), on_note=tell)
-        self.compilations = Compilations(f"{type(module).__name__}.forward", show=progress)
+        kind = type(module)
+        function = getattr(kind, self.name)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        called = f"{kind.__name__}.{self.name}"
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        self.recompiles = Recompiles(dynamic=settings.get("dynamic"), function=f"'{called}'{place}", on_note=tell)
+        self.compilations = Compilations(called, show=progress)
         self.compiler = Compiler(
             options, mode, on_report=tell, recompiles=self.recompiles, compilations=self.compilations
         )
@@ -83,9 +90,9 @@ class CompiledForward(OwnForward):
         # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
         self.replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
-        functools.update_wrapper(self, type(module).forward)
-        self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
-        self.__code__ = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # torch.export reads it
+        functools.update_wrapper(self, function)
+        self.__signature__ = inspect.signature(types.MethodType(function, module))
+        self.__code__ = code  # torch.export reads it
         self._run = compiled_entry(self.compiler, **settings)
         self._unwrapped: Unwrapped | None = None
         self._buffers = self._own_buffers()
@@ -240,6 +247,7 @@ class CompiledForward(OwnForward):
         report = Report.merged(one.within(path) for path, reports in found for one in reports)
         unseen = [part.unseen.message for part in all_parts if part.unseen.message is not None]
         unseen += [message for part in all_parts for message in part.left_out]
+        unseen += [part.waits for part in all_parts if isinstance(part, CompiledMethod) and not part.compiler.graphs]
         first = unseen if unseen or any(part.compiler.graphs for part in all_parts) else [NOTHING_YET]
         told = [note for part in all_parts for note in (*part.recompiles.notes, *part.recompiles.left_out)]
         notes = dict.fromkeys((*first, *report.messages, *told))
@@ -251,8 +259,8 @@ class CompiledForward(OwnForward):
 
     @functools.cached_property
     def _parts(self) -> list[CompiledForward]:
-        found = (vars(part).get("forward") for part in self._called_within)
-        return [one for one in found if isinstance(one, CompiledForward)]
+        found = (one for part in (self.module, *self._called_within) for one in vars(part).values())
+        return [one for one in found if isinstance(one, CompiledForward) and one is not self]
 
     def _is_within(self) -> bool:
         """Whether the call comes from the outer model, whose compiler then handles it."""
@@ -281,6 +289,16 @@ class CompiledForward(OwnForward):
             self.left_out.append(message)
             self._report()
             warn(message)
+
+    def compile_method(self, name: str) -> None:
+        """Compile a method of the module's class as the forward is compiled, from its next call on."""
+        shown = self.compilations.show
+        made = CompiledMethod(self.module, name, self.options, self.mode, dict(self.settings), progress=shown)
+        made.compiler.wrapped, made.compiler.told = self.compiler.wrapped, self.compiler.told
+        vars(self.module)[name] = made
+        whole = self if self.outer is None else vars(self.outer)["forward"]
+        vars(whole).pop("_parts", None)
+        whole._report()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -313,8 +331,30 @@ def _kept_buffers(options: Options) -> FindKept:
     return kept
 
 
-def _forward_of(module: torch.nn.Module) -> str:
-    """The name of the forward of a module's class in messages."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    return f"'{type(module).__name__}.forward'{place}"
+class CompiledMethod(CompiledForward):
+    """Another method of an optimized module, whose own code runs an attention."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        options: Options,
+        mode: str | None,
+        settings: dict[str, Any],
+        *,
+        progress: bool | None = False,
+    ) -> None:
+        self.name = name
+        method = types.MethodType(getattr(type(module), name), module)
+        super().__init__(module, options, mode, settings, method, module, progress=progress)
+        called = f"{type(module).__name__}.{name}()"
+        self.waits = f"{LEFT_OUT} in {called}, which is compiled from its next call on"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CompiledMethod:
+        shown = self.compilations.show
+        module = copy.deepcopy(self.module, memo)
+        return CompiledMethod(module, self.name, self.options, self.mode, dict(self.settings), progress=shown)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        made = functools.partial(CompiledMethod, progress=self.compilations.show)
+        return made, (self.module, self.name, self.options, self.mode, self.settings)

@@ -6,9 +6,20 @@ Dynamo knows the class, and calls no method of its attributes (torch 2.13 and 2.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch._dynamo.variables import ConstantVariable, GetAttrVariable
+
+FIX = "call mla_compile.optimize(model), which reads the name of a class without a graph break"
+"""What to do about :func:`is_of_a_name`: other traces are not ours to change."""
+
+_BREAK = re.compile(r"method `\w+` of class `str`")
+
+
+def is_of_a_name(why: str) -> bool:
+    """Whether a graph break, in Dynamo's words, is that of a method of a string that Dynamo did not read."""
+    return _BREAK.search(why) is not None
 
 
 def read_names(output: Any) -> None:

@@ -1,7 +1,8 @@
-"""Tells when a method of an optimized module runs an attention outside of everything that is compiled.
+"""Finds the attentions that a method of an optimized module runs outside of everything that is compiled.
 
-What a method calls is compiled where its code names the way to it (:mod:`mla_compile.core.inner`). A module in an
-object of another class, or an attention in the method's own code, runs as it came.
+What a method calls is compiled where its code names the way to it (:mod:`mla_compile.core.inner`). If an attention is
+in the code of the module's own methods, the one that is a step is compiled when it has been seen. Any other attention
+runs as it came, and a warning says so.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from types import MethodType
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -20,18 +22,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from mla_compile.core.inner import methods_of, names_in
-from mla_compile.core.modules import Added
+from mla_compile.core.inner import computes_a_name, methods_of, names_in
+from mla_compile.core.modules import Added, is_copy_of
+from mla_compile.core.objects import reached
 from mla_compile.core.tracing import is_traced
+from mla_compile.core.wrapped import OwnForward
 from mla_compile.dynamo.candidates import PRODUCTS
+from mla_compile.dynamo.pieces import driven, in_pieces, runs_in_pieces
 from mla_compile.dynamo.recompiles import running
+from mla_compile.dynamo.stack import frames_below, modules_called, step_among
 from mla_compile.report.report import LEFT_OUT
 
 _CALLS = 8
 """How often a method is watched. One that runs no attention by then is taken for one that never does."""
 
-_WAYS = frozenset({"children", "named_children", "modules", "named_modules", "get_submodule", "_modules"})
-"""Names by which a method reaches submodules without naming them."""
+_WAYS = frozenset({"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "forward"})
+"""Names by which a method reaches submodules, or the code of a forward, without naming them."""
+
+_left: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+"""How often the methods of a module are watched from now on."""
 
 
 class _ThreadWatch(threading.local):
@@ -49,58 +58,104 @@ class OwnMethod(Added):
         function = getattr(type(module), name)
         self.module = module
         self.name = name
-        self.left = _CALLS
         functools.update_wrapper(self, function)
         self.__signature__ = inspect.signature(MethodType(function, module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method; its result."""
         method = getattr(type(self.module), self.name)
-        if is_traced() or _thread.within or running() is not None:
+        if is_traced():
             return method(self.module, *args, **kwargs)
-        _thread.within = True
-        try:
-            return self._watched(*args, **kwargs) if self.left else method(self.module, *args, **kwargs)
-        finally:
-            _thread.within = False
-
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        self.left -= 1
-        _thread.current = watch = _Watch()
-        try:
-            with watch:
-                return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
-        finally:
-            _thread.current = None
-            if watch.compiled or watch.ran is not None:
-                self.left = 0
-            if watch.ran is not None and not watch.compiled and not self._is_within_forward():
-                vars(self.module)["forward"].tell_left_out(_message(self, watch.ran))
-
-    def _is_within_forward(self) -> bool:
-        """Whether the forward of the class calls the method: whoever called that wanted what is not compiled."""
-        forward, frame = inspect.unwrap(type(self.module).forward), sys._getframe()
-        while frame.f_back is not None and frame.f_code is not getattr(forward, "__code__", None):
-            frame = frame.f_back
-        return frame.f_back is not None
+        with _watching(self.module, self.name):
+            return method(self.module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[object, ...]:
         return OwnMethod, (self.module, self.name)
 
 
+def _watching(module: nn.Module, name: str) -> AbstractContextManager[None]:
+    """Surrounds a call of a method, or a piece of one."""
+    is_within = is_traced() or _thread.within or running() is not None
+    return nullcontext() if is_within else _watched(module, name)
+
+
+@contextmanager
+def _watched(module: nn.Module, name: str) -> Iterator[None]:
+    left = _left.setdefault(module, {})
+    _thread.within = True
+    try:
+        if left.setdefault(name, _CALLS) == 0:
+            yield
+            return
+        left[name] -= 1
+        _thread.current = watch = _Watch(module, wanted=_is_within_forward(module))
+        try:
+            with watch:
+                yield
+        finally:
+            _thread.current = None
+            if watch.compiled or watch.ran is not None:
+                left[name] = 0
+            if watch.ran is not None and not (watch.compiled or watch.wanted):
+                left[name] = int(_compile_or_tell(module, name, watch.ran, watch.step))
+    finally:
+        _thread.within = False
+
+
+def _compile_or_tell(module: nn.Module, name: str, ran: Sequence[nn.Module], step: str | None) -> bool:
+    """Compile the method that is a step, or say what ran in ``name``; whether the next call is to be watched.
+
+    It is compiled from the next call of ``name`` on and not from the next step on: the cache that this one made has not
+    the form that a compiled step gives its own.
+    """
+    forward: Any = vars(module)["forward"]
+    can = step is not None and isinstance(vars(module).get(step), (OwnMethod, NoneType))
+    if can:
+        forward.compile_method(step)
+    else:
+        forward.tell_left_out(_message(module, name, ran))
+    return can
+
+
+def _is_within_forward(module: nn.Module) -> bool:
+    """Whether the forward of the class calls the method: whoever called that wanted what is not compiled."""
+    forward, frame = inspect.unwrap(type(module).forward), sys._getframe()
+    while frame.f_back is not None and frame.f_code is not getattr(forward, "__code__", None):
+        frame = frame.f_back
+    return frame.f_back is not None
+
+
 def watch_methods(module: nn.Module) -> None:
-    """Watch the methods of an optimized module whose code names what holds modules."""
-    holding = {*_WAYS, *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
-    for name, method in methods_of(type(module)).items():
-        later = inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method)
-        if name != "__call__" and name not in vars(module) and not later and names_in(method, type(module)) & holding:
-            vars(module)[name] = OwnMethod(module, name)
+    """Watch the methods of an optimized module whose code names what holds modules, or such a method."""
+    holding = {"forward", *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
+    methods = methods_of(type(module))
+    names = {name: names_in(method, type(module)) for name, method in methods.items()}
+    found = set[str]()
+    while new := {name for name in names if name not in found and names[name] & (holding | found)}:
+        found |= new
+    found |= {name for name, method in methods.items() if names[name] & _WAYS or computes_a_name(method)}
+    for name in found - {*dir(nn.Module), *vars(module)}:
+        method = methods[name]
+        later = runs_in_pieces(method)
+        vars(module)[name] = MethodType(_piecewise(method), module) if later else OwnMethod(module, name)
+
+
+@functools.cache
+def _piecewise(method: FunctionType) -> Callable[..., Any]:
+    made = in_pieces(method, lambda module: _watching(module, method.__name__))
+    _made_here.add(made)
+    return made
+
+
+_made_here: set[object] = set()
 
 
 def unwatch(module: nn.Module) -> None:
-    """Undo :func:`watch_methods`."""
-    for name in [name for name, value in vars(module).items() if isinstance(value, OwnMethod)]:
-        del vars(module)[name]
+    """Undo :func:`watch_methods`, and what came of it."""
+    for name, value in list(vars(module).items()):
+        later = isinstance(value, MethodType) and value.__func__ in _made_here
+        if name != "forward" and (later or isinstance(value, (OwnMethod, OwnForward))):
+            del vars(module)[name]
 
 
 @contextmanager
@@ -121,21 +176,28 @@ class _Watch(TorchFunctionMode):
     """Sees the functions of torch that a method calls.
 
     Attributes:
+        wanted: whether the forward calls the method.
         compiled: whether something compiled was called.
         ran: the modules, outer ones first, in whose forwards an attention ran; None if none did.
+        step: the method of ``module`` that can be compiled for it, if no module ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, *, wanted: bool) -> None:
         super().__init__()
+        self.module = module
+        self.wanted = wanted
         self.compiled = False
         self.ran: list[nn.Module] | None = None
+        self.step: str | None = None
         self._weights: set[torch.Size] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Call the function, and look at what it is."""
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling() and self.ran is None and self._is_attention(func, args, result):
-            self.ran = _modules_called()
+            frames = frames_below((OwnMethod.__call__.__code__, driven.__code__))
+            self.ran = modules_called(frames)
+            self.step = None if self.ran else step_among(frames, self.module)
         return result
 
     def _is_attention(self, func: Any, args: Sequence[Any], result: Any) -> bool:
@@ -148,36 +210,27 @@ class _Watch(TorchFunctionMode):
         return "attention" in name or "attn" in name or any(one.shape in self._weights for one in tensors)
 
 
-def _modules_called() -> list[nn.Module]:
-    """The modules that are being called below the watched method, outer ones first."""
-    found: list[nn.Module] = []
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not OwnMethod.__call__.__code__:
-        if frame.f_code is nn.Module._call_impl.__code__:
-            found.insert(0, frame.f_locals["self"])
-        frame = frame.f_back
-    return found
-
-
-def _message(method: OwnMethod, ran: Sequence[nn.Module]) -> str:
-    called = f"{type(method.module).__name__}.{method.name}()"
+def _message(module: nn.Module, name: str, ran: Sequence[nn.Module]) -> str:
+    called = f"{type(module).__name__}.{name}()"
     if not ran:
         return (
-            f"{LEFT_OUT} in {called} itself; compile that method: "
-            f'model.{method.name} = torch.compile(model.{method.name}, backend="mla")'
+            f"{LEFT_OUT} in {called} itself; move one step of it, from the latent to the attention, into a method of "
+            "its own, which is then compiled"
         )
     kind = type(ran[0]).__name__
+    if is_copy_of(module, ran[0]):
+        return (
+            f"{LEFT_OUT} in {called}: an object that the optimized {kind} shares with the original leads to the "
+            f"original; let that object hold the optimized {kind}"
+        )
+    path = next((path for path, one in module.named_modules() if one is ran[0]), None)
+    where = f"a {kind}" if path is None else f"{path}, a {kind}"
     return (
-        f"{LEFT_OUT} in {called}, in the forward of a {kind}; pass that {kind} to optimize(), and put the result in "
-        "its place"
+        f"{LEFT_OUT} in {called}, in the forward of {where}; pass that {kind} to optimize(), and put the result in its "
+        "place"
     )
 
 
 def _holds_a_module(value: object) -> bool:
-    """Whether a value is or holds a module, in a list, a dict or an attribute of an object."""
-    if isinstance(value, (list, tuple, dict)):
-        return any(isinstance(one, nn.Module) for one in tree_leaves(value))
-    inner = getattr(value, "__dict__", None)
-    return isinstance(inner, dict) and (
-        isinstance(value, nn.Module) or any(isinstance(one, nn.Module) for one in inner.values())
-    )
+    """Whether a value is or holds a module: in a collection, an object, a bound method or a variable of a function."""
+    return any(isinstance(one, nn.Module) for one in reached([value]))

@@ -13,6 +13,7 @@ from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Inputs
 from mla_compile.core.shared_state import replaced_weights
 from mla_compile.core.wrapped import Unwrapped, unwrap
+from mla_compile.dynamo.names import FIX, is_of_a_name
 from mla_compile.errors import CaptureError
 from mla_compile.passes.quantized.layers import is_known
 from mla_compile.report.report import Report
@@ -38,10 +39,10 @@ def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
     return True
 
 
-def told(report: Report, left: Mapping[str, int], last: str | None) -> Report:
+def told(report: Report, left: Mapping[str, int], last: str | None, *, optimized: bool) -> Report:
     """The report, in which attentions cut off by a graph break name the wrappers ``left`` with their number of modules.
 
-    If there are none, it names ``last``, the last break.
+    If there are none, it names ``last``, the last break. ``optimized``: the graph is ``optimize``'s.
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK
@@ -49,8 +50,10 @@ def told(report: Report, left: Mapping[str, int], last: str | None) -> Report:
         who = [f"Dynamo last broke a graph: {last}"]
     if not who:
         return report
+    of_a_name = not (left or optimized) and last is not None and is_of_a_name(last)
+    fix = FIX if of_a_name else CODES[code].fix if left else None
     sites = [
-        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=CODES[code].fix if left else site.fix)
+        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=fix or site.fix)
         if site.code == Code.GRAPH_BREAK
         else site
         for site in report.sites

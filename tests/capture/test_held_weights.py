@@ -79,6 +79,42 @@ def test_rows_of_the_call_are_multiplied_with_weights(use):
     assert is_weight(use, torch.randn(H, N, L))
 
 
+def of_heads_by_feature(m: Holder, x: Tensor) -> Tensor:
+    k = m.up(m.down(x)) * (m.up.weight.sum(1) / m.held)
+    return m.queries(x) @ k.unflatten(-1, (H, N)).transpose(1, 2).mT
+
+
+def by_feature(m: Holder, x: Tensor) -> Tensor:
+    return m.up(m.down(x)) * m.held.view(1, -1)
+
+
+@pytest.mark.parametrize("use", [of_heads_by_feature, by_feature])
+def test_features_are_multiplied_with_weights(use):
+    assert is_weight(use, torch.randn(H * N))
+
+
+def scored_by_feature(m: Holder, x: Tensor) -> Tensor:
+    return (m.up(m.down(x)) * m.held).sum(-1).softmax(-1)
+
+
+def weighed_by_feature(m: Holder, x: Tensor) -> Tensor:
+    return m.up(m.down(x)).softmax(-1) * m.held
+
+
+def added(m: Holder, x: Tensor) -> Tensor:
+    return m.up(m.down(x)) * m.held + m.held
+
+
+@pytest.mark.parametrize("use", [scored_by_feature, weighed_by_feature, added])
+def test_a_vector_of_other_use_is_no_weight(use):
+    assert not is_weight(use, torch.randn(H * N))
+
+
+@pytest.mark.parametrize("sizes", [(B, T, H * N), (B, 1, H * N), (T, 1), (1,)])
+def test_what_multiplies_rows_apart_is_no_weight(sizes):
+    assert not is_weight(lambda m, x: m.up(m.down(x)) * m.held, torch.randn(sizes))
+
+
 @pytest.mark.parametrize("where", ["object", "dict", "list"])
 def test_weights_lie_in_what_a_module_holds(where):
     weight = torch.randn(H, N, L)

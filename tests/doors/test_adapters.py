@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -254,12 +255,29 @@ def test_dora() -> None:
     assert absorbed(fast)
 
 
+def test_dora_with_norms_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm of an earlier call is a tensor in a dict of a layer, which multiplies features."""
+    model = small_with(small(use_dora=True))
+    monkeypatch.setattr(importlib.import_module("peft.tuners.lora.dora"), "ENABLE_DORA_CACHING", True)
+    fast = optimize(model, **FAST)
+    one = assert_same(fast, model)
+    torch.testing.assert_close(assert_same(fast, model), one, rtol=0, atol=0)
+    model.requires_grad_(False)
+    change(model)
+    assert_same(fast, model)  # with the norms of before, as the original has them
+    model.train().eval()  # which forgets them
+    assert_other(assert_same(fast, model), one)
+    assert {site.code.value for site in fast.mla_report.sites} == {"absorbed"}
+
+
 @full("combination")  # of a broken graph and a door
 def test_dora_through_the_backend() -> None:
-    """Dynamo breaks the graph before the backend is asked: the original's numbers, and it is said so."""
+    """Dynamo breaks the graph before the backend is asked: the original's numbers, the line, and what to do."""
     model = small_with(small(use_dora=True))
     compiled = torch.compile(model, backend="mla", options={"codegen": "eager"})
-    with pytest.warns(MlaCompileWarning, match="graph_break"):
+    with pytest.warns(
+        MlaCompileWarning, match=r"graph_break.*integrations\.py:\d+.*call mla_compile\.optimize\(model\)"
+    ):
         assert_same(compiled, model)
 
 

@@ -1,0 +1,123 @@
+"""Plain Python objects that hold modules: what they hold, and which of them a shallow copy can stand in for."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from threading import Thread
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mla_compile.core.modules import Added
+
+_MEANT_OTHERWISE = (
+    "__copy__",
+    "__deepcopy__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__del__",
+    "__setattr__",
+    "__getattribute__",
+)
+"""Methods with which a class says that its objects are not ordinary: shared on purpose, or proxies, or closed once."""
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is an object of a class that is written in Python, with ordinary attributes."""
+    kind = type(value)
+    if kind is SimpleNamespace:
+        return True
+    return kind.__new__ is object.__new__ and kind is not object and not isinstance(value, (nn.Module, Added))
+
+
+def can_be_copied(value: object) -> bool:
+    """Whether a shallow copy of a plain object does what the object does.
+
+    Objects of torch's own classes keep books on the modules that they were made for, a thread runs what it was made
+    with, and a metaclass with a call of its own may make one object only.
+    """
+    kind = type(value)
+    if kind is SimpleNamespace:
+        return True
+    if not is_plain(value) or isinstance(value, Thread) or kind.__module__.partition(".")[0] == "torch":
+        return False
+    frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
+    names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))  # which only raises
+    ordinary = all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
+    return ordinary and type(kind).__call__ is type.__call__
+
+
+def attributes(value: object) -> dict[str, Any]:
+    """The attributes of a plain object, those in slots included; the object itself is not asked."""
+    found = {}
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items():
+            with suppress(AttributeError):  # a slot that was not set
+                if isinstance(slot, MemberDescriptorType) and name != "__dict__":
+                    found[name] = slot.__get__(value)
+    with suppress(AttributeError):  # slots only
+        found.update(object.__getattribute__(value, "__dict__"))
+    return found
+
+
+def shallow_object(value: Any) -> Any:
+    """A new object of the class of ``value`` with the same attributes."""
+    kind: Any = type(value)
+    made = kind.__new__(kind)
+    set_attributes(made, attributes(value))
+    return made
+
+
+def set_attributes(value: object, new: Mapping[str, Any]) -> None:
+    """Set attributes of a plain object, whatever its class does when one is set (a frozen dataclass raises)."""
+    for name, one in new.items():
+        slot = inspect.getattr_static(type(value), name, None)
+        if isinstance(slot, MemberDescriptorType):
+            slot.__set__(value, one)
+        else:
+            vars(value)[name] = one
+
+
+def held_by(value: object) -> Iterable[object]:
+    """What a value holds: the items of a collection, the attributes of an object, what a function is bound to."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, FunctionType):
+        return (*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    return () if isinstance(value, (nn.Module, Added, ModuleType)) else attributes(value).values()
+
+
+def _cells(function: FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # the variable has no value yet
+            continue
+
+
+def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[object]:
+    """Everything that values hold and that is not a module or a tensor, themselves included; modules end the walk.
+
+    What has its ``id`` in ``but`` is returned, and what it holds is not.
+    """
+    seen, left = set[int](), list(values)
+    while left:
+        one = left.pop()
+        if id(one) in seen or one is None or isinstance(one, (str, int, float, torch.Tensor, type)):
+            continue
+        seen.add(id(one))
+        yield one
+        if id(one) not in but:
+            left += held_by(one)

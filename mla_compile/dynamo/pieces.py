@@ -1,0 +1,78 @@
+"""Functions that run piece by piece, generators and coroutines, each piece within a context of ours."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+Around = Callable[[Any], AbstractContextManager[object]]
+"""A context for a piece of a method, given the method's object."""
+
+
+def runs_in_pieces(function: Callable[..., Any]) -> bool:
+    """Whether a call of a function returns before its code has run."""
+    return (
+        inspect.isgeneratorfunction(function)
+        or inspect.iscoroutinefunction(function)
+        or inspect.isasyncgenfunction(function)
+    )
+
+
+def in_pieces(function: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    """A function of the same kind as ``function``, a method that runs in pieces, with each piece ``around``."""
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generator(self: object, *args: object, **kwargs: object) -> Generator[Any, Any, Any]:
+            return (yield from driven(function(self, *args, **kwargs), around, self))
+
+        return generator
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def coroutine(self: object, *args: object, **kwargs: object) -> object:
+            return await driven(function(self, *args, **kwargs), around, self)
+
+        return coroutine
+
+    @functools.wraps(function)
+    async def generator_of_coroutines(self: object, *args: object, **kwargs: object) -> Any:
+        steps = function(self, *args, **kwargs)
+        resume = steps.asend(None)
+        while True:
+            try:
+                out = await driven(resume, around, self)
+            except StopAsyncIteration:
+                return
+            try:
+                resume = steps.asend((yield out))
+            except GeneratorExit:
+                await steps.aclose()
+                raise
+            except BaseException as error:  # noqa: BLE001  what the caller throws is thrown into the method
+                resume = steps.athrow(error)
+
+    return generator_of_coroutines
+
+
+@types.coroutine
+def driven(steps: Any, around: Around, owner: object) -> Generator[Any, Any, Any]:
+    """Do what ``steps``, a generator or an awaitable, does."""
+    send, value = steps.send, None
+    while True:
+        try:
+            with around(owner):
+                out = send(value)
+        except StopIteration as end:
+            return end.value
+        try:
+            send, value = steps.send, (yield out)
+        except GeneratorExit:
+            steps.close()
+            raise
+        except BaseException as error:  # noqa: BLE001  what the caller throws is thrown into the method
+            send, value = steps.throw, error

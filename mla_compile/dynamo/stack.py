@@ -1,0 +1,52 @@
+"""The calls that are being made: which method of a module could be compiled in place of what runs an attention."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Collection
+from types import CodeType, FrameType
+
+from torch import nn
+
+from mla_compile.core.inner import methods_of
+from mla_compile.dynamo.pieces import runs_in_pieces
+
+
+def frames_below(watches: Collection[CodeType]) -> list[FrameType]:
+    """The frames below the outermost one that runs one of some codes, outer ones first."""
+    found, below, frame = list[FrameType](), 0, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in watches:
+            below = len(found)
+        found.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found[:below][::-1]
+
+
+def modules_called(frames: list[FrameType]) -> list[nn.Module]:
+    """The modules whose calls are among some frames."""
+    return [one.f_locals["self"] for one in frames if one.f_code is nn.Module._call_impl.__code__]
+
+
+def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
+    """The name of the outermost method of a module, among the frames of a call, that no loop repeats within the call.
+
+    What a loop repeats is a step, and compiling the loop would write out all of its steps.
+    """
+    methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
+    numbers = [n for n, one in enumerate(frames) if one.f_code in methods and module in one.f_locals.values()]
+    if not numbers:
+        return None
+    repeated = [n for n, one in enumerate(frames[: numbers[-1] + 1]) if _is_in_a_loop(one)]
+    free = (methods[frames[n].f_code] for n in numbers if not repeated or n > repeated[-1])
+    name = next(free, None)
+    return None if name is None or runs_in_pieces(methods_of(type(module))[name]) else name
+
+
+def _is_in_a_loop(frame: FrameType) -> bool:
+    """Whether a jump back leads over what the frame is executing."""
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    targets = ((one.argval, one.offset) for one in dis.get_instructions(frame.f_code) if one.opcode in jumps)
+    return any(target <= frame.f_lasti < offset for target, offset in targets)
