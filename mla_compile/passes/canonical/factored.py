@@ -11,7 +11,7 @@ from torch import fx
 
 from mla_compile.passes.canonical.row_factors import broadcast_axes
 from mla_compile.passes.ir.axes import Axes
-from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.moves import Copy, Reorder
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same_sizes
@@ -84,3 +84,11 @@ def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_ST
             if found is not None:
                 return replace(found, steps=(*found.steps, (factor, packet(node) is aten.div)))
     return None
+
+
+def viewed(builder: Builder, x: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:
+    """Permute and reshape ``x`` as ``views`` do."""
+    for view in views:
+        assert callable(view.target)
+        x = builder.call(view.target, x, *view.args[1:], **view.kwargs)
+    return x

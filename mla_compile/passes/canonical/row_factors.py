@@ -106,7 +106,7 @@ class RowFactors:
             power = self._power(operands[0], axes)
             return None if power is None else power / (1 + power)
         if kind is aten.sum:
-            e, longer = self._reduced(x, axes) or (None, ())
+            e, longer = self._reduced(x, axes) or (x, ())
             return self._sum(args_of(e)[0], longer) if packet(e) is aten.exp else None
         if kind is aten.reciprocal:
             one = self.value(operands[0], axes)
@@ -159,8 +159,8 @@ class RowFactors:
         if kind is aten.mul and operands[0] is self._log2_of_sum and operands[1] == math.log(2):
             return self._total if axes == self._others else None
         if kind is aten.logsumexp:
-            y, longer = self._reduced(x, axes) or (None, ())
-            return None if y is None else self._sum(y, longer)
+            summed = self._reduced(x, axes)
+            return None if summed is None else self._sum(*summed)
         if kind is aten.log:
             return self.value(operands[0], axes)
         if kind not in (aten.logaddexp, aten.add, aten.sub, aten.neg) or x.kwargs or len(operands) > 2:

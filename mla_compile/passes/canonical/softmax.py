@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.score_tracer import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
-from mla_compile.passes.canonical.factored import Factored, Placed, factored
+from mla_compile.passes.canonical.factored import Factored, Placed, factored, viewed
 from mla_compile.passes.canonical.row_factors import DivisorTerm, RowFactors, row_axes
 from mla_compile.passes.canonical.sink_columns import dtype_of_terms, sink_column
 from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
@@ -155,24 +155,16 @@ def _sums(weights: fx.Node, after: Callable[[Axes, Axis], list[Placed] | None] |
 
 
 def _replacement(builder: Builder, node: fx.Node, written: _Written) -> fx.Node:
-    p, product = _viewed(builder, _softmax(builder, written), written.views), written.product
+    p, product = viewed(builder, _softmax(builder, written), written.views), written.product
     if product is not None:
         p = builder.cast(p, val(written.weights).dtype)
         given = fx.map_arg(product.args, lambda n: p if n is written.weights else n)
         assert callable(product.target)
-        p = _viewed(builder, builder.call(product.target, *given, **product.kwargs), written.later)
+        p = viewed(builder, builder.call(product.target, *given, **product.kwargs), written.later)
     new = builder.cast(p, val(node).dtype)
     if ORIGIN in node.meta:
         new.meta[ORIGIN] = node.meta[ORIGIN]  # the node of the untouched graph that computes the same
     return new
-
-
-def _viewed(builder: Builder, x: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:
-    """Permute and reshape ``x`` as ``views`` do."""
-    for view in views:
-        assert callable(view.target)
-        x = builder.call(view.target, x, *view.args[1:], **view.kwargs)
-    return x
 
 
 def _softmax(builder: Builder, written: _Written) -> fx.Node:
