@@ -195,7 +195,7 @@ ROOMS = {
     "passes.linear": "passes.ir",
     "passes.attention": "passes.ir",
     "passes.quantized": "core errors passes.ir",
-    "passes.fused": "passes.attention passes.ir passes.rewrite",
+    "passes.fused": "passes.attention passes.canonical passes.ir passes.rewrite",
     "passes.dependence": "passes.ir",
     "passes.canonical": "passes.attention passes.ir",
     "passes.cost": "core errors passes.ir",

@@ -7,7 +7,7 @@ earlier what is going to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,12 +36,14 @@ class Kept:
         rows: tensors that the code reads or writes, with each ``:axis`` along which it made another tensor with as many
             axes longer or shorter.
         left: the sizes of tensors that the code reads or writes when it has run, by Dynamo's names.
+        waits: the code made a tensor without rows where tensors that it keeps grow: rows that come in some calls only.
     """
 
     counts: frozenset[str]
     empty: frozenset[str]
     rows: frozenset[str]
     left: Mapping[str, Shape]
+    waits: bool
 
 
 _known: WeakKeyDictionary[fx.GraphModule, Kept] = WeakKeyDictionary()
@@ -73,7 +75,14 @@ def _kept(gm: fx.GraphModule) -> Kept:
         _axes(left, lambda shape, axis: axis > 0 and shape[axis] == 0),
         _axes(left, lambda shape, axis: (len(shape), axis) in changing),
         left,
+        any(_lacks_rows(node, changing) for node in gm.graph.nodes),
     )
+
+
+def _lacks_rows(node: fx.Node, changing: Collection[tuple[int, int]]) -> bool:
+    value = node.meta.get("example_value") if node.op != "placeholder" else None
+    sizes = tuple(map(seen, value.shape)) if isinstance(value, torch.Tensor) else ()
+    return any(size == 0 and (len(sizes), axis) in changing for axis, size in enumerate(sizes))
 
 
 def _axes(shapes: Mapping[str, Shape], wanted: Callable[[Shape, int], bool]) -> frozenset[str]:

@@ -73,7 +73,7 @@ def settle(gm: fx.GraphModule) -> None:
     known = _functions.setdefault(_forget_others(str(current)), _Settling())
     found, module = kept(gm), running()
     drained_before, rows_before = known.phases.drains, frozenset(known.rows)
-    if found.empty and module is not None:
+    if (found.empty or found.waits) and module is not None:
         known.phases.drains = module.drains = True
     known.counts |= found.counts
     known.rows |= found.empty | found.rows

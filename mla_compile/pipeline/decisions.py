@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from mla_compile.passes.cache.keep import KeptRows, keep_rows
 from mla_compile.passes.cost.cost import default_device
 from mla_compile.passes.decide.head_groups import HeadGroups, Unsplit, gains, groups_of, unsplit
-from mla_compile.passes.fused.read import add_plain_attention, has_fused
+from mla_compile.passes.fused.read import add_plain_attention, has_flex, has_fused
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.quantized.read import add_stand_ins, is_quantized
@@ -34,6 +34,9 @@ _LEGAL = Judgement("absorbed", "never", device=default_device("cpu"), slices=Fal
 def stand_ins(state: PassState) -> int:
     """Let plain operators stand in for those of libraries."""
     program, graph = state.program, state.graph
+    if has_flex(graph):  # what is made of its results is read in the spelling that all operators get afterwards
+        for name in ("normalize", "views"):
+            CANONICAL[name](state.analyses)
     fused, quantized, exact = has_fused(graph), is_quantized(graph), state.options.quantized == "exact"
     added = add_plain_attention(graph, program.fake_mode) if fused else 0
     if quantized:

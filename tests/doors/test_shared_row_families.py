@@ -132,8 +132,8 @@ def test_a_second_generation_compiles_nothing() -> None:
             ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 1130),
             ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4, 1130),
             ((SPARSE,), 1, 131, 130, 3, 1130),
-            # No tensor is empty before the 256th token, so none is known to drain.
-            ((HEAVY,), 4, 131, 130, 5, 1130),
+            # The prompt, steps that make a row for 128 tokens, and all others.
+            ((HEAVY,), 4, 131, 130, 3, 1130),
             # The window is full from the 129th token on, which the model asks of an int, and rows for 128 tokens come
             # at each 128th. So a full window and such a row first meet at the 256th.
             ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 7, 1130),

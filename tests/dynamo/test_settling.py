@@ -129,6 +129,34 @@ def test_what_fills_and_drains_is_compiled_for_any_size(door: str, most: int) ->
     assert counters["stats"]["unique_graphs"] == found <= most, "empty, some, full, and what was seen before"
 
 
+class Emits(Drains):
+    """The same, but takes what is full before it asks whether there is anything, as DeepSeek-V4's compressor does."""
+
+    def forward(self, x: torch.Tensor, kept: list[dict[str, Any]]) -> torch.Tensor:
+        waiting = torch.cat([kept[0]["waiting"], x], 1) if kept[0] else x
+        full = waiting.shape[1] // self.rate * self.rate
+        chunk, kept[0]["waiting"] = waiting[:, :full], waiting[:, full:]
+        new = chunk.unflatten(1, (-1, self.rate)).mean(2) if chunk.shape[1] > 0 else chunk.new_zeros(2, 0, 6)
+        kept[0]["rows"] = torch.cat([kept[0]["rows"], new], 1) if "rows" in kept[0] else new
+        q = self.q(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        k = torch.cat([kept[0]["rows"], x], 1)[:, None].expand(-1, 2, -1, -1)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+def test_what_has_not_drained_yet() -> None:
+    """After a prompt of seven, two rows wait and one stands for five. That the first step makes none says the rest."""
+    torch.compiler.reset()
+    model = Emits(5).eval()
+    fast = mla_compile.optimize(model, codegen="eager")
+    given: list[list[dict[str, Any]]] = [[{}], [{}]]
+    counters.clear()
+    with torch.no_grad():
+        for step in range(17):
+            x = torch.full((2, 1 if step else 7, 6), 0.1 * step + 0.1, dtype=torch.float64)
+            torch.testing.assert_close(fast(x, given[0]), model(x, given[1]))
+    assert counters["stats"]["unique_graphs"] == 3, "the prompt, steps without a new row, and steps with one"
+
+
 @pytest.mark.parametrize(
     ("reason", "said"),
     [

@@ -1,8 +1,7 @@
-"""Calls of flex_attention: recognise those that are a plain attention, and apply their score_mod to all scores.
+"""Calls of flex_attention: recognise those that can be read as an attention, and apply their functions to all scores.
 
 ``score_mod`` is a function of one score and its indices; vectorised, the same operators apply to all scores. With a
-block mask, a query sees the keys of the listed blocks. A call stays unchanged if it has both a score_mod and a block
-mask, or if more than its first result is used.
+block mask, a query sees the keys of the listed blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ _ONE_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class Flex:
-    """One call of flex_attention. ``score_mod``, with operands ``buffers``, is None if it returns the score."""
+    """One call of flex_attention.
+
+    ``score_mod``, with operands ``buffers``, is None if it returns the score; ``mask`` is None if all keys are seen.
+    """
 
     call: fx.Node
     q: fx.Node
@@ -34,6 +36,7 @@ class Flex:
     scale: float
     score_mod: fx.GraphModule | None
     buffers: tuple[fx.node.Argument, ...]
+    mask: FlexMask | None
 
     def modified(self, scores: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
         """Apply ``score_mod`` to all scores [B,H,S,T] at once."""
@@ -43,19 +46,14 @@ class Flex:
 
 
 @dataclass(frozen=True)
-class MaskedFlex:
-    """One call of flex_attention that changes no score and hides keys by a block mask; ``result`` is its output.
+class FlexMask:
+    """A block mask.
 
     ``blocks``: for each block of queries the number of its partial blocks of keys [B|1,H|1,n] and their indices
     [B|1,H|1,n,m]; then the same for blocks that are seen wholly, if any are listed. ``sizes``: tokens in a block of
     queries and of keys. In partial blocks ``mask_mod``, with operands ``buffers``, tells which keys are seen.
     """
 
-    result: fx.Node
-    q: fx.Node
-    k: fx.Node
-    v: fx.Node
-    scale: float
     blocks: tuple[fx.Node, ...]
     sizes: tuple[int, int]
     mask_mod: fx.GraphModule
@@ -98,41 +96,30 @@ def is_flex(node: fx.Node) -> bool:
 
 def flex_of(node: fx.Node) -> Flex | None:
     """Return the call whose only used result is ``node``, if the call can be read as an attention without a mask."""
-    if (call := _call_of(node)) is None:
-        return None
-    q, k, v, score_mod, block_mask, scale, _, buffers, _ = args_of(call)
-    if not _one_block(block_mask) or not _is_true(_graph(block_mask[-1])):
-        return None
-    score_graph = _graph(score_mod)
-    return Flex(call, q, k, v, float(scale), None if _returns_the_score(score_graph) else score_graph, tuple(buffers))
-
-
-def masked_flex_of(node: fx.Node) -> MaskedFlex | None:
-    """Return the call whose only used result is ``node``, if only its block mask comes between the products."""
-    if (call := _call_of(node)) is None:
-        return None
-    q, k, v, score_mod, block_mask, scale, *_, buffers = args_of(call)
-    blocks, sizes, mask_mod = block_mask[2:6], block_mask[-3:-1], _graph(block_mask[-1])
-    given = tuple(b for b in blocks if b is not None)
-    if (
-        (_one_block(block_mask) and _is_true(mask_mod))
-        or not _returns_the_score(_graph(score_mod))
-        or len(given) not in (2, 4)
-        or not all(isinstance(n, int) for n in sizes)
-    ):
-        return None
-    return MaskedFlex(node, q, k, v, float(scale), given, tuple(sizes), mask_mod, tuple(buffers))
-
-
-def _call_of(node: fx.Node) -> fx.Node | None:
-    """The call of flex_attention of which ``node`` is the only used result, if its sizes are what a rewrite needs."""
     call: fx.Node | None = args_of(node)[0] if packet(node) is operator.getitem else None
-    # The second result is the log-sum-exp, which a rewrite does not produce.
-    if call is None or not is_flex(call) or call.kwargs or len(call.users) != 1 or node.args[1] != 0:
+    if call is None or not is_flex(call) or set(call.users) != {node} or node.args[1] != 0:
         return None
-    q, k, *_, scale, _, _, _ = args_of(call)
+    flex = read_flex(call)
+    return flex if flex is not None and flex.mask is None else None
+
+
+def read_flex(call: fx.Node) -> Flex | None:
+    """Return the call if it can be read as an attention, whichever of its results are used."""
+    if not is_flex(call) or call.kwargs:
+        return None
+    q, k, v, score_mod, block_mask, scale, _, buffers, mask_buffers = args_of(call)
+    # A rewrite needs these sizes.
     known = isinstance(scale, (int, float)) and all(isinstance(shape(x)[1], int) for x in (q, k))
-    return call if known and same(shape(q)[0], shape(k)[0]) else None
+    if not known or not same(shape(q)[0], shape(k)[0]):
+        return None
+    mask: FlexMask | None = None
+    if not (_one_block(block_mask) and _is_true(_graph(block_mask[-1]))):
+        blocks, sizes = tuple(b for b in block_mask[2:6] if b is not None), tuple(block_mask[-3:-1])
+        if len(blocks) not in (2, 4) or not all(isinstance(n, int) for n in sizes):
+            return None
+        mask = FlexMask(blocks, sizes, _graph(block_mask[-1]), tuple(mask_buffers))
+    graph = _graph(score_mod)
+    return Flex(call, q, k, v, float(scale), None if _returns_the_score(graph) else graph, tuple(buffers), mask)
 
 
 def _graph(name: fx.Node) -> fx.GraphModule:

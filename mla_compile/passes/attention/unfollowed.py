@@ -34,8 +34,7 @@ def unfollowed(
 ) -> list[tuple[fx.Node, Stop]]:
     """Return the softmaxes of attentions that are not among ``sites``, each with the node where tracing stopped."""
     taken_apart = {flex.call for site in sites if (flex := flex_of(site.node)) is not None}
-    # A stand-in replaces a library's operator, or the only result of it that is read; the operator waits meanwhile.
-    taken_apart |= {n for n in graph.nodes if waits(n) or any(map(waits, n.users))}
+    taken_apart |= _waiting(graph)
     found = [(n, stop) for n in graph.nodes if n not in taken_apart and (stop := _closed(graph, n)) is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
     # These softmaxes belong to attentions that were found, whatever was decided about them.
@@ -63,6 +62,16 @@ def unfollowed(
     return found
 
 
+def _waiting(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that have a stand-in, or from which only such nodes are computed."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        readers = [n for n in node.users if n.users or n.op == "output" or waits(n)]
+        if waits(node) or (readers and found.issuperset(readers)):
+            found.add(node)
+    return found
+
+
 _FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
 _ATTENTION = ("attention", "attn", "attend", "fmha", "fwd_kvcache")
 """Words in the names of library operators that compute an attention, or part of one."""
@@ -82,9 +91,7 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
     name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
     name = name or getattr(packet(node), "__name__", "")
     if any(word in name for word in _FUSED):
-        return (
-            f"{name} in a form that is not analysed (a score_mod beside a block mask, or more than one result is used)"
-        )
+        return f"{name} in a form that is not analysed"
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         owner = graph.owning_module
         graphs = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]

@@ -4,12 +4,15 @@ A softmax may be written in parts: a shift in the exponent, a division by a sum,
 ``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row: a fraction in Z, the sum of
 ``exp(x)`` over the row, and in exponentials of other numbers. So the product of the parts is one fraction too. Its
 reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
+
+Axes are followed as atoms, so the parts may be permuted and reshaped against each other.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +20,11 @@ import sympy
 import torch
 from torch import fx
 
+from mla_compile.passes.ir.axes import Atom, Axes, flatten, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.moves import Copy, Join, Regroup
+from mla_compile.passes.ir.moves import Copy, Join, Rearrange
 from mla_compile.passes.ir.operators import decode
-from mla_compile.passes.ir.sizes import same, same_sizes
+from mla_compile.passes.ir.sizes import Size, same, same_sizes
 
 aten = torch.ops.aten
 
@@ -33,12 +37,23 @@ _ARITHMETIC: dict[object, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
 }
 
 
+def row_axes(sizes: Sequence[Size], dim: int) -> Axes:
+    """Return axes of a tensor whose rows lie along ``dim``, which has an atom even if it is one position long."""
+    return tuple((Atom(n),) if d == dim else fresh_axis(n) for d, n in enumerate(sizes))
+
+
+def broadcast_axes(given: object, axes: Axes) -> Axes:
+    """Return the axes of what broadcasts to a tensor with ``axes``; a number has none."""
+    sizes = shape(given) if is_tensor(given) else []
+    return tuple(() if same(n, 1) else a for n, a in zip(sizes, axes[len(axes) - len(sizes) :], strict=True))
+
+
 @dataclass(frozen=True)
 class RowNumber:
-    """A number for each row: a tensor that broadcasts against x, without the row's axis if not ``kept``."""
+    """A number for each row: a tensor, and its axes in the atoms of the scores."""
 
     node: fx.Node
-    kept: bool
+    axes: Axes
 
 
 @dataclass(frozen=True)
@@ -50,51 +65,66 @@ class DivisorTerm:
 
 
 class RowFactors:
-    """Reads factors of the rows of ``x`` along ``dim``; ``exponent`` is ``x`` minus numbers of each row.
+    """Reads factors of rows of scores with ``axes`` that lie along ``dim``.
 
     Attributes:
-        x: the scores.
-        shift: the exponential of what is subtracted from them.
+        axes: those of the scores.
+        row: the axis along which the rows lie.
     """
 
-    def __init__(self, exponent: fx.Node, dim: int) -> None:
-        self._from_right = len(shape(exponent)) - dim
+    def __init__(self, axes: Axes, dim: int, *, log2_of_sum: fx.Node | None = None) -> None:
+        """``log2_of_sum``: a tensor without the row's axis that is known to be the binary logarithm of Z."""
+        self.axes, self.row = axes, axes[dim]
+        self._others = (*axes[:dim], *axes[dim + 1 :])
+        self._log2_of_sum = log2_of_sum
         self._total = sympy.Symbol("Z", positive=True)
         self._numbers: dict[RowNumber, sympy.Symbol] = {}
-        self.x, shifts = self._unshifted(exponent)
-        self.shift = self._power_of_all(shifts)
+        self._x: fx.Node | None = None
+
+    def exponent(self, given: fx.Node) -> tuple[fx.Node, sympy.Expr]:
+        """Read the exponent ``given``: scores minus numbers of each row. Return them and the exponential of these."""
+        self._x, shifts = self._unshifted(given, self.axes)
+        power = self._power_of_all(shifts)
+        assert power is not None, "what broadcasts to the scores has no axes but theirs"
+        return self._x, power
 
     def softmax(self) -> sympy.Expr:
         """By what a softmax multiplies ``exp(x)``."""
         return 1 / self._total
 
-    def value(self, given: object, *, kept: bool = True) -> sympy.Expr | None:
-        """Return a number of each row as a fraction; None if it is not known to be one.
-
-        ``kept``: the tensor has the row's axis, with size 1.
-        """
+    def value(self, given: object, axes: Axes) -> sympy.Expr | None:
+        """Return a number of each row, a tensor with ``axes``, as a fraction; None if it is not known to be one."""
         if isinstance(given, (int, float)) and abs(given) < float("inf"):
             return sympy.Rational(given)
         if not is_tensor(given) or not val(given).dtype.is_floating_point:
             return None
-        x, kept = self._moved(given, kept=kept)
+        x, axes = _moved(given, axes)
         kind, operands = packet(x), args_of(x)
         if kind is aten.exp:
-            return self._power(operands[0], kept=kept)
+            return self._power(operands[0], axes)
         if kind is aten.sigmoid:
-            power = self._power(operands[0], kept=kept)
+            power = self._power(operands[0], axes)
             return None if power is None else power / (1 + power)
         if kind is aten.sum:
-            e = self._reduced(x, kept=kept)
-            return self._sum(args_of(e)[0]) if packet(e) is aten.exp else None
+            e, longer = self._reduced(x, axes) or (x, ())
+            return self._sum(args_of(e)[0], longer) if packet(e) is aten.exp else None
         if kind is aten.reciprocal:
-            one = self.value(operands[0], kept=kept)
+            one = self.value(operands[0], axes)
             return None if one is None else 1 / one
         rule = _ARITHMETIC.get(kind)
         if rule is None or x.kwargs or len(operands) != 2:
             return None
-        a, b = (self.value(one, kept=kept) for one in operands)
+        a, b = (self.value(one, broadcast_axes(one, axes)) for one in operands)
         return None if a is None or b is None or (kind is aten.div and b == 0) else rule(a, b)
+
+    def whole(self, start: sympy.Expr, factors: Iterable[tuple[object, bool, Axes]]) -> sympy.Expr | None:
+        """Return ``start`` times ``factors``, of which some divide; None if one is no number of each row."""
+        for factor, divides, axes in factors:
+            value = self.value(factor, axes)
+            if value is None:
+                return None
+            start = start / value if divides else start * value
+        return start
 
     def divisor(self, factor: sympy.Expr) -> tuple[DivisorTerm, ...] | None:
         """Return the terms beside Z in the sum ``1 / factor``; None if it is no sum of Z and positive terms."""
@@ -112,50 +142,52 @@ class RowFactors:
             return None
         return DivisorTerm(float(factor), tuple((named[s], int(n)) for s, n in powers.items()))
 
-    def _power(self, given: object, *, kept: bool) -> sympy.Expr | None:
+    def _power(self, given: object, axes: Axes) -> sympy.Expr | None:
         """Return the exponential of a number of each row; None if it varies along the row."""
         if not is_tensor(given):
             return None
-        x, moved = self._moved(given, kept=kept)
-        found = self._power_of_parts(x, kept=moved)
+        found = self._power_of_parts(*_moved(given, axes))
         if found is not None:
             return found
-        x, kept = self._moved(given, kept=kept, rounded=False)  # a sink that the model rounds stays rounded
-        place = self._place(x)
-        if kept and place >= 0 and not same(shape(x)[place], 1):
+        x, axes = _moved(given, axes, rounded=False)  # a sink that the model rounds stays rounded
+        if not set(flatten(axes)) <= set(flatten(self._others)):
             return None
-        return self._numbers.setdefault(RowNumber(x, kept), sympy.Symbol(f"e{len(self._numbers)}", positive=True))
+        return self._numbers.setdefault(RowNumber(x, axes), sympy.Symbol(f"e{len(self._numbers)}", positive=True))
 
-    def _power_of_parts(self, x: fx.Node, *, kept: bool) -> sympy.Expr | None:
+    def _power_of_parts(self, x: fx.Node, axes: Axes) -> sympy.Expr | None:
         kind, operands = packet(x), args_of(x)
+        if kind is aten.mul and operands[0] is self._log2_of_sum and operands[1] == math.log(2):
+            return self._total if axes == self._others else None
         if kind is aten.logsumexp:
-            y = self._reduced(x, kept=kept)
-            return None if y is None else self._sum(y)
+            summed = self._reduced(x, axes)
+            return None if summed is None else self._sum(*summed)
         if kind is aten.log:
-            return self.value(operands[0], kept=kept)
+            return self.value(operands[0], axes)
         if kind not in (aten.logaddexp, aten.add, aten.sub, aten.neg) or x.kwargs or len(operands) > 2:
             return None
-        powers = [power for one in operands if (power := self._power(one, kept=kept)) is not None]
+        found = (self._power(one, broadcast_axes(one, axes)) for one in operands)
+        powers = [power for power in found if power is not None]
         if len(powers) < len(operands):
             return None
         a, b = powers if len(powers) == 2 else (sympy.Integer(1), *powers)
         return {aten.logaddexp: a + b, aten.add: a * b}.get(kind, a / b)
 
-    def _sum(self, y: fx.Node) -> sympy.Expr | None:
+    def _sum(self, y: fx.Node, axes: Axes) -> sympy.Expr | None:
         """Return the sum of ``exp(y)`` along the row, of ``x`` or of ``x`` and numbers that are joined to it."""
-        y, shifts = self._unshifted(y)
-        if y is self.x:
-            found = self._total
-        elif isinstance(how := decode(y), Join) and how.dim == self._place(y):
-            sums = [self._sum(part) for part in how.parts]
+        y, shifts = self._unshifted(y, axes)
+        if y is self._x:
+            found = self._total if axes == self.axes else None
+        elif isinstance(how := decode(y), Join) and axes[how.dim] == self.row:
+            sums = [self._sum(part, axes) for part in how.parts]
             found = None if None in sums else sympy.Add(*sums)
         else:
-            found = self._power(y, kept=True)
-        return None if found is None else found / self._power_of_all(shifts)
+            found = self._power(y, broadcast_axes(y, axes))
+        shift = self._power_of_all(shifts)
+        return None if found is None or shift is None else found / shift
 
-    def _unshifted(self, x: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    def _unshifted(self, x: fx.Node, axes: Axes) -> tuple[fx.Node, list[RowNumber]]:
         """Return ``x`` before it was widened and before numbers of each row were subtracted, and these numbers."""
-        shifts: list[fx.Node] = []
+        shifts: list[RowNumber] = []
         while (source := _narrower(x)) or (packet(x) is aten.sub and not x.kwargs and len(args_of(x)) == 2):
             if source is not None:
                 x = source
@@ -163,52 +195,43 @@ class RowFactors:
             source, shift = args_of(x)
             if not is_tensor(source) or not is_tensor(shift) or not same_sizes(shape(source), shape(x)):
                 break
-            # Broadcasting aligns from the right. A shift lacks the row's axis, or has it with size 1.
-            place = self._place(shift)
-            if place >= 0 and not same(shape(shift)[place], 1):
+            number = RowNumber(shift, broadcast_axes(shift, axes))
+            if self.row in number.axes:
                 break
-            shifts.append(shift)
+            shifts.append(number)
             x = source
         return x, shifts
 
-    def _power_of_all(self, shifts: list[fx.Node]) -> sympy.Expr:
-        powers = [self._power(shift, kept=True) for shift in shifts]
-        return sympy.Mul(*powers)
+    def _power_of_all(self, shifts: list[RowNumber]) -> sympy.Expr | None:
+        powers = [self._power(shift.node, shift.axes) for shift in shifts]
+        return None if None in powers else sympy.Mul(*powers)
 
-    def _place(self, x: fx.Node) -> int:
-        """Where the row's axis is among those of ``x``; negative if ``x`` lacks it."""
-        return len(shape(x)) - self._from_right
-
-    def _reduced(self, x: fx.Node, *, kept: bool) -> Any:
-        """Return what a reduction along the row alone is of; None if ``x`` is another reduction."""
+    def _reduced(self, x: fx.Node, axes: Axes) -> tuple[Any, Axes] | None:
+        """Return what a reduction along one axis, the row, is of, and its axes; None if ``x`` is another reduction."""
         y, dims = args_of(x)[0], argument(x, 1, "dim")
         if not isinstance(dims, (list, tuple)) or len(dims) != 1 or x.kwargs.get("dtype") is not None:
             return None
-        along = axis(dims[0], len(shape(y))) == self._place(y)
-        return y if along and bool(argument(x, 2, "keepdim", False)) is kept else None
+        dim = axis(dims[0], len(shape(y)))
+        return y, (*axes[:dim], self.row, *axes[dim + bool(argument(x, 2, "keepdim", False)) :])
 
-    def _moved(self, x: fx.Node, *, kept: bool, rounded: bool = True) -> tuple[fx.Node, bool]:
-        """Return ``x`` before it was converted to another float and before the row's axis was added or removed.
 
-        ``rounded``: also to one that has not all of its numbers.
-        """
-        while isinstance(how := decode(x), (Copy, Regroup)):
-            if isinstance(how, Copy):
-                floats = val(how.x).dtype.is_floating_point and same_sizes(shape(how.x), shape(x))
-                if not floats or (not rounded and _narrower(x) is None):
-                    break
-            else:
-                # Values keep their order, so a shape without the axis, which has size 1, is enough.
-                longer, shorter = (x, how.x) if kept else (how.x, x)
-                place = self._place(longer)
-                if place < 0 or not same(shape(longer)[place], 1):
-                    break
-                sizes = shape(longer)
-                if not same_sizes([*sizes[:place], *sizes[place + 1 :]], shape(shorter)):
-                    break
-                kept = not kept
-            x = how.x
-        return x, kept
+def _moved(x: fx.Node, axes: Axes, *, rounded: bool = True) -> tuple[fx.Node, Axes]:
+    """Return ``x`` before it was converted to another float, permuted, reshaped or expanded, and its axes there.
+
+    ``rounded``: also before it was converted to a float that has not all of its numbers.
+    """
+    while isinstance(how := decode(x), (Copy, Rearrange)):
+        if isinstance(how, Copy):
+            floats = val(how.x).dtype.is_floating_point and same_sizes(shape(how.x), shape(x))
+            if not floats or (not rounded and _narrower(x) is None):
+                break
+        else:
+            before = None if how.map is None else how.map.backward(axes)
+            if before is None:
+                break
+            axes = before
+        x = how.x
+    return x, axes
 
 
 def _narrower(x: fx.Node) -> fx.Node | None:

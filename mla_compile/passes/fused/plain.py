@@ -2,8 +2,8 @@
 
 Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, tokens before heads
 
-After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With a soft cap or
-sinks it is two products, between them ``tanh`` and a softmax, in float32 or wider, as the kernels compute it inside.
+After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With modified scores
+or sinks it is two products and a softmax between them, in float32 or wider, as the kernels compute it inside.
 
 Of T keys, query s of S sees key t with ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation),
 where T and S belong to its sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
@@ -12,12 +12,15 @@ where T and S belong to its sequence. A query that sees no key gives zero, as in
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.canonical.factored import viewed
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, shape, val
@@ -27,20 +30,30 @@ from mla_compile.passes.rewrite.plain import masked_scores, probabilities
 aten = torch.ops.aten
 
 
+class UntoldError(Exception):
+    """A call is not a plain attention; the message says why."""
+
+    def __init__(self, why: str, code: str = "unsupported_op") -> None:
+        super().__init__(why)
+        self.code = code
+
+
 @dataclass(frozen=True)
 class Plain:
-    """``softmax(cap(scale q k) + bias) v`` over the keys that are seen.
+    """``softmax(modify(scale q k) + bias) v`` over the keys that are seen.
 
     Attributes:
         q: [B,S,H,D], or [B,H,S,D] if ``heads_first``; without heads [B,S,D]; packed [S,H,D].
         k, v: the same with T tokens and perhaps fewer heads, each of which serves neighbouring heads of ``q``.
-        softcap: scores become ``softcap * tanh(score / softcap)`` if it is not 0.
+        modify: adds the nodes that change all scores [B,H,S,T] at once; None: they stay.
         left, right: the number of keys before and after the diagonal that are seen; None: all.
         first: the diagonal begins at the first key, instead of ending at the last one.
         starts: the start of each packed sequence among the queries and among the keys [n+1], integers.
         used: the number of keys of each batch entry or packed sequence [n], integers.
         bias: added to the scores; or booleans, True where a key is seen.
-        sinks: one more score for each head of ``q`` [H], which has no value. It is not scaled, capped or hidden.
+        sinks: one more score for each head of ``q`` [H] or for each query [B|1,H|1,S|1,1], which has no value. It is
+            not scaled, modified or hidden.
+        views: nodes that permute or reshape the result, one after the other.
     """
 
     q: fx.Node
@@ -48,7 +61,7 @@ class Plain:
     v: fx.Node
     heads_first: bool
     scale: float
-    softcap: float = 0.0
+    modify: Callable[[Builder, fx.Node], fx.Node] | None = None
     left: int | None = None
     right: int | None = None
     first: bool = False
@@ -56,6 +69,7 @@ class Plain:
     used: fx.Node | None = None
     bias: fx.Node | None = None
     sinks: fx.Node | None = None
+    views: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,12 @@ class PlainNodes:
     core: tuple[fx.Node, ...]
     out: fx.Node
     builder: Builder
+
+
+def capped(softcap: float, builder: Builder, scores: fx.Node) -> fx.Node:
+    """Add ``softcap * tanh(scores / softcap)``."""
+    scores = builder.call(aten.tanh.default, builder.call(aten.div.Tensor, scores, softcap))
+    return builder.call(aten.mul.Tensor, scores, softcap)
 
 
 def write(anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> PlainNodes:
@@ -84,7 +104,7 @@ class _PlainWriter:
         q, k, v = (self._heads_first(x) for x in (plain.q, plain.k, plain.v))
         keep, causal = self._seen(q, k)
         core: tuple[fx.Node, ...]
-        if plain.softcap or plain.sinks is not None:
+        if plain.modify is not None or plain.sinks is not None:
             core, attention = self._in_two_products(q, k, v, keep, causal=causal)
         else:
             grouped = len(shape(q)) > 3 and not same(shape(q)[-3], shape(k)[-3])
@@ -92,7 +112,7 @@ class _PlainWriter:
             fused = aten.scaled_dot_product_attention.default
             attention = self.call(fused, q, k, v, mask, 0.0, causal, scale=plain.scale, enable_gqa=grouped)
             core = (attention,)
-        out = self._as_given(attention)
+        out = viewed(self.builder, self._as_given(attention), plain.views)
         out = self.builder.cast(out, val(self.anchor).dtype)
         # Views of the result were traced on the memory layout that the operator gives it.
         return PlainNodes(core, same_layout(self.builder, out, self.anchor), self.builder)
@@ -206,7 +226,7 @@ class _PlainWriter:
     def _in_two_products(
         self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, *, causal: bool
     ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
-        """Return the two products with cap and sinks between them, and the result; k and v may have fewer heads."""
+        """Return the two products with all between them, and the result; k and v may have fewer heads."""
         call, plain = self.call, self.plain
         dtype = wide(val(q).dtype)
         group = 1
@@ -223,12 +243,8 @@ class _PlainWriter:
             masks = [self._grouped(m, group) for m in masks]
         product = call(aten.matmul.default, q, call(aten.transpose.int, k, -2, -1))
 
-        def cap(x: fx.Node) -> fx.Node:
-            return call(
-                aten.mul.Tensor, call(aten.tanh.default, call(aten.div.Tensor, x, plain.softcap)), plain.softcap
-            )
-
-        scores = masked_scores(self.builder, product, plain.scale, masks, cap if plain.softcap else None)
+        modify = None if plain.modify is None else partial(self._modified, modify=plain.modify, group=group)
+        scores = masked_scores(self.builder, product, plain.scale, masks, modify)
         if plain.sinks is None:
             probs = probabilities(self.builder, scores, some_empty=bool(masks))
         else:
@@ -236,11 +252,20 @@ class _PlainWriter:
         out = call(aten.matmul.default, probs, v)
         return (product, out), call(aten.flatten.using_ints, out, -4, -3) if group > 1 else out
 
+    def _modified(self, scores: fx.Node, modify: Callable[[Builder, fx.Node], fx.Node], group: int) -> fx.Node:
+        if group == 1:
+            return modify(self.builder, scores)
+        scores = modify(self.builder, self.call(aten.flatten.using_ints, scores, -4, -3))
+        return self.call(aten.unflatten.int, scores, -3, [-1, group])
+
     def _beside_sinks(self, scores: fx.Node, sinks: fx.Node, group: int) -> fx.Node:
         call, dtype = self.call, val(scores).dtype
         # A sink of minus infinity takes nothing from other keys, and all of a row that sees no key, which is zero then.
         column = call(aten.clamp.default, self.builder.cast(sinks, dtype), torch.finfo(dtype).min)
-        column = call(aten.view.default, column, [-1, group, 1, 1] if group > 1 else [-1, 1, 1])
+        if len(shape(column)) == 1:
+            column = call(aten.view.default, column, [-1, 1, 1])
+        if group > 1:
+            column = self._grouped(column, group)
         sizes = [self.builder.size(scores, d) for d in range(len(shape(scores)) - 1)]
         both = call(aten.cat.default, [scores, call(aten.expand.default, column, [*sizes, 1])], -1)
         return call(aten.slice.Tensor, call(aten.softmax.int, both, -1), -1, 0, -1)

@@ -60,8 +60,10 @@ class _Solved:
         return expr
 
     def _plain(self, expr: sympy.Expr) -> sympy.Expr:
-        """Return ``expr`` without remainders, and without maxima whose largest argument is known."""
+        """Return ``expr`` without remainders, exact divisions, and maxima whose largest argument is known."""
         new: dict[sympy.Expr, sympy.Expr] = {one: self._largest(one) for one in expr.atoms(Max)}
+        # A view of [B * S] as [B, -1] has the size `s**2 // s` where B and S are one symbol: torch does not divide it.
+        new |= {one: n for one in expr.atoms(FloorDiv) if (n := quotient(*one.args)) is not None}
         new |= {one: one.args[0] - one.args[1] * FloorDiv(*one.args) for one in expr.atoms(PythonMod)}
         return expr.xreplace(new) if new else expr
 

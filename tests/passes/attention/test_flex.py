@@ -84,7 +84,6 @@ def blocks(mask_mod, B=1):
 
 TOLD = {
     "a result that is used besides": {"finish_heads": with_sums, "return_lse": True},
-    "a mask beside a score_mod": {"alibi": True, "block_mask": blocks(lambda b, h, i, j: i + T - S >= j)},
     "one sequence for all": {"shapes": lambda q, k, v: (q, k[:1], v[:1]), "block_mask": blocks(None, B=2)},
 }
 
@@ -111,6 +110,14 @@ MASKS = {
 def test_block_masks(name):
     """In small blocks some are listed as partial, some as seen wholly, and some not at all."""
     program = absorbed(Flex(block_mask=MASKS[name]), inputs(S=S))
+    assert not any("flex" in op for op in calls(program))
+
+
+@pytest.mark.parametrize("shapes", [lambda q, k, v: (q, k, v), grouped])
+def test_a_block_mask_beside_a_score_mod(shapes):
+    """The scores are changed first, then hidden."""
+    options = {"enable_gqa": shapes is grouped, "shapes": shapes, "block_mask": MASKS["of one block"]}
+    program = absorbed(Flex(lambda out, q, k, v: out[:, -H:], alibi=True, **options), inputs(S=S))
     assert not any("flex" in op for op in calls(program))
 
 

@@ -91,6 +91,32 @@ AFTER = {
     "exp(lse - logsumexp([lse, sink]))": lambda x, sink, v: x.softmax(-1) @ v * (lse(x) - combined(x, sink)).exp(),
     "sigmoid(lse - sink)": lambda x, sink, v: x.softmax(-1) @ v * (lse(x) - sink).sigmoid(),
     "a division": lambda x, sink, v: x.exp() @ v / (x.exp().sum(-1, keepdim=True) + sink.exp()),
+    "a transpose before": lambda x, sink, v: (
+        (x.softmax(-1) @ v).transpose(1, 2) * (lse(x) - sink).sigmoid().transpose(1, 2)
+    ),
+    "FlashAttention's layout": lambda x, sink, v: (
+        (x.softmax(-1) @ v).transpose(1, 2)
+        * (torch.logsumexp(x, -1).transpose(1, 2) - sink[:, 0, 0]).sigmoid().unsqueeze(-1)
+    ),
+    "a permuted sum, two views": lambda x, sink, v: (
+        (x.softmax(-1) @ v).permute(2, 0, 1, 3)[..., None]
+        * (lse(x).permute(2, 0, 1, 3) - sink[:, 0]).sigmoid().unsqueeze(-1)
+    ),
+    "tokens of all sequences in one axis": lambda x, sink, v: (
+        (x.softmax(-1) @ v).transpose(1, 2).reshape(-1, H, W)
+        * (torch.logsumexp(x, -1).transpose(1, 2).reshape(-1, H) - sink.view(H)).sigmoid()[..., None]
+    ),
+    "sequences and heads in one axis": lambda x, sink, v: (
+        (x.softmax(-1) @ v).flatten(0, 1) * (lse(x) - sink).sigmoid().flatten(0, 1)
+    ),
+    "an einsum in another order": lambda x, sink, v: (
+        torch.einsum("bhst,bhtv->bshv", x.softmax(-1), v) * (lse(x) - sink).sigmoid().transpose(1, 2)
+    ),
+    "weights and values, each with one": lambda x, sink, v: (
+        ((x.exp().transpose(1, 2) * 0.5).transpose(1, 2) @ v).transpose(1, 2)
+        / (x.exp().sum(-1, keepdim=True) + sink.exp()).transpose(1, 2)
+        * 2
+    ),
 }
 
 
@@ -100,10 +126,43 @@ class After(Shared):
         return self.weights(q @ k.mT * 0.4, self.sinks, k)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("name", AFTER)
-def test_a_factor_after_the_values(name):
-    fused, found, _ = attended(After(AFTER[name]))
+def test_a_factor_after_the_values(name, queries):
+    fused, found, _ = attended(After(AFTER[name]), [seeded(B, H, queries, W, seed=1), GIVEN[1]])
     assert (fused, sum(op == OP for op in found)) == (1, 1)
+    assert not any(op.startswith(("softmax", "logsumexp", "exp")) for op in found)
+
+
+NOT_AFTER = {
+    "sums of another head": lambda x, sink, v: (x.softmax(-1) @ v) * (lse(x).transpose(1, 2) - sink).sigmoid(),
+    "of heads and queries exchanged": lambda x, sink, v: (
+        (x.softmax(-1) @ v).transpose(1, 2) * (lse(x) - sink).sigmoid()
+    ),
+    "of heads and queries in another order": lambda x, sink, v: (
+        (x.softmax(-1) @ v).flatten(1, 2) * (lse(x) - sink).sigmoid().transpose(1, 2).flatten(1, 2)
+    ),
+    "a sink for each feature": lambda x, sink, v: (x.softmax(-1) @ v).mT * (lse(x) - sink).sigmoid(),
+    "an output that is read besides": lambda x, sink, v: (
+        (y := (x.softmax(-1) @ v).transpose(1, 2)) * (lse(x) - sink).sigmoid().transpose(1, 2) + y
+    ),
+    "an axis that is cut": lambda x, sink, v: (
+        (x.softmax(-1) @ v).flatten(0, 1).unflatten(0, (H, B))
+        * (lse(x) - sink).sigmoid().flatten(0, 1).unflatten(0, (H, B))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_AFTER)
+def test_a_factor_that_is_aligned_otherwise_stays(name):
+    """With as many heads as queries and features, so that each of them broadcasts."""
+
+    given = [seeded(B, H, H, H, seed=1), seeded(B, 1, T, H, seed=2)]
+    program = export(After(NOT_AFTER[name]), given)
+    before = str(program.gm.graph)
+    assert write_softmax(program.gm.graph, (), program.fake_mode) == 0
+    assert str(program.gm.graph) == before
+    assert optimized(program, lowering="op").fused == 0
 
 
 class Latent(MLA):

@@ -110,3 +110,11 @@ def test_quotients_and_alternatives_that_hold_for_all_sizes():
     assert not holds(sympy.Eq(FloorDiv(2 * s + t, s), 2))
     assert not holds(sympy.Ne(t, 1))
     assert not holds(sympy.And(even, sympy.Ne(s, 1)))
+
+
+def test_what_is_divided_by_one_of_its_factors_is_the_other(sizes):
+    a, b, _ = sizes
+    assert same(size(a * a // a), size(a)), "batch and length of one symbol, as `x.view(B, -1, D)` makes them"
+    assert same(size(a * a * b // (a * b)), size(a))
+    assert size(a * a // b).has(FloorDiv)
+    assert size((a * a + 1) // a).has(FloorDiv)
