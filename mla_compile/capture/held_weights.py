@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.source import NNModuleSource
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mla_compile.passes.ir.graph import packet, val
+from mla_compile.passes.ir.graph import is_tensor, packet, val
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import nearest, weight_nodes
 
@@ -80,7 +80,8 @@ def _scales_features(node: fx.Node, constant: Collection[fx.Node]) -> bool:
     """Whether ``node`` multiplies each feature of rows by a number of its own, the same for all rows."""
     if packet(node) is not aten.mul:
         return False
-    return all(1 < val(one).numel() == val(one).shape[-1] for one in node.all_input_nodes if one in constant)
+    held = [one for one in node.all_input_nodes if one in constant]
+    return all(is_tensor(one) and 1 < val(one).numel() == val(one).shape[-1] for one in held)
 
 
 def _weigh(rows: fx.Node) -> bool:
