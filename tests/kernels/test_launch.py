@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,27 @@ def test_without_triton_one_line_is_logged(monkeypatch: pytest.MonkeyPatch, capl
     launch.available.cache_clear()
     (record,) = caplog.records
     assert "runs the reference" in record.message
+
+
+@pytest.mark.parametrize(
+    ("rows", "capability", "read"),
+    [
+        ({}, (7, 5), False),
+        ({}, (8, 0), True),
+        ({}, (9, 0), True),
+        ({"dtype": torch.float64}, (9, 0), False),
+        ({"is_cuda": False}, (9, 0), False),
+    ],
+)
+def test_rows_on_gpus_from_sm_80_on_are_read(
+    rows: dict[str, Any], capability: tuple[int, int], read: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: name == "triton")
+    monkeypatch.setattr(Device, "of", lambda _: replace(PRESETS["sm_90"], capability=capability))
+    launch.available.cache_clear()
+    given: Any = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, "device": "cuda", **rows})
+    assert launch.reads(given) is read
+    launch.available.cache_clear()
 
 
 def small(**changed: Any) -> DecodeCall:
