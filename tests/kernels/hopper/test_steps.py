@@ -115,7 +115,7 @@ def test_takes(given):
         {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(()), "indices": LIST},
         {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(()), "rope": FP16, "indices": LIST},
         {"B": 1 << 16},
-        {"T": 1 << 31},  # more rows than coordinates
+        {"page": 16, "B": 1 << 15, "T": 1 << 20},  # 2^31 pages, more than there are coordinates
         {"indices": LIST, "row": 580},
         {"indices": LIST, "pages": 0},
         {"indices": LIST, "dtype": FP16, "query": FP32},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,17 +25,14 @@ def evaluated(graph: fx.Graph, value: Tensor) -> Tensor:
 def test_masks_are_padded_on_either_side_or_nowhere_or_hide_all():
     """A rewrite that is wrong for one of these alone would pass with masks of another kind."""
     mask = fx.Graph().placeholder("mask")
-    mask.meta["val"] = torch.ones(8, 6, dtype=torch.bool)
-    rows = [
-        tuple(row) for seed in range(40) for row in draw(mask, {}, 1.0, torch.Generator().manual_seed(seed)).tolist()
-    ]
-    found = {(row[0], row[-1], any(row)) for row in rows}
-    assert found == {
-        (left, right, some) for left in (False, True) for right in (False, True) for some in (False, True)
-        if some or not (left or right)
-    }  # fmt: skip
-    assert sum(all(row) for row in rows) > 10
-    assert sum(not any(row) for row in rows) > 10
+    mask.meta["val"] = torch.ones(8, 40, dtype=torch.bool)
+    found = Counter[tuple[bool, bool, bool]]()
+    for seed in range(20):
+        for row in draw(mask, {}, 1.0, torch.Generator().manual_seed(seed)).int().tolist():
+            if sum(a != b for a, b in pairwise([0, *row, 0])) <= 2:  # one range, and not random tokens
+                found[bool(row[0]), bool(row[-1]), any(row)] += 1
+    kinds = [(True, True, True), (True, False, True), (False, True, True), (False, False, True), (False, False, False)]
+    assert all(found[kind] >= 4 for kind in kinds), found
 
 
 def test_the_largest_number_of_a_dtype_is_no_overflow_of_a_cast_to_it():
