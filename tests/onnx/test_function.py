@@ -243,3 +243,30 @@ def test_several_bodies_of_one_operator_stand_in_one_file():
     free, masked = session.run(None, {"query": q, "latent": c, "mask": np.array([[[[True, False]]]])})
     assert np.allclose(masked[0, 0, 0], c[0, 0])
     assert not np.allclose(free, masked)
+
+
+def test_positions_that_topk_found_are_known_to_differ():
+    """Every other list is searched for places that name no key: a function of its own."""
+    import onnx_ir as ir
+
+    from mla_compile.onnx.attach import attach_functions
+
+    float_, whole = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT32)
+    query = ir.Value(name="query", type=float_, shape=ir.Shape([1, 1, 2, 8]))
+    latent = ir.Value(name="latent", type=float_, shape=ir.Shape([1, "T", 8]))
+    scores = ir.Value(name="scores", type=float_, shape=ir.Shape([1, 1, "T"]))
+    count = ir.Value(name="count", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
+    given = ir.Value(name="given", type=whole, shape=ir.Shape([1, 1, 4]))
+    best, whole_rows = (ir.node("TopK", [scores, count], num_outputs=2, attributes={"axis": n}) for n in (-1, 1))
+    found = [ir.node("Cast", [node.outputs[1]], attributes={"to": ir.DataType.INT32}) for node in (best, whole_rows)]
+    values = ir.node("Cast", [best.outputs[0]], attributes={"to": ir.DataType.INT32})
+    lists = [*(node.outputs[0] for node in found), values.outputs[0], given]
+    nodes = [ir.node(LISTED, [query, latent, *[None] * 5, one], domain=DOMAIN) for one in lists]
+    graph = ir.Graph(
+        [query, latent, scores, count, given], [node.outputs[0] for node in nodes],
+        nodes=[best, whole_rows, *found, values, *nodes], opset_imports={"": 21, DOMAIN: 1}, name="lists",
+    )  # fmt: skip
+    attach_functions(ir.Model(graph, ir_version=10))
+    ranked, *others = (node.overload for node in nodes)
+    assert len(set(others)) == 1
+    assert ranked not in others
