@@ -15,7 +15,7 @@ from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx.function import Signature, function
 from mla_compile.onnx.listed import ListedSignature, listed_function
-from mla_compile.onnx.op import DOMAIN, INPUTS, LISTED, LISTED_INPUTS, NAME
+from mla_compile.onnx.op import ALIKE, DOMAIN, INPUTS, LISTED, LISTED_INPUTS, NAME
 
 TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 B, S, H, T, L, R = 2, 3, 5, 23, 16, 6
@@ -270,3 +270,23 @@ def test_positions_that_topk_found_are_known_to_differ():
     ranked, *others = (node.overload for node in nodes)
     assert len(set(others)) == 1
     assert ranked not in others
+
+
+def test_means_over_rows_have_a_function_for_each_set_of_inputs():
+    import onnx_ir as ir
+
+    from mla_compile.onnx.attach import attach_functions
+
+    float_ = ir.TensorType(ir.DataType.FLOAT)
+    out, lse, values, mask = (ir.Value(name=name, type=float_) for name in ("out", "lse", "values", "mask"))
+    listed = ir.Value(name="listed", type=ir.TensorType(ir.DataType.INT32))
+    nodes = [
+        ir.node(ALIKE, [out, lse, values, *more], domain=DOMAIN)
+        for more in ([], [mask, listed], [], [None, None, listed])
+    ]
+    graph = ir.Graph(
+        [out, lse, values, mask, listed], [node.outputs[0] for node in nodes], nodes=nodes,
+        opset_imports={"": 21, DOMAIN: 1}, name="means",
+    )  # fmt: skip
+    attach_functions(ir.Model(graph, ir_version=10))
+    assert [node.overload for node in nodes] == ["", "v1", "", "v2"]
