@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 
@@ -57,3 +58,12 @@ def test_rows_that_are_appended_are_written_alone(function: Callable[..., tuple[
     (write,) = graph.find_nodes(op="call_function", target=aten.copy_.default)
     assert write.args[0].meta["val"].shape == (B, S, W)
     assert not graph.find_nodes(op="call_function", target=aten.slice_scatter.default)
+
+
+def test_an_input_that_keeps_its_value_is_not_written() -> None:
+    x = torch.ones(2)
+    traced = make_fx(lambda x: (x, x * 2), tracing_mode="fake")(x)
+    program = dataclasses.replace(from_graph_module(traced, (x,)), mutations=("x_1",))
+    emitted = to_graph_module(program)
+    assert emitted(x)[0].tolist() == [2, 2]
+    assert not emitted.graph.find_nodes(op="call_function", target=aten.copy_.default)
