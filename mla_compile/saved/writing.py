@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,7 @@ def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str,
             for number, (call, guards) in enumerate(written):
                 fresh = Path(place, str(number))
                 fresh.mkdir()
-                inductor = forward.options.codegen == "inductor"
-                with kernels.noting(used[number], fresh) if inductor else nullcontext():
+                with kernels.noting(used[number], fresh):
                     entries.append(entry_of(call, guards, twin))
         forward.use(Entries(entries, "what was compiled"))
         try:

@@ -846,7 +846,18 @@ def test_through_a_forward_and_a_method(kind: type[Any], calls: str) -> None:
     assert not any(cache.any() for cache in theirs)
 
 
-@pytest.mark.parametrize("layer", [Attention, Holding])
+class InAList(Buffered):
+    """Plain tensors in a list in a dict."""
+
+    k_cache, v_cache = (property(lambda self, at=at: self.held["cache"][at]) for at in range(2))
+    forward = Attention.forward
+
+    def __init__(self, dims: Dims = ODD) -> None:
+        super().__init__(dims)
+        self.held = {"cache": list(self.empty())}
+
+
+@pytest.mark.parametrize("layer", [Attention, Holding, InAList])
 def test_the_memory_of_the_buffers_is_freed_with_the_original(layer: type[nn.Module]):
     """Measured at the storages. Tensors without memory of their own beside them are no obstacle."""
     model, plain = Model(layer), Model(layer)

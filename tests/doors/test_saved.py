@@ -25,6 +25,7 @@ from mla_compile import ExportError, InputError, ModelFileError
 from mla_compile.errors import TargetError
 from mla_compile.saved import door, kind
 from mla_compile.saved import folder as files
+from mla_compile.saved.calls import NATIVE
 from mla_compile.saved.entries import Entries, Entry
 from mla_compile.saved.facts import told, told_apart
 from tests.support import models
@@ -95,6 +96,11 @@ assert fast.mla_report.absorbed and not counters["frames"], counters
 
 def test_another_process_runs_it_with_other_weights_and_traces_nothing(saved: Path):
     subprocess.run([sys.executable, "-c", PROCESS, str(saved)], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_our_kernels_are_saved_only_with_code_that_calls_them(saved: Path):
+    assert FAST["lowering"] == "aten"
+    assert NATIVE not in os.listdir(saved)
 
 
 def test_changes_after_loading_are_followed_or_refused(saved: Path):
@@ -244,6 +250,9 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path):
         mla_compile.save(fast, tmp_path / "code", lambda model: None)
     with pytest.raises(InputError, match=r"that optimize\(\) returned, got Breaks"):
         mla_compile.save(Breaks(), tmp_path / "code", texts)
+    changed = mla_compile.optimize(OneLayer(), inductor={"post_grad_custom_post_pass": print})
+    with pytest.raises(ExportError, match=r"inductor=\{'post_grad_custom_post_pass': .*\} cannot be saved"):
+        mla_compile.save(changed, tmp_path / "code", texts)
     assert not any(tmp_path.iterdir())
     (tmp_path / "mine").touch()
     with pytest.raises(TargetError, match="exists already"):

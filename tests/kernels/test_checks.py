@@ -11,6 +11,8 @@ from torch import Tensor
 from mla_compile import ops
 from mla_compile.errors import InputError
 from mla_compile.kernels import decode
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.checks import check
 from tests.support.paged_calls import PAGE, B, H, L, R, pages
 
 FP8 = torch.float8_e4m3fn
@@ -56,6 +58,13 @@ BAD_PAGED: list[tuple[dict[str, Any], str]] = [
 def test_bad_paged_input(change: dict[str, Any], message: str):
     with pytest.raises(InputError, match=message):
         decode.paged_decode_attention(**{**pages(), "latent_width": L, "scale": 0.3, **change})
+
+
+@pytest.mark.parametrize("bits", range(9))
+def test_pages_have_1_to_256_rows(bits: int):
+    rows = torch.empty(2, 1 << bits, L + R, device="meta")
+    query, table = rows.new_empty(1, 1, H, L + R), ints(1, 2, device="meta")
+    check(DecodeCall(query, rows[..., :L], rows[..., L:], block_table=table, seq_lens=table[0, :1], scale=1.0))
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +30,57 @@ def test_without_triton_one_line_is_logged(monkeypatch: pytest.MonkeyPatch, capl
     launch.available.cache_clear()
     (record,) = caplog.records
     assert "runs the reference" in record.message
+
+
+def on_gpu(*shape: int, **changed: Any) -> Any:
+    """What is asked of a tensor on a GPU."""
+    told = {"is_cuda": True, "dtype": torch.bfloat16, "device": "cuda", "numel": lambda: math.prod(shape)}
+    return SimpleNamespace(**{**told, **changed})
+
+
+def said_to_be(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is installed, and the GPU has this capability."""
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: name == "triton")
+    monkeypatch.setattr(Device, "of", lambda _: replace(PRESETS["sm_90"], capability=capability))
+    launch.available.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "capability", "read"),
+    [
+        ({}, (7, 5), False),
+        ({}, (8, 0), True),
+        ({}, (9, 0), True),
+        ({"dtype": torch.float64}, (9, 0), False),
+        ({"is_cuda": False}, (9, 0), False),
+    ],
+)
+def test_rows_on_gpus_from_sm_80_on_are_read(
+    rows: dict[str, Any], capability: tuple[int, int], read: bool, monkeypatch: pytest.MonkeyPatch
+):
+    said_to_be(capability, monkeypatch)
+    assert launch.reads(on_gpu(2, 9, 40, **rows)) is read
+    launch.available.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"block_table": on_gpu(1, 1)}, True),
+        ({"block_table": on_gpu(2, 0)}, False),
+        ({"query": on_gpu(2, 0, 4, 40)}, False),
+        ({"latent": on_gpu(2, 0, 32)}, False),
+        ({"query": on_gpu(2, 1, 4, 40, is_cuda=False)}, False),
+    ],
+)
+def test_calls_with_something_to_compute_are_taken(
+    changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+):
+    said_to_be((9, 0), monkeypatch)
+    given = {"query": on_gpu(2, 1, 4, 40), "latent": on_gpu(2, 9, 32), **changed}
+    assert launch.suits(DecodeCall(**given, scale=0.5)) is taken
+    launch.available.cache_clear()
 
 
 def small(**changed: Any) -> DecodeCall:

@@ -14,10 +14,12 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from torch import nn
 
 import mla_compile
 from mla_compile import ExportError, InputError, OptionError
-from mla_compile.onnx import Session, generate
+from mla_compile.onnx import Session, export, generate
+from mla_compile.onnx.exported import DTYPES
 from tests.support import models
 from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
@@ -351,3 +353,11 @@ class TestBadInput:
         with pytest.raises(ExportError, match=r"differs from the program by .* nothing was written"):
             mla_compile.export_onnx(Toy().eval(), tmp_path / "m", example_inputs=decode_inputs(), prefill=False)
         assert not any(tmp_path.iterdir())
+
+
+def test_weights_of_all_dtypes_that_an_export_knows_may_be_in_one_model():
+    weights = nn.ParameterList([torch.zeros(1, dtype=dtype) for dtype in DTYPES.values()])
+    assert export._cast(weights, None) is weights
+    weights.append(torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ExportError, match=r"weights are .*float64"):
+        export._cast(weights, None)

@@ -15,7 +15,7 @@ from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx.function import Signature, function
 from mla_compile.onnx.listed import ListedSignature, listed_function
-from mla_compile.onnx.op import DOMAIN, INPUTS, LISTED, LISTED_INPUTS, NAME
+from mla_compile.onnx.op import ALIKE, DOMAIN, INPUTS, LISTED, LISTED_INPUTS, NAME
 
 TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 B, S, H, T, L, R = 2, 3, 5, 23, 16, 6
@@ -243,3 +243,50 @@ def test_several_bodies_of_one_operator_stand_in_one_file():
     free, masked = session.run(None, {"query": q, "latent": c, "mask": np.array([[[[True, False]]]])})
     assert np.allclose(masked[0, 0, 0], c[0, 0])
     assert not np.allclose(free, masked)
+
+
+def test_positions_that_topk_found_are_known_to_differ():
+    """Every other list is searched for places that name no key: a function of its own."""
+    import onnx_ir as ir
+
+    from mla_compile.onnx.attach import attach_functions
+
+    float_, whole = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT32)
+    query = ir.Value(name="query", type=float_, shape=ir.Shape([1, 1, 2, 8]))
+    latent = ir.Value(name="latent", type=float_, shape=ir.Shape([1, "T", 8]))
+    scores = ir.Value(name="scores", type=float_, shape=ir.Shape([1, 1, "T"]))
+    count = ir.Value(name="count", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
+    given = ir.Value(name="given", type=whole, shape=ir.Shape([1, 1, 4]))
+    best, whole_rows = (ir.node("TopK", [scores, count], num_outputs=2, attributes={"axis": n}) for n in (-1, 1))
+    found = [ir.node("Cast", [node.outputs[1]], attributes={"to": ir.DataType.INT32}) for node in (best, whole_rows)]
+    values = ir.node("Cast", [best.outputs[0]], attributes={"to": ir.DataType.INT32})
+    lists = [*(node.outputs[0] for node in found), values.outputs[0], given]
+    nodes = [ir.node(LISTED, [query, latent, *[None] * 5, one], domain=DOMAIN) for one in lists]
+    graph = ir.Graph(
+        [query, latent, scores, count, given], [node.outputs[0] for node in nodes],
+        nodes=[best, whole_rows, *found, values, *nodes], opset_imports={"": 21, DOMAIN: 1}, name="lists",
+    )  # fmt: skip
+    attach_functions(ir.Model(graph, ir_version=10))
+    ranked, *others = (node.overload for node in nodes)
+    assert len(set(others)) == 1
+    assert ranked not in others
+
+
+def test_means_over_rows_have_a_function_for_each_set_of_inputs():
+    import onnx_ir as ir
+
+    from mla_compile.onnx.attach import attach_functions
+
+    float_ = ir.TensorType(ir.DataType.FLOAT)
+    out, lse, values, mask = (ir.Value(name=name, type=float_) for name in ("out", "lse", "values", "mask"))
+    listed = ir.Value(name="listed", type=ir.TensorType(ir.DataType.INT32))
+    nodes = [
+        ir.node(ALIKE, [out, lse, values, *more], domain=DOMAIN)
+        for more in ([], [mask, listed], [], [None, None, listed])
+    ]
+    graph = ir.Graph(
+        [out, lse, values, mask, listed], [node.outputs[0] for node in nodes], nodes=nodes,
+        opset_imports={"": 21, DOMAIN: 1}, name="means",
+    )  # fmt: skip
+    attach_functions(ir.Model(graph, ir_version=10))
+    assert [node.overload for node in nodes] == ["", "v1", "", "v2"]

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.repeats import find
 from mla_compile.repeats.split import split
+from mla_compile.repeats.stretches import memory_of
 
 aten = torch.ops.aten
 LAYERS = 4
@@ -138,6 +139,11 @@ def test_memory_that_two_inputs_share_is_not_written_by_a_part() -> None:
     shared = torch.zeros(2, 3)
     given = [torch.ones(2, 3), *weights(), *own[:-2], shared, shared.view(2, 3)]
     assert split(gm, given) is None
+
+
+def test_a_tensor_without_memory_of_its_own_shares_it_with_no_other() -> None:
+    one, other = (torch.eye(3).to_sparse() for _ in range(2))
+    assert memory_of(one) == memory_of(one) != memory_of(other)
 
 
 def test_an_input_that_is_a_view_of_what_is_written_is_refused() -> None:

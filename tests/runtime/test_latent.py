@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mla_compile
+from mla_compile.errors import StaleWeightError
 from mla_compile.runtime.latent import LatentTensor
 from tests.support import latent_modules
 from tests.support.programs import seeded
@@ -46,3 +47,17 @@ def test_a_slice_of_tokens_has_their_shape_whether_rows_are_kept_or_not(written:
         part = k[:, :, 3:5]
     assert part.shape == want.shape
     torch.testing.assert_close(part + 0, want)
+
+
+def test_what_is_copied_over_rows_needs_them_no_more() -> None:
+    """Not even if they can no longer be expanded, because a weight has changed under them."""
+    model, cache = latent_modules.Model(), latent_modules.Cache()
+    with torch.no_grad():
+        mla_compile.optimize(model, codegen="eager")(seeded(2, 7, latent_modules.D), cache, 0)
+        k = cache.keys[0]
+        model.layers[0].up.weight.mul_(2)
+        with pytest.raises(StaleWeightError):
+            k + 0
+        new = seeded(*k.shape)
+        assert k.copy_(new) is k
+        assert torch.equal(k + 0, new)

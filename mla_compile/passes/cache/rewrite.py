@@ -104,8 +104,7 @@ class _Rewriter:
         # In graph order, since rows that K and V share are written before the first of them.
         for cache in sorted(caches, key=lambda one: one.node):
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
-            anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)
-            builder = Builder(anchor, self.fake_mode)
+            builder = Builder(self._after(cache.node), self.fake_mode)
             self._read_sizes_from_rows(cache.node, cache.recipe, rows[0])
             expanded = self.plain.get(cache.node)
             self._read_apart(cache, rows, expanded)

@@ -7,8 +7,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.cpu import native as cpu_native
@@ -19,6 +22,20 @@ def test_the_paths_agree_on_a_cache_of_several_tiles(library: cpu_native.Library
     call = DecodeCall(**Case(T=5000, H=40, L=256, R=32).tensors(), scale=0.2)
     results = [cpu_native.decode_attention(replace(library, amx=amx), call)[0] for amx in (0, 2 * library.amx)]
     assert (results[0] - results[-1]).norm() <= 1e-5 * results[0].norm()
+
+
+@pytest.mark.parametrize("float16", [False, True])
+@pytest.mark.parametrize("amx", [False, True])
+def test_what_the_compiler_and_the_machine_have(float16: bool, amx: bool):
+    entry = SimpleNamespace()
+    built: Any = SimpleNamespace(
+        mla_decode_attention=entry, mla_index_scores=entry, mla_few_rows=entry, _name="kernels.so",
+        mla_features=lambda: float16 + 2 * amx,
+    )  # fmt: skip
+    library = cpu_native.library_of(built)
+    assert (library.float16, library.amx) == (float16, int(amx))
+    for dtype, taken in ((torch.float32, True), (torch.float16, float16), (torch.float64, False)):
+        assert cpu_native.takes(library, torch.zeros(1), torch.zeros(1, dtype=dtype), None) is taken
 
 
 @pytest.fixture

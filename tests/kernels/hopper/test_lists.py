@@ -99,6 +99,23 @@ def test_what_is_launched():
     assert not hopper_steps.prepared(given, found, H200)
 
 
+@pytest.mark.parametrize(
+    ("given", "causal", "page"),
+    [
+        (call(S=1), False, 0),  # the last token sees all keys
+        (call(S=2), True, 0),
+        (call(causal=False), False, 0),
+        (paged(16, 2), True, 16),
+        (paged(16, 1), True, 0),  # rows are equally spaced: places are not divided into page and row
+    ],
+)
+def test_what_a_kernel_is_compiled_for(given: DecodeCall, causal: bool, page: int):
+    pytest.importorskip("triton.experimental.gluon")
+    attention = hopper_steps.steps(given, chosen_plan(given, H200), H200)[0]
+    assert (attention.constants["CAUSAL"], attention.constants["PAGE"]) == (causal, page)
+    assert attention.constants["LIST_PAGE"] == given.sizes.page
+
+
 def test_scratch_has_room_for_every_list_of_a_kind():
     assert lists.scratch(call(k=100))["places"][0] == (2, 3, 2, 64)
     assert lists.scratch(call(T=2300, k=2048))["words"][0] == (2, 3, 32, 2)

@@ -115,6 +115,7 @@ def test_takes(given):
         {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(()), "indices": LIST},
         {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(()), "rope": FP16, "indices": LIST},
         {"B": 1 << 16},
+        {"page": 16, "B": 1 << 15, "T": 1 << 20},  # 2^31 pages, more than there are coordinates
         {"indices": LIST, "row": 580},
         {"indices": LIST, "pages": 0},
         {"indices": LIST, "dtype": FP16, "query": FP32},
@@ -152,6 +153,23 @@ def test_scratch_of_a_schedule_holds_every_piece():
     assert shapes["part"][0] == schedules.reference([9000] * 40, 9000, count).slots
     assert not hopper_steps.scheduled(given, planned(given, deterministic=True))
     assert not hopper_steps.scheduled(given, planned(given, splits=3))
+
+
+@pytest.mark.parametrize(("sms", "blocks"), [(132, 17), (128, 17), (127, 16)])
+def test_each_partition_and_the_end_of_the_last_are_cut(sms, blocks):
+    """Eight of them by a block; 64 query rows have a partition for each SM."""
+    pytest.importorskip("triton.experimental.gluon")
+    given, device = call(page=64, B=40, S=1, H=64, T=9000), replace(H200, sms=sms)
+    cut, *_ = hopper_steps.steps(given, planned(given), device)
+    assert (cut.name, cut.scalars["partitions"], cut.grid) == ("cut", sms, (blocks, 1, 1))
+
+
+def test_a_window_beyond_all_tokens_is_a_number_of_32_bits():
+    pytest.importorskip("triton.experimental.gluon")
+    for window, seen in ((5, 6), (2**31 - 3, 2**31 - 2), (2**31, 2**31 - 1)):  # by two query tokens
+        given = call(H=64, window=window)
+        attention = next(s for s in hopper_steps.steps(given, planned(given), H200) if s.name == "mla_seesaw")
+        assert attention.scalars["reach"] == seen
 
 
 def test_steps_name_only_buffers_that_exist():

@@ -89,6 +89,10 @@ CAUSAL = {
     "filled": lambda S: torch.zeros(S, T).masked_fill(positions(S)[1] > positions(S)[0], INF)[None, None],
     "looked up": lambda S: (torch.arange(T)[torch.arange(T)] <= positions(S)[0])[None].expand(B, -1, -1)[:, None],
     "with ones": lambda S: torch.ones((), dtype=torch.bool) & (positions(S)[1] <= positions(S)[0]),
+    "a sum": lambda S: above(S) + torch.where(positions(S)[1] <= positions(S)[0], 0.0, INF),
+    "nowhere later": lambda S: (
+        (positions(S)[1] >= 0).expand(S, T).masked_fill(positions(S)[1] > positions(S)[0], False)
+    ),
 }
 
 

@@ -73,6 +73,24 @@ def test_past_and_present_become_rows(queries):
     ]
 
 
+class Counting(OneLayer):
+    """Multiplies by the number of tokens so far."""
+
+    def forward(self, x, past):
+        y, new = super().forward(x, past)
+        return y * past[0].shape[2], new
+
+
+def test_lengths_are_those_of_the_rows():
+    model = Counting()
+    program = mla_compile.optimize(exported(model), cache="latent")
+    shapes = [n.meta["val"].shape for n in program.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    keys = [one for one in shapes if len(one) == 4 and (one[1], one[3]) == (H, N + R)]
+    assert all(isinstance(one[2], int) for one in keys), "K is made of all tokens, if only for their number"
+    _, filled = OneLayer()(seeded(B, 9, D, seed=3))
+    decode(model, program.module(), filled, mla_compile.migrate_cache(program, filled)[0])
+
+
 def test_the_signature_stays_unless_it_is_asked_for():
     model = OneLayer()
     with pytest.warns(mla_compile.MlaCompileWarning, match="expanded_cache"):

@@ -69,19 +69,23 @@ def test_rows_that_are_computed_anyway_may_be_one_source_too_many_for_the_whole(
     assert (site.code, site.parts, site.kept) == (Code.ABSORBED, ("keys", "values"), ())
 
 
-def test_rows_that_are_computed_anyway_may_be_no_source():
+@pytest.mark.parametrize(("read", "code"), [(False, Code.TOKEN_MIXING), (True, Code.KEYS_USED_ELSEWHERE)])
+def test_rows_that_are_computed_anyway_may_be_no_source(read, code):
     """Every head has rotary keys of its own, and a convolution makes the latent: no part of K is absorbed into that.
 
-    Of the rows that are narrower than both, the convolution mixes the tokens; nothing else reads the first product.
+    Of the rows that are narrower than both, the convolution mixes the tokens. It is not the reason if something else
+    reads the first product, too.
     """
 
     def fn(q, h, down, conv, up):
-        c, r = F.linear(h, down).split([L, H * R], -1)
+        both = F.linear(h, down)
+        c, r = both.split([L, H * R], -1)
         k, v = heads(F.linear(F.conv1d(c.mT, conv, padding=1).mT, up), N + V).split([N, V], -1)
-        return sdpa(q, torch.cat([k, heads(r, R)], -1), v, None, 0.3)
+        out = sdpa(q, torch.cat([k, heads(r, R)], -1), v, None, 0.3)
+        return result(out, both.tanh()) if read else out
 
     program, outcome = decide(fn, [query(H, S, N + R), rows(2)], (L + H * R, 2), (L, L, 3), (H * (N + V), L))
-    assert codes(outcome) == [Code.TOKEN_MIXING]
+    assert codes(outcome) == [code]
     assert_untouched(program, outcome)
 
 

@@ -108,6 +108,7 @@ LINEAR = {
     "projection with a bias before": (lambda z, a, c, b: F.linear(F.linear(z, a, c), b), [W(12, L), W(12), W(6, 12)]),
     "conv1d": (lambda z, w, b: F.conv1d(z.mT, w, b), [W(12, L, 1), W(12)]),
     "conv2d": (lambda z, w: F.conv2d(z.mT.view(B, L, T, 1), w), [W(12, L, 1, 1)]),
+    "conv of one place, dilated": (lambda z, w: F.conv1d(z.mT, w, dilation=2), [W(12, L, 1)]),
     # heads projected one by one
     "heads stacked": (lambda z, a, b: torch.stack([z @ a, z @ b], 1), [W(L, N), W(L, N, seed=3)]),
     "heads stacked, bias and scale": (

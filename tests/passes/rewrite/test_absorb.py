@@ -120,6 +120,13 @@ def test_a_symbolic_number_of_queries_is_picked_in_each_call():
     assert not isinstance(outcome.variants[0].S, int)
 
 
+def test_a_prompt_of_any_length_is_kept_by_cost():
+    length = torch.export.Dim("length")
+    outcome = optimized(export(MLA(), inputs(S=5, T=5), ({1: length},) * 3))
+    assert codes(outcome) == [Code.COST_PREFILL]
+    assert outcome.report.sites[0].reason.startswith("a prompt")
+
+
 def test_one_query_is_absorbed_without_asking():
     outcome = optimized(export(MLA(), inputs(S=1)))
     assert codes(outcome) == [Code.ABSORBED]
