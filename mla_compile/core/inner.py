@@ -9,7 +9,6 @@ below it, as in ``for layer in self.layers: layer.attention(x)``.
 from __future__ import annotations
 
 import copy
-import dis
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -22,7 +21,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from mla_compile.core.modules import shallow
-from mla_compile.core.objects import attributes, can_be_copied, reached, set_attributes, shallow_object
+from mla_compile.core.objects import attributes, can_be_copied, set_attributes, shallow_object
+from mla_compile.core.reached import is_a, reached
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 PLAIN = (list, tuple, dict)
@@ -61,30 +61,6 @@ def names_in(method: FunctionType, kind: type) -> Names:
         names |= new
         left += [getter for name in new if (getter := _getter(kind, name)) is not None]
     return frozenset(names)
-
-
-def computes_a_name(method: FunctionType) -> bool:
-    """Whether a method reads an attribute of its object whose name its code does not have: ``getattr(self, name)``."""
-    code = inspect.unwrap(method).__code__
-    if "getattr" not in code.co_names:
-        return False
-    steps = [one for one in dis.get_instructions(code) if one.opname not in ("PUSH_NULL", "EXTENDED_ARG")]
-    for n, function in enumerate(steps[:-2]):
-        owner = steps[n + 1].argval
-        if (
-            function.argval == "getattr"
-            and (owner[:1] if isinstance(owner, tuple) else (owner,)) == code.co_varnames[:1]
-        ):
-            made = steps[n + 2 : n + 2 + _NEAR]
-            both = isinstance(owner, tuple)  # the object and a variable, in one step from Python 3.13 on
-            if both or steps[n + 2].opname != "LOAD_CONST" or any(one.opname.startswith(_MAKE_TEXT) for one in made):
-                return True
-    return False
-
-
-_MAKE_TEXT = ("BUILD_STRING", "FORMAT", "BINARY")
-_NEAR = 10
-"""Instructions after the object: more than ``f"layer_{n + 1}"`` or ``"layer" + str(n)`` takes."""
 
 
 def _getter(kind: type, name: str) -> FunctionType | None:
@@ -136,7 +112,7 @@ def copy_called(
 
 def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
     """A method of what was copied, also within a ``partial``, as a method of the copy."""
-    if isinstance(value, MethodType) and id(value.__self__) in copies:
+    if is_a(value, MethodType) and id(value.__self__) in copies:
         return MethodType(value.__func__, copies[id(value.__self__)])
     if type(value) is partial:
         args = [copies.get(id(one), one) for one in value.args]
@@ -200,7 +176,7 @@ class _Visit:
         Dicts of models are looked through in any case.
         """
         items: Mapping[Any, Any]
-        if isinstance(value, nn.Module):
+        if is_a(value, nn.Module):
             if value in self.roots or _has_layers(value) or (named and _is_called(value)):
                 return self.module(value, path, names)
             if not isinstance(value, CONTAINERS) or not (named or isinstance(value, nn.ModuleDict)):
@@ -208,7 +184,7 @@ class _Visit:
             items = value._modules
         elif type(value) in PLAIN:
             items = value if isinstance(value, dict) else dict(enumerate(value))
-        elif isinstance(value, MethodType):
+        elif is_a(value, MethodType):
             items = {"__self__": value.__self__}
         elif type(value) is partial:
             items = dict(enumerate((value.func, *value.args)))
@@ -297,7 +273,7 @@ class _Finding(_Visit):
         keeping = [
             one
             for one in reached(own, but=self.objects)
-            if id(one) not in self.objects and not isinstance(one, (*PLAIN, *BOUND, nn.Module))
+            if id(one) not in self.objects and not is_a(one, (*PLAIN, *BOUND, nn.Module))
         ]
         for module in self.roots[0].modules():
             keeping += [] if module in copied else vars(module).values()

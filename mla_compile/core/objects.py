@@ -1,20 +1,18 @@
-"""Plain Python objects that hold modules: what they hold, and which of them a shallow copy can stand in for."""
+"""Plain Python objects that hold modules: their attributes, and which of them a shallow copy can stand in for."""
 
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from threading import Thread
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
 from mla_compile.core.modules import Added
+from mla_compile.core.reached import is_a
 
 _MEANT_OTHERWISE = (
     "__copy__",
@@ -33,7 +31,7 @@ def is_plain(value: object) -> bool:
     kind = type(value)
     if kind is SimpleNamespace:
         return True
-    return kind.__new__ is object.__new__ and kind is not object and not isinstance(value, (nn.Module, Added))
+    return kind.__new__ is object.__new__ and kind is not object and not is_a(value, (nn.Module, Added))
 
 
 def can_be_copied(value: object) -> bool:
@@ -45,7 +43,7 @@ def can_be_copied(value: object) -> bool:
     kind = type(value)
     if kind is SimpleNamespace:
         return True
-    if not is_plain(value) or isinstance(value, Thread) or kind.__module__.partition(".")[0] == "torch":
+    if not is_plain(value) or is_a(value, Thread) or kind.__module__.partition(".")[0] == "torch":
         return False
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
     names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))  # which only raises
@@ -82,42 +80,3 @@ def set_attributes(value: object, new: Mapping[str, Any]) -> None:
             slot.__set__(value, one)
         else:
             vars(value)[name] = one
-
-
-def held_by(value: object) -> Iterable[object]:
-    """What a value holds: the items of a collection, the attributes of an object, what a function is bound to."""
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return value
-    if isinstance(value, MethodType):
-        return (value.__self__,)
-    if isinstance(value, partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, FunctionType):
-        return (*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    return () if isinstance(value, (nn.Module, Added, ModuleType)) else attributes(value).values()
-
-
-def _cells(function: FunctionType) -> Iterator[object]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # the variable has no value yet
-            continue
-
-
-def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[object]:
-    """Everything that values hold and that is not a module or a tensor, themselves included; modules end the walk.
-
-    What has its ``id`` in ``but`` is returned, and what it holds is not.
-    """
-    seen, left = set[int](), list(values)
-    while left:
-        one = left.pop()
-        if id(one) in seen or one is None or isinstance(one, (str, int, float, torch.Tensor, type)):
-            continue
-        seen.add(id(one))
-        yield one
-        if id(one) not in but:
-            left += held_by(one)

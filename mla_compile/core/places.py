@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import types
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,11 +13,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.core.modules import Added
+from mla_compile.core.reached import is_a, reached
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
-_MANY = 1_000_000
-
 
 Holder: TypeAlias = "dict[Any, Any] | list[Any]"
 Link: TypeAlias = "tuple[Holder, Any, Any]"
@@ -90,7 +85,7 @@ def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
     seen: set[int] = set()
     while left:
         keys, one = left.pop()
-        if isinstance(one, torch.Tensor):
+        if is_a(one, torch.Tensor):
             yield keys, one
         elif type(one) in (list, dict) and id(one) not in seen:
             seen.add(id(one))
@@ -122,8 +117,8 @@ def only_here(model: nn.Module, places: Iterable[Place]) -> set[Place]:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             memory.update(_memory(tensor))
         for key, value in vars(module).items():
-            for held in () if key in _REGISTERED else _reached(value):
-                if isinstance(held, nn.Module):
+            for held in () if key in _REGISTERED else reached([value]):
+                if is_a(held, nn.Module):
                     modules.update(map(id, held.modules()))
                 memory.update(_memory(held))
     return {place for place in places if _is_only(model, place, modules, memory)}
@@ -138,7 +133,7 @@ def _is_only(model: nn.Module, place: Place, modules: Counter[int], memory: Coun
 
 def _memory(value: object) -> tuple[int, ...]:
     """The identities of the memory of a tensor: tensors that share memory have equal ones."""
-    if not isinstance(value, torch.Tensor):
+    if not is_a(value, torch.Tensor):
         return ()
     if is_traceable_wrapper_subclass(value):  # two of them may share inner tensors
         names, _ = value.__tensor_flatten__()
@@ -147,30 +142,3 @@ def _memory(value: object) -> tuple[int, ...]:
     if value.layout is not torch.strided or is_lazy(value):
         return (id(value),)
     return (value.untyped_storage()._cdata,)
-
-
-_OPAQUE = (
-    str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType, types.FrameType,
-    types.BuiltinFunctionType, torch.dtype, torch.device,
-)  # fmt: skip
-
-
-def _reached(value: object) -> Iterator[object]:
-    """Yield the modules and tensors that can be reached from an object without passing through another of them."""
-    seen: dict[int, object] = {}
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, _OPAQUE) or id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if isinstance(one, (nn.Module, torch.Tensor)):
-            yield one
-        elif isinstance(one, Added):
-            left.append(one.replaced)
-        elif isinstance(one, weakref.ReferenceType):
-            left.append(one())
-        elif isinstance(one, types.FunctionType):  # not its globals, which may hold anything
-            left += [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
-        elif len(seen) < _MANY:
-            left += gc.get_referents(one)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from mla_compile.core.inner import called_within, models_within
 from mla_compile.core.modules import shallow, share_marks
 from mla_compile.core.places import Place
+from mla_compile.core.reached import is_a
 from mla_compile.core.tracing import is_traced, one_at_a_time
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
@@ -260,7 +261,7 @@ class CompiledForward(OwnForward):
     @functools.cached_property
     def _parts(self) -> list[CompiledForward]:
         found = (one for part in (self.module, *self._called_within) for one in vars(part).values())
-        return [one for one in found if isinstance(one, CompiledForward) and one is not self]
+        return [one for one in found if is_a(one, CompiledForward) and one is not self]
 
     def _is_within(self) -> bool:
         """Whether the call comes from the outer model, whose compiler then handles it."""

@@ -36,13 +36,18 @@ def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
     What a loop repeats is a step, and compiling the loop would write out all of its steps.
     """
     methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
-    numbers = [n for n, one in enumerate(frames) if one.f_code in methods and module in one.f_locals.values()]
+    numbers = [n for n, one in enumerate(frames) if one.f_code in methods and _has(one, module)]
     if not numbers:
         return None
     repeated = [n for n, one in enumerate(frames[: numbers[-1] + 1]) if _is_in_a_loop(one)]
     free = (methods[frames[n].f_code] for n in numbers if not repeated or n > repeated[-1])
     name = next(free, None)
     return None if name is None or runs_in_pieces(methods_of(type(module))[name]) else name
+
+
+def _has(frame: FrameType, module: nn.Module) -> bool:
+    """Whether a module is among the variables of a frame, none of which is asked whether it equals another."""
+    return any(value is module for value in frame.f_locals.values())
 
 
 def _is_in_a_loop(frame: FrameType) -> bool:

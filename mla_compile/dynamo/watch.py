@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from mla_compile.core.inner import computes_a_name, methods_of, names_in
+from mla_compile.core.inner import methods_of, names_in
 from mla_compile.core.modules import Added, is_copy_of
-from mla_compile.core.objects import reached
+from mla_compile.core.reached import is_a, reached
 from mla_compile.core.tracing import is_traced
 from mla_compile.core.wrapped import OwnForward
 from mla_compile.dynamo.candidates import PRODUCTS
@@ -36,7 +36,9 @@ from mla_compile.report.report import LEFT_OUT
 _CALLS = 8
 """How often a method is watched. One that runs no attention by then is taken for one that never does."""
 
-_WAYS = frozenset({"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "forward"})
+_WAYS = frozenset(
+    {"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "getattr", "forward"}
+)
 """Names by which a method reaches submodules, or the code of a forward, without naming them."""
 
 _left: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -133,28 +135,27 @@ def watch_methods(module: nn.Module) -> None:
     found = set[str]()
     while new := {name for name in names if name not in found and names[name] & (holding | found)}:
         found |= new
-    found |= {name for name, method in methods.items() if names[name] & _WAYS or computes_a_name(method)}
+    found |= {name for name, method in methods.items() if names[name] & _WAYS}
     for name in found - {*dir(nn.Module), *vars(module)}:
         method = methods[name]
         later = runs_in_pieces(method)
         vars(module)[name] = MethodType(_piecewise(method), module) if later else OwnMethod(module, name)
 
 
-@functools.cache
 def _piecewise(method: FunctionType) -> Callable[..., Any]:
     made = in_pieces(method, lambda module: _watching(module, method.__name__))
-    _made_here.add(made)
+    vars(made)[_IN_PIECES] = True
     return made
 
 
-_made_here: set[object] = set()
+_IN_PIECES = "_mla_in_pieces"
 
 
 def unwatch(module: nn.Module) -> None:
     """Undo :func:`watch_methods`, and what came of it."""
     for name, value in list(vars(module).items()):
-        later = isinstance(value, MethodType) and value.__func__ in _made_here
-        if name != "forward" and (later or isinstance(value, (OwnMethod, OwnForward))):
+        later = is_a(value, MethodType) and hasattr(value.__func__, _IN_PIECES)
+        if name != "forward" and (later or is_a(value, (OwnMethod, OwnForward))):
             del vars(module)[name]
 
 
@@ -233,4 +234,4 @@ def _message(module: nn.Module, name: str, ran: Sequence[nn.Module]) -> str:
 
 def _holds_a_module(value: object) -> bool:
     """Whether a value is or holds a module: in a collection, an object, a bound method or a variable of a function."""
-    return any(isinstance(one, nn.Module) for one in reached([value]))
+    return any(is_a(one, nn.Module) for one in reached([value]))

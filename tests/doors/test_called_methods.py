@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
-import pickle
 import warnings
 
 import pytest
@@ -15,7 +13,7 @@ from torch import nn
 
 import mla_compile
 from mla_compile import MlaCompileWarning
-from tests.doors.test_called_parts import ByHand, Itself, Layer, PerHead
+from tests.doors.test_called_parts import ByHand, Itself, Layer, PerHead, again, copied, pickled
 from tests.support.tiers import also
 from tests.support.toy import H, L, N, R, Toy, V, decode_inputs
 
@@ -164,18 +162,6 @@ def test_a_method_that_is_called_by_itself(kind):
         for x in inputs()[1:]:
             torch.testing.assert_close(fast.step(x, caches), model.step(x, others), rtol=1e-4, atol=1e-5)
     assert fast.mla_report.absorbed
-
-
-def copied(fast):
-    return copy.deepcopy(fast)
-
-
-def pickled(fast):
-    return pickle.loads(pickle.dumps(fast))
-
-
-def again(fast):
-    return mla_compile.optimize(fast, codegen="eager")
 
 
 @pytest.mark.parametrize("made", [copied, pickled, again])

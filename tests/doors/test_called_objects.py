@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 import types
 import warnings
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 
 import mla_compile
 from mla_compile import MlaCompileWarning
-from tests.doors.test_called_parts import Layer, Layers, Model, steps
+from tests.doors.test_called_parts import Layer, Layers, Model, again, copied, pickled, steps
 from tests.support.tiers import also
 from tests.support.toy import Toy
 
@@ -200,7 +199,25 @@ class Nested(Step):
         return self.server._serve(x, caches)
 
 
-KINDS = [Holds, Both, Back, Ring, Slots, Dataclass, Delegates, Namespace, Bound, Nested]
+class Gone(Both):
+    """An attribute, and an attribute of the object, of which nothing can be asked any more."""
+
+    def __init__(self):
+        super().__init__()
+        lost = Engine(None)  # until the end of this function
+        self.note = self.engine.note = weakref.proxy(lost)
+
+
+class Weak(Both):
+    """The object has its owner weakly."""
+
+    def __init__(self):
+        super().__init__()
+        self.engine.owner = weakref.proxy(self)
+        self.owners = [self.engine.owner]
+
+
+KINDS = [Holds, Both, Back, Ring, Slots, Dataclass, Delegates, Namespace, Bound, Nested, Gone, Weak]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,18 +241,6 @@ def test_an_object_keeps_its_own_state_and_shares_weights():
     steps(fast, rows=True)
     assert (model.engine.calls, fast.engine.calls) == (0, 3)
     assert all(p is q for p, q in zip(model.engine.lm.parameters(), fast.engine.lm.parameters(), strict=True))
-
-
-def copied(fast):
-    return copy.deepcopy(fast)
-
-
-def pickled(fast):
-    return pickle.loads(pickle.dumps(fast))
-
-
-def again(fast):
-    return mla_compile.optimize(fast, codegen="eager")
 
 
 @pytest.mark.parametrize("made", [copied, pickled, again])

@@ -1,0 +1,60 @@
+"""What Python objects hold, directly or through others."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypeGuard, TypeVar
+
+import torch
+from torch import nn
+
+from mla_compile.core.modules import Added
+
+IsA = TypeVar("IsA")
+
+_OPAQUE = (
+    str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, types.CodeType, types.FrameType,
+    types.BuiltinFunctionType, torch.dtype, torch.device,
+)  # fmt: skip
+_MANY = 1_000_000
+
+
+def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[IsA]:
+    """Whether a value is of one of some classes, by its type alone.
+
+    ``isinstance`` also asks the value, and a proxy answers with the class of another object, or raises if that is gone.
+    """
+    return issubclass(type(value), kinds)
+
+
+def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[object]:
+    """Yield what can be reached from ``values``, themselves included, without passing through a module or a tensor.
+
+    The ways lead through attributes, collections, closures, bound methods, hooks and weak references; proxies end them.
+    What has its ``id`` in ``but`` is yielded, and what it holds is not.
+    """
+    seen: dict[int, object] = {}
+    left = list(values)
+    while left:
+        one = left.pop()
+        if is_a(one, _OPAQUE) or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        yield one
+        if id(one) not in but and len(seen) < _MANY:
+            left += _held_by(one)
+
+
+def _held_by(value: object) -> Iterable[object]:
+    if is_a(value, (nn.Module, torch.Tensor)):
+        return ()
+    if is_a(value, Added):
+        return (value.replaced,)
+    if is_a(value, weakref.ReferenceType):
+        return (value(),)
+    if is_a(value, types.FunctionType):  # not its globals, which may hold anything
+        return (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
+    return gc.get_referents(value)
