@@ -74,16 +74,18 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     return Cause(kind, what, where)
 
 
-def changed_source(reason: str) -> str | None:
+def changed_source(reason: str, *, of_axis: bool = False) -> str | None:
     """The int attribute or the tensor whose guard failed; ``None`` for any other guard.
 
-    The result is a regular expression for Dynamo's own name (``L['model'].layers[0].pos``) with any layer number.
+    The result is a regular expression for Dynamo's own name (``L['model'].layers[0].pos``) with any layer number;
+    ``of_axis``: of a tensor with the axis whose size differed, ``:1``.
     """
     guard = _guard(reason)
     found = _SIZE.match(guard) or _NUMBER.fullmatch(guard)
     if found is None:
         return None
-    return pattern(re.sub(r"^(\w\w+|[^\WLG])(?=[.\[])", r"L['\1']", found["name"]))
+    name = pattern(re.sub(r"^(\w\w+|[^\WLG])(?=[.\[])", r"L['\1']", found["name"]))
+    return f"{name}:{found['axis']}" if name and of_axis and found.re is _SIZE else name
 
 
 def pattern(name: str) -> str | None:

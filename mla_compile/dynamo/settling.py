@@ -156,7 +156,8 @@ def _open(known: _Settling, reason: str) -> None:
         patches.enter_context(sizes.patch(backed_size_oblivious=True, use_duck_shape=False))
         patches.enter_context(of_any_size())
     module = running()
-    found = changed_source(reason) if module is None else None
+    # Beside sizes that may be 0, torch would not join tensors of width 0 whose width is a symbol.
+    found = changed_source(reason, of_axis=known.phases.drains) if module is None else None
     if found is not None:
         known.changed.add(found)
     # Only where a module is entered through our own function is one token traced as one, beside sizes that may be 1.

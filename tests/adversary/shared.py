@@ -144,8 +144,8 @@ def _lacks_numbers(program: Program, values: list[torch.Tensor]) -> bool:
         seen = recorded(program, [*values, *_weights(program, len(values))])
     except (RuntimeError, IndexError):
         raise Refused("it does not run") from None
-    core = next((n for n in program.gm.graph.nodes if packet(n) in CORES), None)
-    before = behind(core) - {core} if core is not None else ()
+    # A mutation may have put a softmax of its own before that of the attention.
+    before = {n for core in program.gm.graph.nodes if packet(core) in CORES for n in behind(core) - {core}}
     return any(isinstance(seen.get(n), torch.Tensor) and bool(seen[n].isnan().any()) for n in before)
 
 

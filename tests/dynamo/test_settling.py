@@ -76,6 +76,8 @@ def test_other_functions_and_other_models_are_compiled_as_before(runs: list[int]
 def test_the_name_of_what_changed(reason: str, source: str | None) -> None:
     assert source is None or re.fullmatch(changed_source(reason), source)
     assert source is not None or changed_source(reason) is None
+    axis = ":1" if "index 1" in reason else ""
+    assert source is None or changed_source(reason, of_axis=True) == f"{changed_source(reason)}{axis}"
 
 
 class Drains(nn.Module):
@@ -127,6 +129,35 @@ def test_what_fills_and_drains_is_compiled_for_any_size(door: str, most: int) ->
             torch.testing.assert_close(fast(x, given[0]), model(x, given[1]))
         assert torch._dynamo.config.recompile_limit == 2, "the user's setting is left alone"
     assert counters["stats"]["unique_graphs"] == found <= most, "empty, some, full, and what was seen before"
+
+
+class NoRope(nn.Module):
+    """Keeps rows beside rotary keys of no width, as a model without positions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(6, 12, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        kept[:] = torch.cat([kept[0], x], 1), torch.cat([kept[1], x[..., :0]], 1)
+        q = self.q(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        k = torch.cat(kept, -1)[:, None].expand(-1, 2, -1, -1)
+        return (q @ k.mT).softmax(-1) @ k
+
+
+@pytest.mark.parametrize("door", ["optimize", "backend"])
+def test_a_width_of_nothing_stays(door: str) -> None:
+    torch.compiler.reset()
+    model = NoRope().eval()
+    if door == "optimize":
+        fast = mla_compile.optimize(model, codegen="eager")
+    else:
+        fast = torch.compile(copy.deepcopy(model), backend=mla, options=OPTIONS)
+    given = [[torch.zeros(1, 0, width, dtype=torch.float64) for width in (6, 0)] for _ in range(2)]
+    with torch.no_grad():
+        for step in range(4):
+            x = torch.full((1, 1, 6), 0.1 * step, dtype=torch.float64)
+            torch.testing.assert_close(fast(x, given[0]), model(x, given[1]))
 
 
 class Emits(Drains):
