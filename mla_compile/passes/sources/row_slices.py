@@ -101,7 +101,9 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedR
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    cuts, _ = choose_sources([*pieces_of([maps.map(taken.x) for taken in slices.values()]), *others])
+    # Rows that were chosen for K and V together may be no narrower than one of them alone.
+    taken_from = pieces_of([maps.map(taken.x) for taken in slices.values()])
+    cuts, _ = choose_sources([*taken_from, *others], any_width=bool(maps.sources))
     at_cuts = maps.with_sources(cuts)
     found: list[Sliced | GatedRows] = []
     for node, taken in slices.items():

@@ -121,6 +121,15 @@ def test_readers_of_a_few_tokens_get_them_made_alone(form):
     assert_fewer_flops(program, outcome, inputs, READERS[form], times=2)
 
 
+def test_rows_that_are_as_wide_as_the_values():
+    weights = [(L, H * N), (L, L)]
+    inputs = [seeded(B, H, S, N, seed=1), seeded(B, T, L, seed=2)]
+    program, outcome = decide(last_value, inputs, *weights)
+    (site,) = outcome.report.sites
+    assert (site.code, site.kept) == (Code.ABSORBED, ()), [k.reason for k in site.kept] or site.reason
+    assert_fewer_flops(program, outcome, inputs, weights)
+
+
 @pytest.mark.parametrize("part", ["v[:, :, 1:]", "v.tanh()[:, :, -1:]"])
 def test_readers_of_many_tokens_keep_the_values(part):
     def form(q, c, w_k, w_v):
