@@ -225,7 +225,7 @@ def test_what_an_object_calls_is_absorbed(kind):
     model = kind().eval()
     before = {name: value for name, value in vars(model).items() if name != "_modules"}
     want = steps(model, rows=True)
-    fast = mla_compile.optimize(model, codegen="eager")
+    fast = mla_compile.optimize(model, codegen="eager", verify=False)
     torch.testing.assert_close(steps(fast, rows=True), want, rtol=1e-4, atol=1e-5)
     absorbed = {site.where.module for site in fast.mla_report.sites if site.verdict == "absorbed"}
     assert len(absorbed) == 2
@@ -243,11 +243,12 @@ def test_an_object_keeps_its_own_state_and_shares_weights():
     assert all(p is q for p, q in zip(model.engine.lm.parameters(), fast.engine.lm.parameters(), strict=True))
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("made", [copied, pickled, again])
 @pytest.mark.parametrize("kind", [Both, Back, *also("combination", Ring, Slots, Dataclass, Bound)])
 def test_a_copy_is_optimized_too(kind, made):
     model = kind().eval()
-    fast = mla_compile.optimize(model, codegen="eager")
+    fast = mla_compile.optimize(model, codegen="eager", verify=False)
     other = made(fast)
     torch.testing.assert_close(steps(other, rows=True), steps(model, rows=True), rtol=1e-4, atol=1e-5)
     assert other.mla_report.absorbed

@@ -144,6 +144,7 @@ def steps(model, *, rows: bool, count: int = 3):
     return [model.step(x, caches) for x in inputs]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("attention", [Toy, PerHead])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_method_calls_is_absorbed(kind, attention):

@@ -17,7 +17,7 @@ from tests.support.tiers import also
 from tests.zoo.base import CAPACITY, Buffered, Dims
 
 DIMS = Dims()
-LAYERS = 3
+LAYERS = 2  # tests/passes/cache/test_layers_of_one_buffer.py has one between others
 EXACT = 1e-12
 SHAPE = (DIMS.B, DIMS.H, CAPACITY, DIMS.N + DIMS.R)
 

@@ -827,6 +827,7 @@ class Holding(own_cache_module.Attention):
         return super().forward(x, torch.arange(start, start + x.shape[1]))
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("calls", ["forward", "step", "both"])
 @pytest.mark.parametrize("kind", [Wrapper, Stepped])
 def test_through_a_forward_and_a_method(kind: type[Any], calls: str) -> None:

@@ -124,28 +124,31 @@ def test_a_second_generation_compiles_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "batch", "prompt", "last", "most", "count"),
+    ("layers", "batch", "prompt", "last", "most", "count", "window"),
     [
-        ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 270),
+        ((SPARSE,), 1, 19, 18, 3, 60, 16),
+        *also("family", ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 270, 128)),
         *also(
             "draws",
-            ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 1130),
-            ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4, 1130),
-            ((SPARSE,), 1, 131, 130, 3, 1130),
+            ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 1130, 128),
+            ((SLIDING, SPARSE, HEAVY), 4, 131, 130, 4, 1130, 128),
+            ((SPARSE,), 1, 131, 130, 3, 1130, 128),
             # The prompt, steps that make a row for 128 tokens, and all others.
-            ((HEAVY,), 4, 131, 130, 3, 1130),
+            ((HEAVY,), 4, 131, 130, 3, 1130, 128),
             # The window is full from the 129th token on, which the model asks of an int, and rows for 128 tokens come
             # at each 128th. So a full window and such a row first meet at the 256th.
-            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 7, 1130),
-            ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 7, 1130),
+            ((SLIDING, SPARSE, HEAVY), 1, 5, 256, 7, 1130, 128),
+            ((SLIDING, SPARSE, HEAVY), 4, 5, 256, 7, 1130, 128),
         ),
     ],
 )
-def test_many_tokens_settle(layers: tuple[str, ...], batch: int, prompt: int, last: int, most: int, count: int) -> None:
+def test_many_tokens_settle(
+    layers: tuple[str, ...], batch: int, prompt: int, last: int, most: int, count: int, window: int
+) -> None:
     torch.compiler.reset()
     counters.clear()
-    rates = {SPARSE: 4, HEAVY: 128}
-    model = tiny(*layers, sliding_window=128, compress_rates=rates, index_topk=16, max_position_embeddings=2048)
+    sizes = {"sliding_window": window, "index_topk": window // 8, "max_position_embeddings": 2048}
+    model = tiny(*layers, compress_rates={SPARSE: 4, HEAVY: window}, **sizes)
     fast = mla_compile.optimize(model, codegen="eager", strict=True)
     cache, tokens = DynamicCache(config=model.config), torch.randint(1, 67, (batch, prompt))
     with warnings.catch_warnings(), torch.no_grad():

@@ -17,6 +17,7 @@ from tests.support.tiers import also
 __all__ = ["_no_grad"]
 pytestmark = pytest.mark.thorough
 LAYERS, WIDE = 3, N + R
+FEW = 2  # layers, where one between others shows nothing more
 
 
 class Layered(nn.Module):
@@ -110,7 +111,8 @@ def buffers(put, layers=LAYERS):
 
 def latent(module, start=0, count=1, **options):
     x, at = tokens(start, count)
-    exported = torch.export.export(module.double().eval(), (x, buffers(module.put), at), strict=False)
+    given = x, buffers(module.put, len(module.layers)), at
+    exported = torch.export.export(module.double().eval(), given, strict=False)
     return mla_compile.optimize(exported, cache="latent", forms="absorbed", **options)
 
 
@@ -148,7 +150,7 @@ def test_the_layers_become_rows(put):
 
 def backwards(cache, layer, k, v, at):
     """In place. Any order will do in which each layer reads what it wrote."""
-    return assigned(cache, LAYERS - 1 - layer, k, v, at)
+    return assigned(cache, len(cache[0]) - 1 - layer, k, v, at)
 
 
 def with_latents_of(module, width):
@@ -162,12 +164,12 @@ def with_latents_of(module, width):
 
 
 @pytest.mark.parametrize(
-    "module", [Layered(backwards), with_latents_of(Layered(assigned), L - 1)], ids=["order", "widths"]
+    "module", [Layered(backwards, FEW), with_latents_of(Layered(assigned, FEW), L - 1)], ids=["order", "widths"]
 )
 def test_the_order_of_the_layers_and_their_widths_are_free(module):
     program = latent(module)
-    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * LAYERS
-    mine, theirs = buffers(module.put), program.example_inputs[0][1]
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * FEW
+    mine, theirs = buffers(module.put, FEW), program.example_inputs[0][1]
     for start in (0, 1):
         x, at = tokens(start, 1)
         assert (program.module()(x, theirs, at) - module(x, mine, at)).abs().max() < EXACT
@@ -176,7 +178,7 @@ def test_the_order_of_the_layers_and_their_widths_are_free(module):
 def others_of_the_last_call(cache, layer, k, v, at):
     """In place. A layer reads what the next one wrote in the last call."""
     cache, _, _ = assigned(cache, layer, k, v, at)
-    other = (layer + 1) % LAYERS
+    other = (layer + 1) % len(cache[0])
     return cache, cache[0][other], cache[1][other]
 
 
@@ -198,7 +200,7 @@ def by_a_tensor(cache, layer, k, v, at):
 def into_all(cache, layer, k, v, at):
     """In place, into the buffers of all layers."""
     for held, new in zip(cache, (k, v), strict=True):
-        held.index_copy_(3, at, new.expand(LAYERS, *new.shape))
+        held.index_copy_(3, at, new.expand(len(held), *new.shape))
     return cache, cache[0][layer], cache[1][layer]
 
 
@@ -230,23 +232,23 @@ CODES = {
 
 @pytest.mark.parametrize("put", MISSES)
 def test_others_stay(put):
-    module = Layered(put)
+    module = Layered(put, FEW)
     with pytest.warns(mla_compile.MlaCompileWarning):
         program = latent(module)
     assert "mla_cache" not in program.graph_module.meta
     codes = {s.code for s in program.graph_module.meta["mla_report"].sites}
     assert codes == CODES.get(put, {"expanded_cache"})
     x, at = tokens(0, 1)
-    given = [seeded(*b.shape) for b in buffers(put)]
+    given = [seeded(*b.shape) for b in buffers(put, FEW)]
     expected = module(x, [g.clone() for g in given], at)
     torch.testing.assert_close(program.module()(x, [g.clone() for g in given], at), expected)
 
 
 def test_layers_that_are_not_written_stay():
     """What a buffer for more layers than there are holds in the others may be anything."""
-    module = Layered(assigned)
+    module = Layered(assigned, FEW)
     x, at = tokens(0, 1)
-    exported = torch.export.export(module.double().eval(), (x, buffers(assigned, LAYERS + 1), at), strict=False)
+    exported = torch.export.export(module.double().eval(), (x, buffers(assigned, FEW + 1), at), strict=False)
     with pytest.warns(mla_compile.MlaCompileWarning):
         program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
     assert "mla_cache" not in program.graph_module.meta
@@ -254,5 +256,5 @@ def test_layers_that_are_not_written_stay():
 
 def test_layers_with_a_bias_stay():
     with pytest.warns(mla_compile.MlaCompileWarning):
-        program = latent(Layered(assigned, style="bias"))
+        program = latent(Layered(assigned, FEW, style="bias"))
     assert "mla_cache" not in program.graph_module.meta
