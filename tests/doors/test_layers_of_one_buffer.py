@@ -103,7 +103,7 @@ def steps(model: nn.Module, plain: nn.Module) -> None:
         start += count
 
 
-@pytest.mark.parametrize("kind", [OfLayers, OfBoth, *also("combination", TokensFirst)])
+@pytest.mark.parametrize("kind", [OfLayers, *also("combination", OfBoth, TokensFirst)])
 def test_optimize_keeps_rows(kind: type[Keeper]) -> None:
     model = kind().double().eval()
     plain = copy.deepcopy(model)
