@@ -10,14 +10,24 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
+from mla_compile.passes.ir.graph import (
+    HANDED_OVER,
+    args_of,
+    bytes_hint,
+    is_tensor,
+    is_tuple,
+    operator_name,
+    packet,
+    shape,
+    val,
+)
 from mla_compile.passes.ir.moves import Copy, Join, Reorder, Select, Slice, Stack, Write, WriteOne, WriteRows
 from mla_compile.passes.ir.operators import behind, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
 from mla_compile.passes.linear.records import Maps, quantizes
-from mla_compile.passes.linear.stops import barred, computed_weight, unexplained
+from mla_compile.passes.linear.stops import barred, computed_weight, selected_weight, unexplained
 from mla_compile.passes.proof.proved import Proofs
 from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 from mla_compile.passes.sources.records import pieces_of
@@ -112,6 +122,8 @@ def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
         given, wider = _moved(other), bytes_hint(rows) < bytes_hint(source)
         if search.maps.is_weight(given):
             return None
+        if selected_weight(search.maps, other):
+            return unexplained(search.maps, source)
         if _is_input(given) and not _is_input(_moved(rows)) and wider and rows not in search.own:
             how = f"rows are multiplied by {given}, an input of the graph that is not a weight of the model"
             return Stop(source, "unsupported_weight", how)
@@ -190,7 +202,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
             said.append(writes.get(node) or of_a_cache or search.proofs.shown(stop))
     found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)
     found = found or search.proofs.shown(unexplained(maps, source))
-    if _joins_heads(found.node, maps):
+    if _joins_heads(found.node, search):
         return Stop(found.node, "head_dependent_latent", "heads made of different rows are joined and read together")
     return found
 
@@ -231,6 +243,12 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
+def _of_inputs(node: fx.Node) -> bool:
+    """Whether ``node`` is made of floating-point inputs, and not of positions alone."""
+    inputs = (a for a in chain([node], ancestors(node)) if _is_input(a) and is_tensor(a))
+    return any(val(a).is_floating_point() for a in inputs)
+
+
 def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
     """Return the buffer of which ``node`` is a part, with or without new rows, and whether the part was selected."""
     how = decode(node)
@@ -243,16 +261,16 @@ def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
     return node, selected
 
 
-def _joins_heads(node: fx.Node, maps: Maps) -> bool:
+def _joins_heads(node: fx.Node, search: Search) -> bool:
     """Whether ``node`` joins tensors along an axis, such as the heads, that a weight makes in one of them."""
     how = decode(node)
     if not isinstance(how, (Join, Stack)):
         return False
-    parts = [n for n in how.parts if not maps.is_weight(n)]
-    maps = maps.unbound  # the walk may have ended at a part because of this very node
+    parts = [n for n in how.parts if not search.maps.is_weight(n)]
+    maps = search.maps.unbound  # the walk may have ended at a part because of this very node
     pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
     if isinstance(how, Stack):  # along an axis that no row has
-        return bool(pieces)
+        return bool(pieces) and how.dim in search.proofs.lead.get(node, ())
     if how.dim == len(shape(node)) - 1:  # columns of each head
         return False
     return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[how.dim])
@@ -265,7 +283,9 @@ def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: M
     if any(p.projected for p in pieces_of([at_rows.map(node) for node in nodes])):
         return None
     if made_outside(nodes, maps):
-        return from_outside(nodes[0], f"the {side}", nodes)
+        return from_outside(nodes[0], f"the {side}", nodes, Proofs(site, maps))
+    if pieces and all(p.projected and p.source in of_queries(site, maps) for p in pieces):
+        return Stop(nodes[0], "not_mla", f"the {side} are projected from hidden states, as the queries are")
     return Stop(nodes[0], "not_mla", f"the {side} are not a linear image of narrower rows that all heads share")
 
 
@@ -280,8 +300,16 @@ def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
     return not any(maps.is_weight(a) for a in chain(*reached) if a.op != "get_attr")
 
 
-def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node]) -> Stop:
+def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node], proofs: Proofs) -> Stop:
     """Return the reason for K and V made from inputs alone. It names a graph break only if Dynamo broke the graph."""
-    if any(HANDED_OVER in a.meta for one in made for a in chain([one], ancestors(one))):
+    reached = dict.fromkeys(a for one in made for a in chain([one], ancestors(one)))
+    if any(HANDED_OVER in a.meta for a in reached):
         return Stop(node, "graph_break", f"{what} enter this graph from before a graph break: what makes them is there")
+    product = next((a for a in reached if is_contraction(a) and all(map(_of_inputs, a.all_input_nodes))), None)
+    if product is not None:
+        weights = [n for n in product.all_input_nodes if not proofs.tokens.get(n)]
+        if len(weights) == 1:
+            how = f"rows are multiplied by {_moved(weights[0])}, which inputs make, and no weight of the model"
+            return Stop(product, "unsupported_weight", how)
+        return Stop(product, "unsupported_op", f"{operator_name(product)} multiplies what inputs make")
     return Stop(node, "expanded_inputs", f"{what} enter this graph as inputs: nothing in it makes them from a latent")

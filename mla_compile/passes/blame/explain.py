@@ -69,7 +69,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         return too_wide
     of_heads = not _shared_by_heads(site, maps)
     if failed.code == "not_mla" and of_heads and made_outside([*operands[0], *operands[1]], maps):
-        return from_outside(site.node, "K and V", [*operands[0], *operands[1]])
+        return from_outside(site.node, "K and V", [*operands[0], *operands[1]], Proofs(site, maps))
     if failed.code == "per_head_rope":
         plain = (plain_side(site, side, nodes, maps) for side, nodes in zip(("keys", "values"), operands, strict=True))
         return next((stop for stop in plain if stop is not None), failed)

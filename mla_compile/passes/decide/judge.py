@@ -298,12 +298,24 @@ def _ways(verdict: Verdict) -> set[fx.Node]:
 def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: Alive, maps: Maps) -> Stop | None:
     """What makes rows of the site itself of ``node``, where nothing else reads it; None where something does."""
     assert verdict.plan is not None
-    site, roots = verdict.site, verdict.site.node.graph.output_node().all_input_nodes
-    ends = {site.node, *(p.node for p in site.products if p.node is not None)}
-    if node in set(reachable(roots, lambda n: () if n in ends else alive.reads(n))):
+    site = verdict.site
+    if _needed_beside(site, site.node.graph.output_node().all_input_nodes, node, alive):
         return None
     rows = (r.node for r in verdict.plan.rows if r.node is not source and depends_on(r.node, [node]))
     return next((stop for r in rows if (stop := explain_source(r, site, maps, [source])) is not None), None)
+
+
+def _needed_beside(site: AttentionSite, ends: Iterable[fx.Node], node: fx.Node, alive: Alive) -> bool:
+    """Whether ``ends`` need ``node`` for anything but the products of ``site``."""
+    products = {site.node, *(p.node for p in site.products if p.node is not None)}
+    return node in set(reachable(ends, lambda n: () if n in products else alive.reads(n)))
+
+
+def _read_by_its_own_scores(site: AttentionSite, node: fx.Node, alive: Alive) -> bool:
+    """Whether only what lies between the products reads ``node`` besides them, as a factor of the scores does."""
+    outputs = site.node.graph.output_node().all_input_nodes
+    between = site.probs is not None and _needed_beside(site, [site.probs.node], node, alive)
+    return between and not _needed_beside(site, outputs, node, alive)
 
 
 def _merely_wide(closer: Verdict, plan: AbsorbPlan, maps: Maps) -> bool:
@@ -350,5 +362,10 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: Alive, maps
         return replace(
             verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node
         )
+    if _read_by_its_own_scores(verdict.site, node, alive):
+        reason = (
+            f"beside the scores, {operator_name(reader)} of this attention reads the product that makes the {which}"
+        )
+        return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=reader)
     reason = f"{operator_name(reader)} also reads the product that makes the {which}, so it is computed anyway"
     return replace(verdict, code=code, reason=reason, blame=reader)

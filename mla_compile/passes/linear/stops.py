@@ -80,6 +80,16 @@ def computed_weight(maps: KnowsRows, node: fx.Node) -> bool:
     return scales and (maps.is_weight(weight) or computed_weight(maps, weight))
 
 
+def selected_weight(maps: KnowsRows, node: fx.Node) -> bool:
+    """Whether ``node`` holds matrices of a weight that indices select, such as those of an expert."""
+    picked = behind(node, (Copy, Reorder, Expand))[-1]
+    if packet(picked) not in (aten.index, aten.index_select):
+        return False
+    weight, *how = args_of(picked)
+    axes = 1 if packet(picked) is aten.index_select else sum(i is not None for i in how[0])
+    return maps.is_weight(weight) and len(shape(weight)) - axes >= 2
+
+
 def computed_projection(node: fx.Node) -> Stop:
     """Return the reason for a projection without a fixed weight."""
     return Stop(node, "unsupported_weight", "a projection whose weight is computed from the inputs")
@@ -111,6 +121,8 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if is_contraction(node) and any(computed_weight(maps, n) for n in node.all_input_nodes if is_tensor(n)):
         return computed_projection(node)
+    if is_contraction(node) and any(selected_weight(maps, n) for n in node.all_input_nodes if is_tensor(n)):
+        return Stop(node, "unsupported_op", f"{operator_name(node)} by parts of a weight that indices select")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
     # This is a rotary embedding by complex numbers, for which "no rule" would be a poor answer.

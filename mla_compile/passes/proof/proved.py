@@ -18,7 +18,7 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.dependence.steps import along, reduced, worked_along
-from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.ir.axes import Axis, flatten
 from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.labels import matmul_labels, product_labels
 from mla_compile.passes.ir.moves import Join, Slice
@@ -26,7 +26,7 @@ from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps
-from mla_compile.passes.linear.stops import computed_weight, unexplained
+from mla_compile.passes.linear.stops import computed_weight, selected_weight, unexplained
 from mla_compile.passes.sources.records import axis_is_broadcast
 
 aten = torch.ops.aten
@@ -74,10 +74,18 @@ class Proofs:
     @cached_property
     def tokens(self) -> dict[fx.Node, set[int]]:
         """The axes that hold the key tokens, for nodes behind K and V."""
+        return self._axes(self.site.keys)
+
+    @cached_property
+    def lead(self) -> dict[fx.Node, set[int]]:
+        """The axes that hold batch and heads, for nodes behind K and V."""
+        return self._axes(self.site.lead)
+
+    def _axes(self, atoms: Axis) -> dict[fx.Node, set[int]]:
         found: dict[fx.Node, set[int]] = {}
         operands = (*(p.k for p in self.site.products), self.site.v)
-        keys = set(self.site.keys)
-        pending = deque((o.node, d) for o in operands for d, own in enumerate(o.axes) if keys & set(own))
+        asked = set(atoms)
+        pending = deque((o.node, d) for o in operands for d, own in enumerate(o.axes) if asked & set(own))
         while pending and len(found) < 4 * REACH:
             node, dim = pending.popleft()
             if dim not in found.setdefault(node, set()):
@@ -103,7 +111,8 @@ class Proofs:
         for dim in mine:
             for x, labels in (left, right):
                 summed = [labels.index(c) for c in labels if c not in out]
-                made_of_rows = not (self.maps.is_weight(x) or computed_weight(self.maps, x))
+                of_weights = computed_weight(self.maps, x) or selected_weight(self.maps, x)
+                made_of_rows = not (self.maps.is_weight(x) or of_weights)
                 if made_of_rows and out[dim] not in labels and self._rows_lie_along(x, summed):
                     return True
         return False

@@ -121,6 +121,79 @@ def test_keys_and_values_of_two_kinds(keys, values, code):
     assert Code.PER_HEAD_ROPE not in [site.code, *(kept.code for kept in site.kept)]
 
 
+class Made(nn.Module):
+    """An attention over what ``make`` makes of a module's weights and its inputs."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+        self.up, self.other = (nn.Parameter(seeded(H * N, L, seed=k)) for k in (1, 2))
+        self.several = nn.Parameter(seeded(4, L, H * N, seed=3))
+
+    def forward(self, q, *given):
+        k, v = (x.unflatten(-1, (H, N)).transpose(1, 2) for x in self.make(self, *given))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_turns(self, c, d):
+    """Tokens of two sequences in turn, each made by a weight of its own."""
+    k = torch.stack([c @ self.up.mT, d @ self.other.mT], 2).flatten(1, 2)
+    return k, k
+
+
+ENTRY = torch.tensor([2, 1])
+REASONS = {
+    "tokens stacked": (by_turns, (L, L), UNKNOWN, "no rule for stack"),
+    "weights given": (lambda self, c, w: (c @ w, c @ w), (L, (L, H * N)), Code.UNSUPPORTED_WEIGHT, "which inputs make"),
+    "a weight of each entry": (
+        lambda self, c, at: (torch.bmm(c, self.several[at]),) * 2, (L, ENTRY), UNKNOWN, "a weight that indices select",
+    ),
+    "products of what is given": (
+        lambda self, a, b: (torch.einsum("btnr,btr->btn", a, b),) * 2, ((B, T, H * N, 2), 2), UNKNOWN, "inputs make",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasons_say_what_was_established(name):
+    """It was said that heads read different latents, that K is an input, and that tokens are mixed."""
+    make, shapes, code, words = REASONS[name]
+    given = [s if s is ENTRY else seeded(*(s if isinstance(s, tuple) else (B, T, s)), seed=5) for s in shapes]
+    (site,) = optimized(export(Made(make).double(), [seeded(B, H, 1, N), *given])).report.sites
+    assert site.code is code
+    assert words in site.reason, site.reason
+
+
+def test_keys_projected_as_the_queries_are_beside_values_without_a_weight():
+    """It was said that these keys are no image of narrower rows."""
+
+    class Unweighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = (nn.Linear(5 * H, H * N, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (self.q(x), self.k(x), x))
+            return F.scaled_dot_product_attention(q, k, v)
+
+    (site,) = optimized(export(Unweighted().double(), [seeded(B, T, 5 * H)])).report.sites
+    assert site.code is Code.NOT_MLA
+    assert "projected from hidden states" in site.reason, site.reason
+
+
+def test_a_norm_of_keys_that_divides_the_scores_is_not_read_elsewhere():
+    class Cosine(MLA):
+        def forward(self, x, c):
+            (k, v), q = self.expand(c), self.query(x)
+            scores = q @ k.mT / k.norm(dim=-1)[:, :, None]
+            return self.finish(scores.softmax(-1) @ v, x)
+
+    (site,) = optimized(export(Cosine(up="two", R=0), inputs(R=0)), forms="absorbed").report.sites
+    (kept,) = site.kept
+    assert (kept.part, kept.code) == ("keys", UNKNOWN), kept
+    assert "beside the scores, linalg_vector_norm of this attention" in kept.reason
+
+
 class Grouped(nn.Module):
     """Groups of heads with a latent each, their weights in one parameter; a sum over the groups mixes them."""
 
