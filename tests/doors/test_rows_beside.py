@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import mla_compile.backend
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.runtime.beside import _Beside, rows_beside
 from mla_compile.runtime.latent import LatentTensor
 from tests.doors.test_own_buffers import ODD, Attention, Model, caches, fresh_session, inputs, same, session
+from tests.support.compiling import flops_of
 from tests.support.tiers import also
 
 PROMPTED = (4, 1, 1, 1)
@@ -90,14 +90,9 @@ def test_a_prompt_computes_no_more_than_before():
     layer = Attention()
     fast = torch.compile(layer.forward, backend="mla", options={"codegen": "eager", "strict": True})
     (prompt,) = inputs(steps=(4,))
-    found = []
     with torch.no_grad():
         fast(prompt, 0)  # compiles
-        for forward in (fast, layer.forward):
-            with FlopCounterMode(display=False) as counted:
-                forward(prompt, 0)
-            found.append(counted.get_total_flops())
-    assert found[0] == found[1]
+        assert flops_of(fast, prompt, 0) == flops_of(layer.forward, prompt, 0)
 
 
 # What makes rows untrue: the numbers are those of the original, and one is told why it is slow.

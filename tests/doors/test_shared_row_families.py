@@ -16,10 +16,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import mla_compile
 from mla_compile.errors import ExportError
+from tests.support.compiling import CountedWithin
 from tests.support.made import Made
 from tests.support.tiers import also
 from tests.zoo import rows_of_two_memories
@@ -284,14 +285,6 @@ def test_prompts_in_chunks_of_which_windows_and_lists_show_few_keys() -> None:
     assert sum(any("a list of keys" in note for note in site.notes) for site in first) == 1
 
 
-class _Counted(_FlopCounterMode):
-    """Counts within what Dynamo compiled, which torch's own mode leaves uncompiled."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
 @pytest.mark.full("family")
 def test_a_compressed_row_more_costs_what_the_indexer_costs() -> None:
     """The original's heads score and weigh every row; the operator reads those that the indexer picks."""
@@ -303,7 +296,7 @@ def test_a_compressed_row_more_costs_what_the_indexer_costs() -> None:
         cache, tokens = DynamicCache(config=model.config), torch.randint(1, 67, (batch, 40))
         with torch.no_grad():
             for at in range(40, 62):
-                with _Counted(counter := FlopCounterMode(display=False)) if at > 56 else nullcontext():
+                with CountedWithin(counter := FlopCounterMode(display=False)) if at > 56 else nullcontext():
                     tokens = call(tokens, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
                 counted[name, at] = counter.get_total_flops() if at > 56 else 0
     config = model.config
