@@ -36,7 +36,7 @@ from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_plan
 from mla_compile.passes.sources.cached import are_cached, come_from
 from mla_compile.passes.sources.mixed import mixing_products
-from mla_compile.passes.sources.readers import narrower_readers, other_reader, tokens_read
+from mla_compile.passes.sources.readers import narrower_readers, other_reader, strides_show, tokens_read
 from mla_compile.passes.sources.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.sources.residual import is_hidden_state
 from mla_compile.passes.sources.sources import choose_sources
@@ -354,7 +354,8 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: Alive, maps
         return replace(verdict, code=Code(stop.code), reason=stop.detail, blame=stop.node)
     if (part := tokens_read(node, rows, maps, alive.reads, alive.nodes)) is not None:
         made = f"the product that makes the {which}"  # of which the other side may be the other half
-        reason = f"some tokens of {made} are read outside the attention, and cannot be made alone"
+        why = "returned with the strides of all" if strides_show(part) else "read outside the attention"
+        reason = f"some tokens of {made} are {why}, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
     reader = other_reader(node, rows, maps, alive.reads, alive.nodes, _ways(verdict))

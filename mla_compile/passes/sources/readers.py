@@ -215,7 +215,7 @@ def has_factors(rows: fx.Node) -> bool:
 def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
     """Whether a product for each piece, with some rows of its weight and in its dtype, gives exactly ``node``."""
     # A separate product has its own strides; a split of the whole has those of the whole.
-    if not pieces or _strides_show(node):
+    if not pieces or strides_show(node):
         return False
     # In half precision, the sum of three depends on the order, and a constant was added to one of the summands.
     ordered = len(pieces) == 1 or (len(pieces) == 2 and pieces[0].bias is None)
@@ -248,7 +248,7 @@ def _has_own_product(node: fx.Node, piece: Piece) -> bool:
     return whole and piece.weight.expr.value.dtype == val(node).dtype
 
 
-def _strides_show(node: fx.Node) -> bool:
+def strides_show(node: fx.Node) -> bool:
     """Whether the memory layout of ``node`` is visible to the caller or to an operator that takes strides."""
 
     def views(node: fx.Node) -> Iterable[fx.Node]:

@@ -194,6 +194,20 @@ def test_a_norm_of_keys_that_divides_the_scores_is_not_read_elsewhere():
     assert "beside the scores, linalg_vector_norm of this attention" in kept.reason
 
 
+def test_tokens_that_are_returned_are_said_to_be_returned():
+    """The caller sees that their memory is laid out like that of all values, so they are not made alone."""
+
+    class Returned(MLA):
+        def forward(self, x, c):
+            k, v = self.expand(c)
+            return self.finish(self.attend(self.query(x), k, v, None), x), v[:, :, -1:]
+
+    program = export(Returned(up="two", R=0), inputs(R=0))
+    (kept,) = optimized(program, forms="absorbed").report.sites[0].kept
+    assert (kept.part, kept.code) == ("values", UNKNOWN)
+    assert "are returned with the strides of all" in kept.reason
+
+
 class Grouped(nn.Module):
     """Groups of heads with a latent each, their weights in one parameter; a sum over the groups mixes them."""
 
