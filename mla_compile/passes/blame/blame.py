@@ -270,7 +270,7 @@ def _joins_heads(node: fx.Node, search: Search) -> bool:
     maps = search.maps.unbound  # the walk may have ended at a part because of this very node
     pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
     if isinstance(how, Stack):  # along an axis that no row has
-        return bool(pieces) and how.dim in search.proofs.lead.get(node, ())
+        return bool(pieces) and search.proofs.lies_along_heads(node, how.dim)
     if how.dim == len(shape(node)) - 1:  # columns of each head
         return False
     return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[how.dim])

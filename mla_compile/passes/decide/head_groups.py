@@ -74,17 +74,20 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
     ends = {o.node for o in (*(p.q for p in site.products), *(m.operand for m in site.masks))}
     ends -= {o.node for o in (*(p.k for p in site.products), site.v)}
     parts = AxisParts(maps.weights, ends, lambda node: _made_of(node, maps))
-    for dim, axis in enumerate(site.out.axes):
-        length = shape(site.node)[dim]
-        if not axis or not set(axis) <= set(site.lead) or not isinstance(length, int):
+    lead = [dim for dim, axis in enumerate(site.out.axes) if axis and set(axis) <= set(site.lead)]
+    for dim in lead:
+        if not isinstance(shape(site.node)[dim], int):
             continue
         core = parts.core(site.node, dim, products)
         # If something else reads the scores or probabilities, they must exist for all heads at once.
         if core is None or _leaves({node for node, _ in core}, site.node):
             continue
         runs = parts.runs(site.node, dim)
-        # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head.
-        if 1 < len(runs) <= MOST and any(_expanded(r.made) and r.stop - r.start > 1 for r in runs):
+        if not 1 < len(runs) <= MOST or not any(_expanded(r.made) for r in runs):
+            continue
+        # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head. The
+        # heads of a group may have an axis of their own.
+        if any(_expanded(r.made) and r.stop - r.start > 1 for d in lead for r in parts.runs(site.node, d)):
             return HeadGroups(site, dim, tuple(r.stop for r in runs), parts, core)
     return None
 
@@ -140,6 +143,9 @@ def unsplit(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> Unsplit:
 
 def heads_of(split: SplitSite, group: Group) -> str:
     last = group.stop - 1
+    axes = [axis for axis in split.site.out.axes if axis and set(axis) <= set(split.site.lead)]
+    if len(axes) > 2 and len(split.groups) == split.heads:  # batch, groups and their heads
+        return f"group {last} of {split.heads}"
     which = f"head {last}" if group.start == last else f"heads {group.start}-{last}"
     return f"{which} of {split.heads}"
 

@@ -266,6 +266,8 @@ def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
         one = source.each(lambda p: replace(p, axes=(*p.axes[:dim], (), *p.axes[dim:])), at)
         assert isinstance(one, LinearMap)
         elements.append(one)
+    if len(elements) == 1:  # the new axis has no atom
+        return finish(elements[0], node)
     return stacked(elements, dim, node) or unexplained(maps, node)
 
 

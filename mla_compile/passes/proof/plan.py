@@ -183,7 +183,7 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None
         node = t.piece.path[-1].node if t.piece.path else site.node
         for atom in site.keys:
             if t.piece.source is not None and t.kind(atom) != "token":
-                return Stop(node, "token_mixing", "a key row is not the image of one row of the source")
+                return Stop(node, "token_mixing", "a key or value is not the image of the row of its own token alone")
         known = {*t.piece.source_atoms, *(t.piece.weight.atoms if t.piece.weight else ())}
         # Repeated columns of K add up in q . K. Repeated columns of V would each have to be written to the output.
         summed = t.product is not None and t.piece.weight is not None  # the weight sums repeated columns into the query

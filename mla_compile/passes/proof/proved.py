@@ -76,10 +76,20 @@ class Proofs:
         """The axes that hold the key tokens, for nodes behind K and V."""
         return self._axes(self.site.keys)
 
+    def lies_along_heads(self, node: fx.Node, dim: int) -> bool:
+        """Whether axis ``dim`` of ``node`` is one of batch and heads, or is made one with that before it."""
+        if dim in self._of(node) or dim in self._columns.get(node, ()):
+            return False
+        return not {dim, dim - 1}.isdisjoint(self._lead.get(node, ()))
+
     @cached_property
-    def lead(self) -> dict[fx.Node, set[int]]:
-        """The axes that hold batch and heads, for nodes behind K and V."""
+    def _lead(self) -> dict[fx.Node, set[int]]:
         return self._axes(self.site.lead)
+
+    @cached_property
+    def _columns(self) -> dict[fx.Node, set[int]]:
+        read = flatten(axis for o in (*(p.k for p in self.site.products), self.site.v) for axis in o.axes)
+        return self._axes(tuple(a for a in read if a not in (*self.site.lead, *self.site.keys)))
 
     def _axes(self, atoms: Axis) -> dict[fx.Node, set[int]]:
         found: dict[fx.Node, set[int]] = {}

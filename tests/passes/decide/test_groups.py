@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -139,3 +141,24 @@ def test_rows_of_each_head_that_are_no_narrower_than_its_keys_and_values():
     _, outcome = decide(fn, inputs, (H, N + V, N), (H, N + V, V))
     (site,) = outcome.report.sites
     assert (site.code, outcome.absorbed) == (Code.COST_LATENT_WIDE, 0), site.reason
+
+
+def a_linear_layer_each(heads, q, c, w_k, w_v):
+    """Groups that are made by weights of their own and stacked along their axis."""
+    k, v = (
+        torch.stack([(c[:, :, g] @ w[g]).unflatten(-1, (heads, -1)).transpose(1, 2) for g in range(2)], 1)
+        for w in (w_k, w_v)
+    )
+    return sdpa(q, k, v)
+
+
+def test_groups_that_are_stacked_are_attentions_of_their_own():
+    """They were not, where the stack was not made one axis of heads; a head for each group shares nothing."""
+    given = [seeded(B, 2, H, S, N, seed=1), seeded(B, T, 2, L, seed=2)]
+    _, outcome = decide(partial(a_linear_layer_each, H), given, (2, L, H * N), (2, L, H * V))
+    (site,) = outcome.report.sites
+    assert (site.code, site.parts) == (Code.ABSORBED, ("group 0 of 2", "group 1 of 2")), site.reason
+    given[0] = seeded(B, 2, 1, S, N, seed=1)
+    _, outcome = decide(partial(a_linear_layer_each, 1), given, (2, L, N), (2, L, V))
+    (site,) = outcome.report.sites
+    assert site.code is not Code.ABSORBED
