@@ -160,8 +160,10 @@ class Compiler:
         if layers > 1 and running() is None:
             guard_module(gm)
         if wants_gradients(gm, example_inputs):
-            if not self.explain_only:
-                warn(GRADIENTS.format(what="a graph with attention is compiled"))
+            message = GRADIENTS.format(what="a graph with attention is compiled")
+            if not self.explain_only and message not in self.told:
+                self.told.add(message)
+                warn(message)
             return False
         return True
 

@@ -39,9 +39,10 @@ def through_backend(module):
 
 @pytest.mark.parametrize("door", [through_optimize, through_backend])
 def test_gradients_that_are_enabled(door):
+    """However many graphs are compiled of them."""
     module, given = Toy().eval(), decode_inputs(queries=1)
     fast = door(module)
-    (message,) = said(lambda: fast(*given))
+    (message,) = said(lambda: [fast(*decode_inputs(queries=queries)) for queries in (1, 2, 3)])
     assert message.startswith("gradients are enabled")
     assert "inference_mode" in message
     assert said(lambda: fast(*given)) == []
