@@ -28,7 +28,7 @@ def tell(report: Report, told: set[str]) -> None:
     message = f"nothing was absorbed in a graph with attention: {replace(report, graph='', passes=()).summary()}"
     if all(site.verdict == "not_mla" for site in report.sites):
         message = "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
-    broken = [site for site in report.sites if site.code == Code.GRAPH_BREAK]
+    broken = [site for site in report.sites if site.code in (Code.GRAPH_BREAK, Code.WRAPPED_FORWARD)]
     if broken and len(broken) == len(report.sites):  # where, and what to do, are not in the summary
         message = f"{message}: {broken[0].reason}; {broken[0].fix}"
     if message not in told:
