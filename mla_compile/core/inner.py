@@ -1,9 +1,9 @@
 """Modules within a model that its methods may call on their own, and copies of them.
 
 These are models, which have layers, and whatever a method names as an attribute: modules with submodules, and those in
-a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a plain list, tuple or dict, or in an object of any other class
-(:mod:`mla_compile.core.objects`). What the method of one module names may also be an attribute of a module or an object
-below it, as in ``for layer in self.layers: layer.attention(x)``.
+a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure (:mod:`mla_compile.core.holders`), or
+in an object of any other class (:mod:`mla_compile.core.objects`). What the method of one module names may also be an
+attribute of a module or an object below it, as in ``for layer in self.layers: layer.attention(x)``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from mla_compile.core.holders import (
+    BOUND,
+    COLLECTIONS,
+    is_closure,
+    is_collection,
+    is_torchs,
+    items_of,
+    variables,
+    with_items,
+)
 from mla_compile.core.modules import shallow
 from mla_compile.core.objects import attributes, can_be_copied, set_attributes, shallow_object
 from mla_compile.core.reached import is_a, reached
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-PLAIN = (list, tuple, dict)
-BOUND = (MethodType, partial)
 NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINERS)
 
 Names = frozenset[str]
@@ -51,23 +59,47 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
 
 
 def names_in(method: FunctionType, kind: type) -> Names:
-    """What the code of a method names: attributes and globals, and those of the properties of ``kind`` among them.
+    """What the code of a method names: attributes and globals; see :func:`functions_of`."""
+    return frozenset(name for one in functions_of(method, kind) for name in _names(one))
 
-    Functions within the method count as its code.
+
+def outside(function: FunctionType) -> Iterator[object]:
+    """The values of the globals and of the variables of other functions that a function names."""
+    yield from variables(function).values()
+    yield from (function.__globals__[name] for name in _names(function) if name in function.__globals__)
+
+
+def functions_of(method: FunctionType, kind: type) -> list[FunctionType]:
+    """A method of ``kind`` and the functions that are its code as well.
+
+    These are the properties and static methods of ``kind`` that it names, functions that it names of the same file, and
+    what it decorates. Functions of other files are not asked: what they name is rarely the model's. Those of torch name
+    all modules.
     """
-    names, left = set[str](), [method]
+    found, left = list[FunctionType](), [method]
     while left:
-        new = {name for code in _codes(inspect.unwrap(left.pop()).__code__) for name in code.co_names} - names
-        names |= new
-        left += [getter for name in new if (getter := _getter(kind, name)) is not None]
-    return frozenset(names)
+        one = left.pop()
+        inner = inspect.unwrap(one)
+        inner = inner.__func__ if is_a(inner, MethodType) else inner
+        one = inner if is_a(inner, FunctionType) else one
+        if one in found or is_torchs(one):
+            continue
+        found.append(one)
+        more: list[object] = [*variables(one).values()]
+        for name in _names(one):
+            more += [_getter(kind, name), one.__globals__.get(name)]
+        left += [other for other in more if is_a(other, FunctionType) and other.__globals__ is one.__globals__]
+    return found
 
 
-def _getter(kind: type, name: str) -> FunctionType | None:
-    """The function of a property."""
-    found = inspect.getattr_static(kind, name, None)
-    function = found.fget if isinstance(found, property) else getattr(found, "func", None)
-    return function if isinstance(function, FunctionType) else None
+def _names(function: FunctionType) -> set[str]:
+    return {name for code in _codes(function.__code__) for name in code.co_names}
+
+
+def _getter(kind: type, name: str) -> object:
+    """The function of a property, or of a static or class method."""
+    found = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
+    return found.fget if isinstance(found, property) else getattr(found, "func", getattr(found, "__func__", None))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -135,6 +167,7 @@ class _Visit:
 
     def __init__(self, roots: tuple[nn.Module, nn.Module]) -> None:
         self.roots = roots
+        self.within_functions: list[FunctionType] = []
 
     def module(self, module: nn.Module, path: str, names: Names) -> Any:
         """What takes the place of a module that is called; ``names``: what the methods above it name."""
@@ -151,6 +184,7 @@ class _Visit:
     def below(self, owner: nn.Module, path: str, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
         """The submodules and the attributes of ``owner`` that are, or hold, modules that are called; replaced."""
         names = _named(type(owner), names)
+        names |= {name for name, value in vars(owner).items() if is_closure(value) and not name.startswith("_")}
         own = {name: value for name, value in vars(owner).items() if _may_lead(name, value, named=name in names)}
         modules, others = (
             {key: (value, key in names) for key, value in held.items()} for held in (owner._modules, own)
@@ -175,31 +209,36 @@ class _Visit:
 
         Dicts of models are looked through in any case.
         """
-        items: Mapping[Any, Any]
+        items: Mapping[Any, Any] | None
         if is_a(value, nn.Module):
             if value in self.roots or _has_layers(value) or (named and _is_called(value)):
                 return self.module(value, path, names)
             if not isinstance(value, CONTAINERS) or not (named or isinstance(value, nn.ModuleDict)):
                 return value
             items = value._modules
-        elif type(value) in PLAIN:
-            items = value if isinstance(value, dict) else dict(enumerate(value))
-        elif is_a(value, MethodType):
-            items = {"__self__": value.__self__}
-        elif type(value) is partial:
-            items = dict(enumerate((value.func, *value.args)))
-        else:
+        elif (items := items_of(value)) is None:
             return self.other(value, path, names) if named and can_be_copied(value) else value
         named = named or type(value) in BOUND
+        function = value.__func__ if is_a(value, MethodType) else value
+        if is_a(function, FunctionType):
+            if not named or function in self.within_functions:  # one that calls itself
+                return value
+            names |= names_in(function, object)
+            self.within_functions.append(function)
         made = self.each({key: (one, named) for key, one in items.items()}, path, names)
+        if is_a(function, FunctionType):
+            self.within_functions.pop()
         return self.holder(value, {**items, **made}) if made else value
 
 
 def _may_lead(name: str, value: Any, *, named: bool) -> bool:
-    """Whether an attribute of a module, which is none itself, may lead to modules; what wrappers keep does not."""
-    return (type(value) in BOUND and "forward" not in name) or (
-        named and (type(value) in PLAIN or can_be_copied(value))
-    )
+    """Whether an attribute of a module, which is none itself, may lead to modules.
+
+    What wrappers keep does not, nor does a function in the place of a method that every module has.
+    """
+    if type(value) in BOUND or is_closure(value):
+        return "forward" not in name and (type(value) in BOUND or (named and not hasattr(nn.Module, name)))
+    return named and (is_collection(value) or can_be_copied(value))
 
 
 class _Finding(_Visit):
@@ -208,6 +247,7 @@ class _Finding(_Visit):
     Attributes:
         modules: those that are called, with their paths.
         objects: those that lead to them, by identity, without those in ``staying``.
+        functions: those with variables that lead to them, by identity.
         names: what the methods on all ways to a module or an object name, by identity.
     """
 
@@ -216,6 +256,7 @@ class _Finding(_Visit):
         self.staying = staying
         self.modules: dict[nn.Module, str] = {}
         self.objects: dict[int, Any] = {}
+        self.functions: dict[int, Any] = {}
         self.names: dict[int, Names] = {}
 
     @classmethod
@@ -236,6 +277,7 @@ class _Finding(_Visit):
         while len(self.objects) > before:
             before = len(self.objects)
             self.names.clear()
+            self.functions.clear()
             self.module(self.roots[0], "", frozenset())
 
     def module(self, module: nn.Module, path: str, names: Names) -> Any:
@@ -263,6 +305,8 @@ class _Finding(_Visit):
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
         """A container of what was found is found."""
+        if is_a(value, FunctionType):
+            self.functions[id(value)] = value
         return _FOUND
 
     def _held_elsewhere(self) -> set[int]:
@@ -270,10 +314,12 @@ class _Finding(_Visit):
         copied = {*self.roots, *self.modules}
         own = [value for module in copied for value in vars(module).values()]
         own += [value for one in self.objects.values() for value in attributes(one).values()]
+        own += [value for one in self.functions.values() for value in variables(one).values()]
+        replaced = {**self.objects, **self.functions}
         keeping = [
             one
-            for one in reached(own, but=self.objects)
-            if id(one) not in self.objects and not is_a(one, (*PLAIN, *BOUND, nn.Module))
+            for one in reached(own, but=replaced)
+            if id(one) not in replaced and not is_a(one, (*COLLECTIONS, *BOUND, nn.Module))
         ]
         for module in self.roots[0].modules():
             keeping += [] if module in copied else vars(module).values()
@@ -327,14 +373,7 @@ class _Copying(_Visit):
             container = shallow(value)
             vars(container)["_modules"] = items
             return container
-        if isinstance(value, MethodType):
-            return MethodType(value.__func__, items["__self__"])
-        if isinstance(value, dict):
-            return items
-        if isinstance(value, partial):
-            function, *args = items.values()
-            return partial(function, *args, **value.keywords)
-        return tuple(items.values()) if isinstance(value, tuple) else list(items.values())
+        return with_items(value, items)
 
 
 def _is_called(module: nn.Module) -> bool:

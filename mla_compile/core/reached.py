@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import TypeGuard, TypeVar
 
@@ -33,13 +34,14 @@ def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[I
 def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[object]:
     """Yield what can be reached from ``values``, themselves included, without passing through a module or a tensor.
 
-    The ways lead through attributes, collections, closures, bound methods, hooks and weak references; proxies end them.
+    Near ones come first. The ways lead through attributes, collections, closures, bound methods, hooks and weak
+    references; proxies end them.
     What has its ``id`` in ``but`` is yielded, and what it holds is not.
     """
     seen: dict[int, object] = {}
-    left = list(values)
+    left = deque(values)
     while left:
-        one = left.pop()
+        one = left.popleft()
         if is_a(one, _OPAQUE) or id(one) in seen:
             continue
         seen[id(one)] = one

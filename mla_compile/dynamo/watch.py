@@ -12,8 +12,10 @@ import inspect
 import sys
 import threading
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from types import FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from mla_compile.core.inner import methods_of, names_in
+from mla_compile.core.inner import functions_of, methods_of, names_in, outside
 from mla_compile.core.modules import Added, is_copy_of
 from mla_compile.core.reached import is_a, reached
 from mla_compile.core.tracing import is_traced
@@ -35,6 +37,9 @@ from mla_compile.report.report import LEFT_OUT
 
 _CALLS = 8
 """How often a method is watched. One that runs no attention by then is taken for one that never does."""
+
+_NEAR = 1000
+"""How many objects that a value holds are looked at."""
 
 _WAYS = frozenset(
     {"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "getattr", "forward"}
@@ -128,14 +133,23 @@ def _is_within_forward(module: nn.Module) -> bool:
 
 
 def watch_methods(module: nn.Module) -> None:
-    """Watch the methods of an optimized module whose code names what holds modules, or such a method."""
+    """Watch the methods of an optimized module whose code names what holds modules, or such a method.
+
+    What holds them may be an attribute of the object or of its class, a global, or a variable of another function.
+    """
+    of_class = ChainMap(*(dict(vars(kind)) for kind in type(module).__mro__))
     holding = {"forward", *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
+    holding |= {name for name, value in of_class.items() if not is_a(value, FunctionType) and _is_near_a_module(value)}
     methods = methods_of(type(module))
     names = {name: names_in(method, type(module)) for name, method in methods.items()}
     found = set[str]()
     while new := {name for name in names if name not in found and names[name] & (holding | found)}:
         found |= new
     found |= {name for name, method in methods.items() if names[name] & _WAYS}
+    code = {name: functions_of(methods[name], type(module)) for name in methods.keys() - found}
+    seen = {id(one): one for functions in code.values() for function in functions for one in outside(function)}
+    near = {key for key, one in seen.items() if _is_near_a_module(one)}
+    found |= {name for name, functions in code.items() if any(id(one) in near for f in functions for one in outside(f))}
     for name in found - {*dir(nn.Module), *vars(module)}:
         method = methods[name]
         later = runs_in_pieces(method)
@@ -235,3 +249,8 @@ def _message(module: nn.Module, name: str, ran: Sequence[nn.Module]) -> str:
 def _holds_a_module(value: object) -> bool:
     """Whether a value is or holds a module: in a collection, an object, a bound method or a variable of a function."""
     return any(is_a(one, nn.Module) for one in reached([value]))
+
+
+def _is_near_a_module(value: object) -> bool:
+    """The same, but not of all that many objects hold: loggers and the like hold much of a program."""
+    return any(is_a(one, nn.Module) for one in islice(reached([value]), _NEAR))

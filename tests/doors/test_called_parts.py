@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import pickle
+import types
 import warnings
 
 import pytest
@@ -101,6 +103,24 @@ class Unregistered(nn.Module):
         return x
 
 
+Pair = collections.namedtuple("Pair", "first last")
+
+
+class Collected(nn.Module):
+    """Layers in the other collections of Python."""
+
+    def __init__(self, attention: type[nn.Module] = Toy) -> None:
+        super().__init__()
+        self.pair, self.queue = Pair(Layer(attention), 1), collections.deque([Layer(attention)], maxlen=1)
+        self.named = collections.OrderedDict(last=Layer(attention))
+
+    def step(self, x, caches):
+        assert self.queue.maxlen == self.pair.last == 1
+        for i, layer in enumerate((self.pair.first, *self.queue, *self.named.values())):
+            x, caches[i] = layer(x, caches[i])
+        return x
+
+
 class Hidden(nn.Module):
     """Not registered under any name that a method names: reached through a private method."""
 
@@ -133,7 +153,41 @@ class Chosen(Layers):
         return x
 
 
-KINDS = [Layers, Inside, Several, Unregistered, Hidden, Chosen]
+def decorated(method):
+    def other(*given):
+        return method(*given)
+
+    return other
+
+
+def all_layers(model, x, caches):
+    for i, layer in enumerate(model.layers):
+        x, caches[i] = layer(x, caches[i])
+    return x
+
+
+class ByAHelper(Layers):
+    """A function beside the class names the layers, behind a decorator that does not show what it decorates."""
+
+    @staticmethod
+    def _run(*given):
+        return all_layers(*given)
+
+    @decorated
+    def step(self, x, caches):
+        return self._run(self, x, caches)
+
+
+class SetLater(Layers):
+    """The method was no function of the class."""
+
+    def __init__(self, attention: type[nn.Module] = Toy) -> None:
+        super().__init__(attention)
+        self.step = types.MethodType(all_layers, self)
+
+
+KINDS = [Layers, Inside, Several, Unregistered, Collected, Hidden, Chosen, ByAHelper, SetLater]
+ABSORBED = {Several: 4, Unregistered: 3, Collected: 3, Hidden: 1}
 
 
 @torch.no_grad()
@@ -157,7 +211,7 @@ def test_what_a_method_calls_is_absorbed(kind, attention):
     assert {site.code.value for site in sites} <= {"absorbed", "cost_prefill"}
     absorbed = {site.where.module for site in sites if site.verdict == "absorbed"}
     assert len(absorbed) == len([one for one in absorbed if any(one.startswith(path) for path in parts)]) > 0
-    assert len(absorbed) == {Layers: 2, Inside: 2, Several: 4, Unregistered: 3, Hidden: 1, Chosen: 2}[kind]
+    assert len(absorbed) == ABSORBED.get(kind, 2)
     assert [set(vars(module)) for module in model.modules()] == before
     assert all(p is q for p, q in zip(model.parameters(), fast.parameters(), strict=True))
 
@@ -248,6 +302,40 @@ class AmongChildren(Layers):
         return x
 
 
+class Empty(nn.Module):
+    def forward(self, x):
+        return x
+
+
+GLOBAL = Model().eval()
+
+
+class Global(Empty):
+    """The model is a global of this file."""
+
+    def step(self, x, caches):
+        return GLOBAL(x, caches)
+
+
+class OfTheClass(Empty):
+    """The model is an attribute of the class."""
+
+    models = (GLOBAL,)
+
+    def step(self, x, caches):
+        return self.models[0](x, caches)
+
+
+def in_a_variable(lm):
+    class InAVariable(Empty):
+        """The model is a variable of the function that made the class."""
+
+        def step(self, x, caches):
+            return lm(x, caches)
+
+    return InAVariable
+
+
 class Itself(Toy):
     def step(self, x, caches):
         caches[0] = torch.cat([caches[0], self.down(x)], dim=1)
@@ -267,6 +355,9 @@ class ByHand(Itself):
     [
         (InAnObject, "in the forward of a Model;"),
         (AmongChildren, "in the forward of layers.0, a Layer;"),
+        (Global, "in the forward of a Model;"),
+        (OfTheClass, "in the forward of a Model;"),
+        (in_a_variable(GLOBAL), "in the forward of a Model;"),
     ],
 )
 def test_what_is_not_found_is_told_once(kind, ran):
