@@ -35,8 +35,7 @@ def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[
     """Yield what can be reached from ``values``, themselves included, without passing through a module or a tensor.
 
     Near ones come first. The ways lead through attributes, collections, closures, bound methods, hooks and weak
-    references; proxies end them.
-    What has its ``id`` in ``but`` is yielded, and what it holds is not.
+    references, and end at proxies. What has its ``id`` in ``but`` is yielded, and what it holds is not.
     """
     seen: dict[int, object] = {}
     left = deque(values)
