@@ -215,8 +215,8 @@ class _Search:
         # Heads that are stacked may be made by one weight; K and V may not.
         own = write.inner(tokens)
         one = all(not isinstance(make_recipe(p, self.maps.map(p), own), Stop) for p in write.parts)
-        parts = tuple(part for how in stacks for part in how.parts)
-        return write if one else replace(write, parts=parts, stacked=(*write.stacked, dim))
+        new = tuple(tuple(n for part in parts for n in _stacked(part)) for parts in write.new)
+        return write if one else replace(write, new=new, stacked=(*write.stacked, dim))
 
     @cached_property
     def _apart(self) -> dict[Selected, CacheWrite]:
@@ -296,28 +296,21 @@ class _Search:
         taken: list[fx.Node | tuple[Ingredient, ...]] = []
         dtypes: set[tuple[torch.dtype, ...]] = set()
         emptied = self.overwritten.get(node) if write is not None and is_zeros(write.buffer) else None
-        told: dict[fx.Node, tuple[Ingredient, ...]] = {}
-        added = [[p] for p in parts if p in new]
-        if write is not None and write.stacked:
-            added = [[*write.parts]]
-        for several in added:
+        every: list[tuple[fx.Node, ...]] = [(p,) for p in parts] if write is None else [(write.buffer,), *write.new]
+        for several in every:
+            if several[0] not in new:
+                taken += several
+                continue
             made = self._made(several, new, tokens, write)
             if made is None or (write is not None and not _may_hold_rows(write, made[0])):
                 return None
             recipe, ingredients, leaves = made
             known.add((recipe, leaves))
             dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
-            told[several[0]] = ingredients
-        for part in (*parts, *([] if emptied is None else [emptied])):
-            if part in new:
-                taken += [told[part]] if part in told else []
-                continue
-            if part in self.pasts:
-                past = self.pasts[part]
-                known.add((past.recipe, past.leaves))
-                dtypes.add(past.dtypes)
-            if part is not emptied:
-                taken.append(part)
+            taken.append(ingredients)
+        for past in (self.pasts[p] for p in (*parts, emptied) if p is not None and p in self.pasts):
+            known.add((past.recipe, past.leaves))
+            dtypes.add(past.dtypes)
         # Old and new rows are of the same kind only with one recipe over the same weights, in one dtype.
         if len(known) != 1 or len(dtypes) != 1:
             return None
@@ -351,6 +344,11 @@ def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
 def _joined(node: fx.Node) -> list[fx.Node]:
     how = decode(node)
     return list(how.parts) if isinstance(how, Join) else []
+
+
+def _stacked(node: fx.Node) -> tuple[fx.Node, ...]:
+    how = decode(node)
+    return tuple(how.parts) if isinstance(how, Stack) else ()
 
 
 def _likely_token_axis(node: fx.Node) -> int:

@@ -110,12 +110,17 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
     """The products that make cached values from new rows, each with the node of these rows."""
     found: dict[fx.Node, fx.Node] = {}
     for cache in caches:
-        rows = [one.node for part in cache.parts if not isinstance(part, fx.Node) for one in part]
-        apart = cache.write is not None and cache.write.stacked
-        # Of several tensors each is made of its own rows, which those of the layers behind it depend on.
-        several = zip(cache.write.parts, cache.recipe.each(apart), strict=True) if cache.write and apart else ()
-        made = [(part, {rows[p.rows]: None for p in recipe.parts}) for part, recipe in several]
-        for end, sources in made or [(cache.node, dict.fromkeys(rows))]:
+        rows = [[one.node for one in part] for part in cache.parts if not isinstance(part, fx.Node)]
+        made = [(cache.node, dict.fromkeys(node for own in rows for node in own))]
+        if cache.write is not None and cache.write.stacked:
+            # Of several tensors each is made of its own rows, which those of the layers behind it depend on.
+            each = [part.parts for part in cache.recipe.each(cache.write.stacked)]
+            made = [
+                (part, {own[p.rows]: None for p in blocks})
+                for new, own in zip(cache.write.new, rows, strict=True)
+                for part, blocks in zip(new, each, strict=True)
+            ]
+        for end, sources in made:
             for source in sources:
                 at_source = maps.with_sources([source])
                 for node in (end, *ancestors(end, [source])):

@@ -31,7 +31,7 @@ from mla_compile.passes.ir.graph import (
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
-from mla_compile.passes.sources.along_tokens import NEW, OLD, Writing, make, moved, nodes_of
+from mla_compile.passes.sources.along_tokens import Writing, make, moved, nodes_of
 from mla_compile.passes.sources.selections import NO_PARTS, parts_of, place_of
 from mla_compile.passes.sources.writes import is_zeros
 
@@ -225,10 +225,9 @@ class _Rewriter:
         write, made = cache.write, self._made(cache)
         key = (*parts, made)
         if key not in self.joined and write is not None and made is not None:
-            past, new = parts
             # As early as can be: K and V share rows, and layers read their own before others are made.
-            builder = Builder(self._after(max(past, new, *nodes_of(made))), self.fake_mode)
-            self.joined[key] = make(made, builder, {OLD: past, NEW: builder.cast(new, val(past).dtype)})
+            builder = Builder(self._after(max(*parts, *nodes_of(made))), self.fake_mode)
+            self.joined[key] = make(made, builder, [builder.cast(one, val(parts[0]).dtype) for one in parts])
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
             # If nothing is joined, the rows are copied: they outlive this call and must not share memory.
@@ -269,7 +268,7 @@ class _Rewriter:
             name, dtype = past.rows[index], past.dtypes[index]
         else:
             assert ingredients is not None, "an assumed past is one that grows"
-            name = self._grown(node, cache, ingredients[index])
+            name = self._grown(node, cache, index)
             dtype = cache.recipe.held_dtype(index, val(ingredients[index].node).dtype)
         if name not in self.inputs:
             example = val(node)
@@ -278,6 +277,7 @@ class _Rewriter:
                 fake = torch.empty(wanted, dtype=dtype, device=example.device)
             with self.graph.inserting_after(self.last_input):
                 self.last_input = placeholder = self.graph.placeholder(f"rows_{len(self.inputs)}")
+            placeholder.target = placeholder.name  # another input may have the name that was asked for
             placeholder.meta |= {"val": fake, ROWS: True}
             if BESIDE in node.meta:
                 placeholder.meta[BESIDE] = node.meta[BESIDE]
@@ -288,13 +288,14 @@ class _Rewriter:
             self.done.inputs[node.name] = (*own, self.inputs[name].name)
         return self.inputs[name]
 
-    def _grown(self, node: fx.Node, cache: CacheOfRows, new: Ingredient) -> Hashable:
+    def _grown(self, node: fx.Node, cache: CacheOfRows, index: int) -> Hashable:
         """Return a key of the rows that replace ``node``.
 
         Tensors that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
         """
         room = cache.recipe.row_shape(val(node).shape, 0)
-        return ("grows by", new.node, self._made(cache), *map(str, room))
+        grown = tuple(None if isinstance(part, fx.Node) else part[index].node for part in cache.parts)
+        return ("grows by", grown, cache.recipe.token_axis, self._made(cache), *map(str, room))
 
     def _zeros(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
@@ -307,7 +308,7 @@ class _Rewriter:
                 builder = Builder(self._after(rows), self.fake_mode)
                 self.zeros[rows] = builder.call(aten.zeros_like.default, rows)
             return self.zeros[rows]
-        name = self._grown(node, cache, ingredients[index])
+        name = self._grown(node, cache, index)
         if name not in self.zeros:
             recipe, builder = cache.recipe, Builder(self._after(node), self.fake_mode)
             sizes = [builder.size(node, dim) for dim in recipe.outer]

@@ -8,7 +8,7 @@ f(old, new) W``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from string import ascii_letters
 from typing import Any, TypeAlias, TypeVar
@@ -24,12 +24,12 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class Given:
-    """One of the two tensors of which all others are made."""
+    """One of the tensors of which all others are made: the buffer, which is number 0, or one that is new."""
 
-    name: str
+    number: int
 
 
-OLD, NEW = Given("old"), Given("new")
+OLD = Given(0)
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node
     return made
 
 
-def make(made: Writing, builder: Builder, given: Mapping[Given, fx.Node]) -> fx.Node:
+def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
     """Add ``made`` of the tensors ``given`` to a graph."""
     if isinstance(made, Given):
-        return given[made]
+        return given[made.number]
     if isinstance(made, Mix):
         return _mixed(made, builder, make(made.x, builder, given))
     own: list[Any] = [make(a, builder, given) if isinstance(a, (Given, Mix, Applied)) else a for a in made.args]

@@ -24,10 +24,19 @@ def shared(factor: fx.Node, node: fx.Node) -> Shared:
 
 
 def is_spread(node: fx.Node) -> bool:
-    """Whether ``node`` multiplies a tensor by a factor along axes that the tensor does not have."""
-    return node.target is aten.mul.Tensor and not any(
+    """Whether ``node`` is a tensor times a factor along axes that the tensor does not have, perhaps times numbers."""
+    if (x := times_number(node)) is not None:
+        return is_spread(x)
+    return node.target in (aten.mul.Tensor, aten.div.Tensor) and not any(
         not is_tensor(n) or same_sizes(shape(n), shape(node)) for n in args_of(node)
     )
+
+
+def times_number(node: fx.Node) -> fx.Node | None:
+    """Return the tensor that ``node`` multiplies or divides by a number; None if it does anything else."""
+    x, *number = args_of(node) or (None,)
+    scaled = node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(number[0], (int, float))
+    return x if scaled or node.target is aten.neg.default else None
 
 
 def mix_of(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:

@@ -9,9 +9,10 @@ the factors are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 
 import torch
 from torch import fx
@@ -22,10 +23,10 @@ from mla_compile.passes.ir.operators import behind, decode, varying, whole_scatt
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
 from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.sources.along_tokens import (
-    NEW,
     OLD,
     Applied,
     Dim,
+    Given,
     Indices,
     Mix,
     Shared,
@@ -34,7 +35,7 @@ from mla_compile.passes.sources.along_tokens import (
     moved,
 )
 from mla_compile.passes.sources.selections import NO_PARTS, Parts, Selected, parts_of, place_of
-from mla_compile.passes.sources.write_operands import is_spread, mix_of, shared
+from mla_compile.passes.sources.write_operands import is_spread, mix_of, shared, times_number
 
 aten = torch.ops.aten
 _DEPTH = 8
@@ -45,18 +46,23 @@ _DEPTH = 8
 class CacheWrite:
     """A write of new tokens into ``buffer`` that gives ``node``.
 
-    ``made``: how it is made of both. ``grown``: the axes along which what is new is broadcast. ``stacked``: the axes
-    along which ``parts``, each a new tensor without them, are stacked; if there are none, there is one of them.
-    ``apart``: the parts of ``node``, if these are written one by one.
+    ``new``: the new tensors, each as its parts, which are stacked along the axes ``stacked``; if there are none, there
+    is one part. ``made``: how ``node`` is made of buffer and new tensors. ``grown``: the axes along which a new one is
+    broadcast. ``apart``: the parts of ``node``, if these are written one by one.
     """
 
     node: fx.Node
     buffer: fx.Node
-    parts: tuple[fx.Node, ...]
+    new: tuple[tuple[fx.Node, ...], ...]
     made: Writing
     grown: tuple[int, ...] = ()
     stacked: tuple[int, ...] = ()
     apart: Parts = NO_PARTS
+
+    @property
+    def parts(self) -> list[fx.Node]:
+        """The parts of all new tensors."""
+        return [part for one in self.new for part in one]
 
     @property
     def dims(self) -> list[int]:
@@ -75,7 +81,7 @@ class CacheWrite:
 
 
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return ``node`` as a write of one tensor into one that ``is_buffer``; None if it does anything else.
+    """Return ``node`` as a write of new tensors into one that ``is_buffer``; None if it does anything else.
 
     Several tensors count as one if they are written to the same places of each part of the buffer.
     """
@@ -86,12 +92,17 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
         return None
     reading = _Reading(buffer)
     made = reading.made(node)
-    if made is None or len(reading.new) != 1:
+    if made is None or not reading.new:
         return None
-    ((new, grown),) = reading.new.items()
+    along = frozenset(axes_of(made))
+    for numbers in (False, True) if len(reading.new) > 1 else ():
+        again = _Reading(buffer, along, numbers=numbers)
+        if (less := again.made(node)) is not None and len(again.new) < len(reading.new):
+            reading, made = again, less
+    grown = sorted({k for axes in reading.new.values() for k in axes})
     # A new tensor that is broadcast may be converted on the way.
-    same_dtype = val(new).dtype == val(buffer).dtype == val(node).dtype
-    return CacheWrite(node, buffer, (new,), made, tuple(sorted(grown))) if same_dtype else None
+    same_dtype = {val(n).dtype for n in (buffer, node, *reading.new)} == {val(node).dtype}
+    return CacheWrite(node, buffer, tuple((n,) for n in reading.new), made, tuple(grown)) if same_dtype else None
 
 
 def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
@@ -118,7 +129,8 @@ def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> Cache
         equals = first_equals(node.graph)
         if len({moved(w.made, lambda axis: axis, equals.__getitem__) for w in found}) > 1:
             return None
-    whole = CacheWrite(node, buffer, tuple(w.parts[0] for w in found), made, (), axes, written)
+    new = tuple(zip(*(map(itemgetter(0), w.new) for w in found), strict=True))
+    whole = CacheWrite(node, buffer, new, made, (), axes, written)
     grown = tuple(map(whole.outer, found[0].grown))
     return replace(whole, made=moved(made, whole.outer, lambda n: n), grown=grown)
 
@@ -194,10 +206,14 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 class _Reading:
-    """Reads how a tensor is made of a buffer and of ``new`` tensors that are written to it."""
+    """Reads how a tensor is made of a buffer and of ``new`` tensors that are written to it.
 
-    def __init__(self, buffer: fx.Node) -> None:
-        self.buffer = buffer
+    ``along``: the axes along which a slice of another tensor is no new one. ``numbers``: nor is another one times a
+    number.
+    """
+
+    def __init__(self, buffer: fx.Node, along: Collection[int] = (), *, numbers: bool = False) -> None:
+        self.buffer, self.along, self.numbers = buffer, along, numbers
         self.new: dict[fx.Node, set[int]] = {}
 
     def made(self, node: fx.Node) -> Writing | None:
@@ -232,7 +248,7 @@ class _Reading:
         if self.shows(node):
             return self.made(node) if of is None or same_sizes(shape(node), shape(of)) else None
         if of is not None and is_spread(node):
-            return _times(self, node)
+            return _ARITHMETIC[node.target](self, node)
         if of is not None and (mix := mix_of(node)) is not None:
             rows, matrix, summed, dim = mix
             x = self.part(rows)
@@ -242,8 +258,16 @@ class _Reading:
         wide = shape(node if of is None else of)
         if len(wide) != len(shape(node)):
             return None
-        self.new.setdefault(node, set()).update(k for k, n in enumerate(shape(node)) if not same(n, wide[k]))
-        return NEW
+        return self._new(node, [k for k, n in enumerate(shape(node)) if not same(n, wide[k])])
+
+    def _new(self, node: fx.Node, grown: Iterable[int]) -> Writing:
+        how = decode(node)
+        if self.numbers and (x := times_number(node)) is not None:
+            return Applied(node.target, (self._new(x, grown), *args_of(node)[1:]))  # type: ignore[arg-type]
+        if isinstance(how, moves.Slice) and how.dim in self.along and how.bounds is not None:
+            return Applied(aten.slice.Tensor, (self._new(how.x, grown), Dim(how.dim), *how.bounds))
+        self.new.setdefault(node, set()).update(grown)
+        return Given(1 + [*self.new].index(node))
 
     def _written(self, how: moves.Write | moves.WriteRows, op: Callable[..., object]) -> Writing | None:
         base, x = self.part(how.base), self.part(how.x)
@@ -345,6 +369,15 @@ def _times(reading: _Reading, node: fx.Node) -> Writing | None:
     return _step(node, reading.part(x, node), shared(factor, node))
 
 
+def _over(reading: _Reading, node: fx.Node) -> Writing | None:
+    x, by = args_of(node)
+    return _step(node, reading.part(x, node), shared(by, node) if is_tensor(by) else by)
+
+
+def _opposite(reading: _Reading, node: fx.Node) -> Writing | None:
+    return _step(node, reading.part(args_of(node)[0], node))
+
+
 def _sum(reading: _Reading, node: fx.Node) -> Writing | None:
     x, y = args_of(node)[:2]
     return None if node.kwargs.get("alpha", 1) != 1 else _step(node, reading.part(x, node), reading.part(y, node))
@@ -372,6 +405,8 @@ def _step(node: fx.Node, *args: object) -> Writing | None:
 _ARITHMETIC: dict[object, Callable[[_Reading, fx.Node], Writing | None]] = {
     **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _sum),
     aten.mul.Tensor: _times,
+    aten.div.Tensor: _over,
+    aten.neg.default: _opposite,
     aten.where.self: _choice,
     aten.lerp.Tensor: _between,
     aten.masked_fill.Scalar: _emptied,

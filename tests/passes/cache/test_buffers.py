@@ -250,14 +250,14 @@ def test_a_buffer_that_the_caller_gets_a_view_of_stays():
     stays(Shows())
 
 
-def stays(module):
+def stays(module, start=0):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mla_compile.MlaCompileWarning)
-        program = latent(module)
+        program = latent(module, start)
     assert "mla_cache" not in program.graph_module.meta
     (site,) = program.graph_module.meta["mla_report"].sites
     assert site.verdict == "refused"
-    (x, at), mine, theirs = tokens(0, 1), buffers(), buffers()
+    (x, at), mine, theirs = tokens(start, 1), buffers(), buffers()
     expected, got = pytree.tree_leaves(module(x, *mine, at)), pytree.tree_leaves(program.module()(x, *theirs, at))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     return site

@@ -225,6 +225,41 @@ def test_near_misses_keep_their_keys(kind):
     assert change is None or all(t.values != H * (N + R) for t in change.inputs)
 
 
+class Growing(torch.nn.Module):
+    """K and V [B,H,T,N] grow by what ``keys`` and ``values`` join, of rows c, d and e [B,1,L]."""
+
+    def __init__(self, keys, values):
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.w_k, self.w_v = (torch.nn.Parameter(seeded(H, L, 2 * N, seed=n)) for n in (1, 2))
+
+    def forward(self, q, rows, past_k, past_v):
+        k, v = ([torch.einsum("bsl,hln->bhsn", r, w) for r in rows] for w in (self.w_k, self.w_v))
+        k, v = self.keys(past_k, k), self.values(past_v, v)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v), k, v
+
+
+@pytest.mark.parametrize(
+    "values",
+    [lambda past, new: torch.cat([past, new[0], new[2]], 2), lambda past, new: torch.cat([*new[:2], past], 2)],
+    ids=["other rows", "another order"],
+)
+def test_values_that_grow_otherwise_than_the_keys_have_rows_of_their_own(values):
+    model = Growing(lambda past, new: torch.cat([past, *new[:2]], 2), values).eval()
+    past = tuple(torch.zeros(B, H, 3, 2 * N, dtype=torch.float64) for _ in "kv")
+    tokens = torch.export.Dim("T", min=1)
+    given = seeded(B, H, 1, 2 * N), [seeded(B, 1, L, seed=n) for n in range(3)]
+    shapes = (None, [None] * 3, {2: tokens}, {2: tokens})
+    exported = torch.export.export(model, (*given, *past), dynamic_shapes=shapes, strict=False)
+    program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L, L]
+    rows, _ = mla_compile.migrate_cache(program, past)
+    for step in range(3):
+        given = seeded(B, H, 1, 2 * N, seed=step), [seeded(B, 1, L, seed=10 * step + n) for n in range(3)]
+        (expected, *past), (got, *rows) = model(*given, *past), program.module()(*given, *rows)
+        assert (got - expected).abs().max() < EXACT
+
+
 class TwoBranches(torch.nn.Module):
     """An up-projection, and beside it one of rows that are a nonlinear function of the latent."""
 

@@ -20,21 +20,28 @@ DRAWS = 4  # of each test
 
 
 class Drawn(Static):
-    """One to four operators, one upon the other. ``shared``: whether heads and columns share all factors."""
+    """One to four operators, one upon the other, each of which writes the new tokens or others.
+
+    ``shared``: whether heads and columns share all factors.
+    """
 
     def __init__(self, seed):
         super().__init__(in_place=False)
         self.seed, self.shared = seed, random.Random(seed).random() < 0.8
 
+    def made(self, x, at):
+        return tuple(zip(super().made(x, at), super().made(x.sin(), at), strict=True))
+
     def put(self, buffer, new, at):
         draw = random.Random(self.seed)
         for _ in range(draw.randint(1, 4)):
-            buffer = self.step(draw, buffer, new, at, slice(None))
+            buffer = self.step(draw, buffer, draw.choice([new[0], *new]), at, slice(None))
         return buffer
 
     def step(self, draw, old, new, at, where):
         """One operator on the tokens ``where`` of the buffer, which are ``old``."""
-        kind = draw.choice(["add", "take off", "from new", "scale", "choose", "keep", "between", "empty", "a part"])
+        kind = draw.choice(["add", "take off", "from new", "scale", "choose", "keep", "between", "empty", "a part",
+                            "a number", "divide", "opposite"])  # fmt: skip
         seen = (torch.arange(13)[:, None] % draw.choice([2, 3]) == at)[where]
         factor = self.factor(draw, new, at)
         factor = factor[..., where, :] if factor.dim() > 1 and factor.shape[-2] > 1 else factor
@@ -46,6 +53,9 @@ class Drawn(Static):
             "take off": lambda: old - factor * new,
             "from new": lambda: new * factor - old,
             "scale": lambda: old * factor,
+            "a number": lambda: old + new * 0.25,
+            "divide": lambda: old / 2 - (new * factor) / 3,
+            "opposite": lambda: -old - -new * factor,
             "choose": lambda: torch.where(seen, new, old),
             "keep": lambda: torch.where(seen, old, new),
             "between": lambda: torch.lerp(old, new.expand_as(old), factor),

@@ -118,10 +118,30 @@ def emptied_and_added(buffer, new, at):
     return (buffer * (1 - hot[:, None])).index_add(2, at, new)
 
 
-ONE = [multiplied, chosen, between, moved_towards, emptied_first, a_part, faded, added, of_each_sequence]
+def a_number_beside_a_mask(buffer, new, at):
+    hot = along(buffer, new, at)
+    return buffer * (1 - hot) + new * 0.25 + -(new * hot) / 2
+
+
+def around_the_end(buffer, new, at):
+    """As a ring does, whose last positions are followed by its first."""
+    end = buffer.shape[2]
+    return buffer.slice_scatter(new[:, :, :2], 2, end - 2).slice_scatter(new[:, :, 2:], 2, 0, new.shape[2] - 2)
+
+
+def one_by_one(buffer, new, at):
+    for i in range(new.shape[2]):
+        buffer = buffer.index_copy(2, at[i : i + 1], new[:, :, i : i + 1])
+    return buffer
+
+
+ONE = [
+    multiplied, chosen, between, moved_towards, emptied_first, a_part, faded, added, of_each_sequence,
+    a_number_beside_a_mask,
+]  # fmt: skip
 SEVERAL = [
     scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product, index_added, accumulated,
-    emptied_and_added,
+    emptied_and_added, around_the_end, one_by_one,
 ]  # fmt: skip
 
 
@@ -212,6 +232,100 @@ def test_values_may_be_written_before_the_keys(write):
         assert (got - expected).abs().max() < EXACT
 
 
+class Two(Written):
+    """Two tensors are written in one call: of x, and of another that ``second(self, x, at)`` makes."""
+
+    def __init__(self, write, second):
+        super().__init__(write)
+        self.second = second
+
+    def made(self, x, at):
+        return tuple(zip(super().made(x, at), self.second(super().made, x, at), strict=True))
+
+    def put(self, buffer, new, at):
+        return self.put_into(buffer, *new, at)
+
+
+def each_to_its_positions(buffer, first, second, at):
+    return buffer.index_copy(2, at, first).index_copy(2, at - 1, second)
+
+
+def each_by_its_mask(buffer, first, second, at):
+    hot = along(buffer, first, at)
+    before = hot.roll(-1, 0)
+    return buffer * (1 - hot - before) + first * hot + second * before
+
+
+def added_to_what_was_chosen(buffer, first, second, at):
+    chosen = torch.where(torch.arange(buffer.shape[2])[:, None] == at, first, buffer)
+    return chosen.index_add(2, at - 1, second)
+
+
+def of_other_tokens(made, x, at):
+    return made(x.sin(), at - 1)
+
+
+def values_of_others_yet(made, x, at):
+    return made(x.sin(), at - 1)[0], made(x.cos(), at - 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("write", "second", "kept"),
+    [
+        (each_to_its_positions, of_other_tokens, 0),
+        (each_by_its_mask, of_other_tokens, 0),
+        (added_to_what_was_chosen, of_other_tokens, 0),
+        (each_to_its_positions, values_of_others_yet, L),
+    ],
+)
+def test_two_tensors_are_written_in_one_call(write, second, kept):
+    """``kept``: the width of the rows of the values, if these are not among those of the keys."""
+    module = Two(write, second)
+    program = latent(module, 1)
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, kept]
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in (1, 3, 2):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
+
+
+def of_rolled_heads(made, x, at):
+    return tuple(new.roll(1, 1) for new in made(x.sin(), at - 1))
+
+
+def of_squashed_tokens(made, x, at):
+    return tuple(new.tanh() for new in made(x.sin(), at - 1))
+
+
+def of_half_the_size(made, x, at):
+    return tuple(new * 0.5 for new in made(x.sin(), at - 1))
+
+
+def moved_away(made, x, at):
+    return tuple(new + 1 for new in made(x.sin(), at - 1))
+
+
+def in_another_dtype(made, x, at):
+    return tuple(new.float() for new in made(x.sin(), at - 1))
+
+
+@pytest.mark.parametrize("second", [of_rolled_heads, of_squashed_tokens, of_half_the_size, moved_away])
+def test_two_tensors_that_are_made_otherwise_stay(second):
+    stays(Two(each_to_its_positions, second), start=1)
+
+
+def test_two_tensors_of_two_dtypes_stay():
+    def converted(buffer, first, second, at):
+        return torch.where(torch.arange(buffer.shape[2])[:, None] == at - 1, second, first * along(buffer, first, at))
+
+    def kept_beside(buffer, first, second, at):
+        return buffer + converted(buffer, first, second, at)
+
+    stays(Two(kept_beside, in_another_dtype), start=1)
+
+
 def test_what_is_converted_on_the_way_stays():
     """Keys in float32, which ``where`` converts to the buffer's float64."""
     in_float32 = Written(lambda buffer, new, at: chosen(buffer, new.float(), at))
@@ -286,6 +400,28 @@ def scattered_in_part(buffer, new, at):
     return buffer.scatter(2, at.view(-1, 1).expand_as(new[..., 1:]), new[..., 1:])
 
 
+def assembled_of_columns(buffer, new, at):
+    return buffer.slice_scatter(new[..., :2].expand(*buffer.shape[:3], 2), 3, 0, 2)
+
+
+def divided(buffer, new, at):
+    """By what is new."""
+    return buffer + along(buffer, new, at) / (new.abs() + 1)
+
+
+def heads_one_by_one(buffer, new, at):
+    """Each with a position of its own."""
+    for head in range(H):
+        part = buffer[:, head : head + 1].index_copy(2, at + head, new[:, head : head + 1])
+        buffer = buffer.slice_scatter(part, 1, head, head + 1)
+    return buffer
+
+
+def backwards(buffer, new, at):
+    hot = along(buffer, new, at)
+    return buffer * (1 - hot) + new * hot + new.flip(3) * hot.roll(1, 0)
+
+
 def mixed_heads(buffer, new, at):
     mixing = torch.eye(H, dtype=new.dtype).roll(1, 0)
     return buffer * (1 - along(buffer, new, at)) + torch.einsum("hg,bgsd->bhsd", mixing, new) * along(buffer, new, at)
@@ -296,13 +432,15 @@ def scattered_and_added(buffer, new, at):
 
 
 KEPT = [per_head, per_column, chosen_per_head, two_new, scattered_per_head, scattered_per_column, scattered_in_part,
-        mixed_heads, scattered_and_added, added_per_head, added_to_columns, added_twice, added_to_one_half]  # fmt: skip
+        mixed_heads, scattered_and_added, added_per_head, added_to_columns, added_twice, added_to_one_half,
+        assembled_of_columns, heads_one_by_one, backwards]  # fmt: skip
 UNREAD = [squashed, filled, scattered_sums, scattered_products]
 
 
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize(
-    ("write", "code"), [*((w, "expanded_cache") for w in KEPT), *((w, "unsupported_op") for w in UNREAD)]
+    ("write", "code"),
+    [*((w, "expanded_cache") for w in KEPT), *((w, "unsupported_op") for w in UNREAD), (divided, "nonlinear")],
 )
 def test_buffers_that_are_written_to_otherwise_stay(write, code):
     assert stays(Written(write)).code == code
