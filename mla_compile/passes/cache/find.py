@@ -156,13 +156,16 @@ class _Search:
         pieces = self.maps.map(operand.node).pieces
         ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
         # The walk starts at K: of several tensors that could be the cache, the one nearest to the attention is taken.
+        computed = False
         for node in reversed(ways[0]) if ways else ():
             if node is None or not all(node in way for way in ways):
                 continue
             written = self._written(node, operand, site)
-            if written is not None:
-                write, along = written
-                return {write.node: along} if write.node in self.returned else {}
+            if written is not None and written[0].node in self.returned:
+                return {written[0].node: written[1]}
+            # What is computed of a buffer, such as half of it, is made as a write is, and no cache.
+            if computed := computed or written is not None:
+                continue
             grows = self._grows(node)
             # An assumed past holds what this graph returned; a past that carries its recipe needs no assumption.
             known = node in self.pasts or (

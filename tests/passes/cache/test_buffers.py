@@ -250,6 +250,33 @@ def test_a_buffer_that_the_caller_gets_a_view_of_stays():
     stays(Shows())
 
 
+class Multiples(Static):
+    def read(self, k, v):
+        return k * 0.5, -v
+
+
+class WrittenFurther(Static):
+    """Reads what is written and, beside it, tokens that the buffers do not keep."""
+
+    def read(self, k, v):
+        return tuple(cache.index_copy(2, torch.tensor([12]), cache[:, :, :1].tanh()) for cache in (k, v))
+
+
+def test_multiples_of_buffers_are_read():
+    module = Multiples(in_place=False)
+    program = latent(module)
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in range(3):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
+
+
+def test_what_is_written_for_one_call_alone_stays():
+    stays(WrittenFurther(in_place=False))
+
+
 def stays(module, start=0):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mla_compile.MlaCompileWarning)
