@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from mla_compile.core.program import FoldedWeight, Program
-from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, new_input, packet, val
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 
 aten = torch.ops.aten
@@ -111,10 +111,8 @@ def _constant(
         tensor: torch.Tensor = module(*inputs)
         return tensor.permute(order).reshape(flat).contiguous()
 
-    graph = program.gm.graph
-    with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
-        placeholder = graph.placeholder(f"baked_{len(program.folds)}")
-    placeholder.meta["val"] = val(weight).permute(order).new_empty(flat)
+    value = val(weight).permute(order).new_empty(flat)
+    placeholder = new_input(program.gm.graph, f"baked_{len(program.folds)}", value)
     program.folds.append(FoldedWeight(placeholder.name, compute, tuple(leaves)))
     return placeholder, tuple(leaves)
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from mla_compile.core.program import FoldedWeight, Program
 from mla_compile.errors import ExportError
-from mla_compile.passes.ir.graph import Builder, args_of, packet, val
+from mla_compile.passes.ir.graph import Builder, args_of, new_input, packet, val
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
@@ -171,9 +171,7 @@ def _constant(program: Program, node: fx.Node) -> fx.Node:
     if node.name not in program.weights:
         raise ExportError(f"input {node.name!r} is complex; pass its real view (torch.view_as_real)")
     name = node.name
-    with node.graph.inserting_after(list(node.graph.find_nodes(op="placeholder"))[-1]):
-        placeholder = node.graph.placeholder(f"pairs_{len(program.folds)}")
-    placeholder.meta["val"] = torch.view_as_real(val(node))
+    placeholder = new_input(node.graph, f"pairs_{len(program.folds)}", torch.view_as_real(val(node)))
     program.folds.append(
         FoldedWeight(placeholder.name, lambda live: torch.view_as_real(live[name].resolve_conj()), (name,))
     )

@@ -24,6 +24,7 @@ from mla_compile.passes.ir.graph import (
     axis,
     latest_of,
     materialize,
+    new_input,
     packet,
     restride,
     val,
@@ -91,7 +92,6 @@ class _Rewriter:
         self.fake_mode = fake_mode
         self.plain = plain
         self.done = LatentCache()
-        self.last_input: fx.Node | None = next(reversed(graph.find_nodes(op="placeholder")), None)
         self.inputs: dict[Hashable, fx.Node] = {}
         self.zeros: dict[Hashable, fx.Node] = {}
         self.same = first_equals(graph)  # K and V may each have a mask of their own for the same positions
@@ -275,10 +275,8 @@ class _Rewriter:
             wanted = cache.recipe.row_shape(example.shape, cache.recipe.held_width(index))
             with self.fake_mode or torch.no_grad(), torch.no_grad():
                 fake = torch.empty(wanted, dtype=dtype, device=example.device)
-            with self.graph.inserting_after(self.last_input):
-                self.last_input = placeholder = self.graph.placeholder(f"rows_{len(self.inputs)}")
-            placeholder.target = placeholder.name  # another input may have the name that was asked for
-            placeholder.meta |= {"val": fake, ROWS: True}
+            placeholder = new_input(self.graph, f"rows_{len(self.inputs)}", fake)
+            placeholder.meta[ROWS] = True
             if BESIDE in node.meta:
                 placeholder.meta[BESIDE] = node.meta[BESIDE]
             self.inputs[name] = placeholder

@@ -170,6 +170,14 @@ class Builder:
         return node if val(node).dtype == dtype else self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
 
 
+def new_input(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
+    """Add an input behind all others, with another name if an input of the user's has this one."""
+    with graph.inserting_after(next(reversed(graph.find_nodes(op="placeholder")), None)):
+        node = graph.placeholder(name)
+    node.target, node.meta["val"] = node.name, value  # the graph's code names its arguments by their targets
+    return node
+
+
 def splice(
     gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
 ) -> tuple[fx.Node, ...]:

@@ -27,7 +27,7 @@ from mla_compile.passes.ir.arrange import SizeSources, aligned, arrange, same_la
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.collectives import gathered
 from mla_compile.passes.ir.expr import Expr, Factor, wide
-from mla_compile.passes.ir.graph import Builder, args_of, val
+from mla_compile.passes.ir.graph import Builder, args_of, new_input, val
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.project import project
@@ -135,12 +135,9 @@ def add_input(
     def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return closed.evaluate_named(live, exact).to(dtype).contiguous()
 
-    graph = program.gm.graph
     # The new input comes after all others, because callers pass those by position.
-    last = list(graph.find_nodes(op="placeholder"))[-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(f"{name}_{len(program.folds)}")
-    node.meta["val"] = expr.value.new_empty(expr.shape, dtype=dtype)
+    value = expr.value.new_empty(expr.shape, dtype=dtype)
+    node = new_input(program.gm.graph, f"{name}_{len(program.folds)}", value)
     program.folds.append(FoldedWeight(node.name, compute, names, (closed.formula(names), dtype) if stored else None))
     return node, closed, names
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+import mla_compile
 from mla_compile.passes.decide.fold_sides import output_projection
 from tests.support.programs import assert_equal, calls, export, optimized, trace
 from tests.support.tiers import also
@@ -97,6 +98,25 @@ def test_a_norm_on_the_queries_keeps_the_query_side_chained():
     (site,) = outcome.report.sites
     assert site.dims.Q is None
     assert_equal(module, outcome.program, module.inputs())
+
+
+class Named(Projected):
+    """Its inputs are called as the fold would be, were it free to choose."""
+
+    def forward(self, folded):
+        return super().forward(*folded)
+
+
+@torch.no_grad()
+def test_an_input_may_have_the_name_of_a_fold():
+    module = Named().eval()
+    given = module.inputs()
+    exported = torch.export.export(module, (given,), strict=False)
+    program = mla_compile.optimize(exported, fold="always", forms="absorbed")
+    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    assert {"folded_0", "folded_1", "folded_2"} < set(names)
+    assert len(names) > len(exported.graph.find_nodes(op="placeholder"))
+    torch.testing.assert_close(program.module()(given), module(given))
 
 
 @pytest.mark.parametrize("fold", ["never", "auto"])
