@@ -141,7 +141,8 @@ def checked(base: RowsBase, program: Program, true: Collection[Code] = ()) -> Re
 def _lacks_numbers(program: Program, values: list[torch.Tensor]) -> bool:
     """Whether scores are made of NaN: what a kernel makes of a mask of NaN is not promised."""
     try:
-        seen = recorded(program, [*values, *_weights(program, len(values))])
+        with reproducible():  # which of the numbers a dropout takes, it takes when they are compared, too
+            seen = recorded(program, [*values, *_weights(program, len(values))])
     except (RuntimeError, IndexError):
         raise Refused("it does not run") from None
     # A mutation may have put a softmax of its own before that of the attention.
