@@ -95,9 +95,11 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or not reading.new:
         return None
     along = frozenset(axes_of(made))
-    for numbers in (False, True) if len(reading.new) > 1 else ():
+    for numbers in (False, True):
         again = _Reading(buffer, along, numbers=numbers)
-        if (less := again.made(node)) is not None and len(again.new) < len(reading.new):
+        # Tokens of a tensor are no image of rows by themselves. A multiple of one is, and stays if it is all there is.
+        less = again.made(node)
+        if less is not None and (len(again.new) < len(reading.new) or not numbers):
             reading, made = again, less
     grown = sorted({k for axes in reading.new.values() for k in axes})
     # A new tensor that is broadcast may be converted on the way.

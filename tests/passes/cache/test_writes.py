@@ -129,6 +129,11 @@ def around_the_end(buffer, new, at):
     return buffer.slice_scatter(new[:, :, :2], 2, end - 2).slice_scatter(new[:, :, 2:], 2, 0, new.shape[2] - 2)
 
 
+def the_last_of_them(buffer, new, at):
+    """As a window does that is shorter than a prompt."""
+    return buffer.slice_scatter(new[:, :, 1:], 2, 0, new.shape[2] - 1)
+
+
 def one_by_one(buffer, new, at):
     for i in range(new.shape[2]):
         buffer = buffer.index_copy(2, at[i : i + 1], new[:, :, i : i + 1])
@@ -141,7 +146,7 @@ ONE = [
 ]  # fmt: skip
 SEVERAL = [
     scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product, index_added, accumulated,
-    emptied_and_added, around_the_end, one_by_one,
+    emptied_and_added, around_the_end, the_last_of_them, one_by_one,
 ]  # fmt: skip
 
 
