@@ -128,7 +128,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.POSITION_DEPENDENT: CodeInfo(
         "refused",
-        "a position-dependent factor such as RoPE lies between the up-projection and the scores",
+        "a factor that differs from token to token, such as RoPE's, lies between the up-projection and the scores",
         "apply RoPE to a separate key shared by all heads and leave the up-projected part unrotated",
     ),
     Code.NONLINEAR: CodeInfo(
