@@ -86,6 +86,11 @@ class Tampered(OwnMLA):
             return start > self.case.T
         return mutant.calls == "always" or (count == self.case.T) == (mutant.calls == "prompt")
 
+    def _write(self, cache: Tensor, new: Tensor, start: int) -> Tensor:
+        # What is tampered with is the memory, into which copies go as well.
+        made = super()._write(cache, new, start)
+        return cache if made is cache else cache.copy_(made)
+
     def _written(self, index: int, new: Tensor, start: int) -> Tensor:
         run, count, length = TAMPERINGS[self.mutant.tampering].run, new.shape[2], start + new.shape[2]
         cache = self.held()[index]
