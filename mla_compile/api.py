@@ -340,7 +340,7 @@ def _artifact(program: Program, options: Options) -> _Artifact:
         if outcome.variants and not pays_as_traced(outcome.base, outcome.variants):
             outcome = pipeline.run(program, replace(options, forms="expanded"), own_cache=True)
             report = replace(outcome.report, messages=(*outcome.report.messages, _ONE_FORM))
-        if program.autocast and isinstance(program.original, torch.export.ExportedProgram):
+        if program.capture.autocast and isinstance(program.capture.original, torch.export.ExportedProgram):
             report = replace(report, messages=(*report.messages, _CASTS))
         tell(report, set())
         made = outcome.program

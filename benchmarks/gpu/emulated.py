@@ -186,7 +186,7 @@ class Machine:
         packed = program.arguments(values, grid)
         arguments = Guarded(len(packed))
         ctypes.memmove(arguments.address, packed, len(packed))
-        shared = Guarded(program.shared)
+        shared = Guarded(program.capture.shared)
         waves = range(0, program.threads, LANES)
         scratch = [Guarded(max(1, program.scratch) * LANES) for _ in waves]
         for z in range(grid[2]):

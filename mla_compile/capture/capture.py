@@ -29,7 +29,7 @@ from mla_compile.capture.held_weights import held_weights, is_held
 from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
 from mla_compile.capture.repeated import traced_by_kind
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
-from mla_compile.core.program import Program, copy_graph, graph_module, results_of, view_source
+from mla_compile.core.program import Capture, Program, copy_graph, graph_module, results_of, view_source
 from mla_compile.core.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.errors import CaptureError, InputError, brief
 
@@ -47,7 +47,7 @@ def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
     def timed(*args: _Given.args, **kwargs: _Given.kwargs) -> Program:
         start = time.perf_counter()
         program = capture(*args, **kwargs)
-        program.seconds = time.perf_counter() - start
+        program.know(seconds=time.perf_counter() - start)
         return program
 
     return timed
@@ -74,7 +74,7 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program
         constant = state and not _is_resized(node)
         if isinstance(value, torch.nn.Parameter) or constant:
             program.weights[node.name] = _with_values(value)
-            for part, tensor in program.parts.get(node.name, {}).items():
+            for part, tensor in program.capture.parts.get(node.name, {}).items():
                 program.weights[part] = _with_values(tensor)
         elif not _is_resized(node) and is_held(getattr(origin, "_dynamo_source", None)):
             held[node.name] = value
@@ -150,7 +150,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
         if isinstance(tensors.get(target), torch.Tensor) and name not in mutated
     }
     traced = graph_module(functional.graph_module, graph)
-    return _finish(Program(traced, tuple(mutated), weights, original=functional, autocast=autocast))
+    return _finish(Program(traced, tuple(mutated), weights, capture=Capture(functional, autocast=autocast)))
 
 
 def _functionalize(gm: fx.GraphModule, values: list[object]) -> Program:
@@ -225,9 +225,7 @@ def _functionalize(gm: fx.GraphModule, values: list[object]) -> Program:
             weights.pop(node.name, None)
             graph.erase_node(node)
     traced_gm = graph_module({target: attributes[target] for target in used}, graph)
-    program = _finish(Program(traced_gm, mutations, weights, original=gm, autocast=autocast))
-    program.parts = parts
-    return program
+    return _finish(Program(traced_gm, mutations, weights, capture=Capture(gm, parts, autocast=autocast)))
 
 
 def _finish(program: Program) -> Program:

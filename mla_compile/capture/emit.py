@@ -31,7 +31,7 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     graphs and freezing work as before. A fold's placeholder has no source and is marked as a static address. The
     graph's constants are its buffers, and AOTAutograd requires a source for each of them.
     """
-    gm, original = _with_writes(program), program.original
+    gm, original = _with_writes(program), program.capture.original
     assert isinstance(original, fx.GraphModule)
     origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
     folded = {fold.placeholder for fold in program.folds}
@@ -67,7 +67,7 @@ def to_plain_graph_module(
     ``folded`` has the values of the program's folds, which become buffers. With ``change``, each cache input becomes
     one input per tensor of rows that it holds, and each cache output a tuple of such tensors.
     """
-    written, original = _with_writes(program), program.original
+    written, original = _with_writes(program), program.capture.original
     assert isinstance(original, fx.GraphModule)
     gm = fx.GraphModule(written, written.graph)  # not a lazy one: the caller may pickle, script or copy it
     for fold in program.folds:
@@ -92,7 +92,7 @@ def to_plain_graph_module(
     if len(leaves) != len(flat):
         raise CaptureError(f"the graph returned {len(leaves)} values, its rewritten form {len(flat)}")
     output.args = (pytree.tree_unflatten(flat, spec),)
-    if program.autocast:
+    if program.capture.autocast:
         _switch_autocast_off(gm.graph)
     _check_inputs(gm, original)  # before the nodes that disable autocast: a failed check leaves autocast as it was
     gm.graph.set_codegen(original.graph._codegen)
@@ -159,7 +159,7 @@ def to_exported(
     ``change`` says which inputs and outputs are rows instead of K and V. Weights that are no longer read stay in the
     signature. ``folded`` has the values of the program's folds, which become buffers outside of the state dict.
     """
-    original, program = program.original, program.copy()
+    original, program = program.capture.original, program.copy()
     assert isinstance(original, torch.export.ExportedProgram)
     graph = program.gm.graph
     signature = copy.deepcopy(original.graph_signature)
@@ -264,12 +264,13 @@ def _return_shares(program: Program) -> None:
     for one in program.appends:
         if one.output is None or not one.total:
             continue
-        assert program.sharing is not None
+        sharing = program.capture.sharing
+        assert sharing is not None
         at = len(program.mutations) + one.output - sum(place < one.output for place in gone)
         buffer: fx.Node = outputs[at]
         # Sliced where the buffer is made, so that the whole buffer lives no longer than its readers need.
         call = Builder(buffer.next, program.fake_mode).call
-        own = call(aten.slice.Tensor, buffer, one.axis, program.sharing.rank, one.total, program.sharing.size)
+        own = call(aten.slice.Tensor, buffer, one.axis, sharing.rank, one.total, sharing.size)
         outputs[at] = call(aten.clone.default, own, memory_format=torch.contiguous_format)
     graph.output_node().args = (tuple(outputs),)
 

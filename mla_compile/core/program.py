@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,34 @@ class Append:
     total: int = 0
 
 
+@dataclass(frozen=True)
+class Capture:
+    """What the capture and its caller know of a program. No pass changes it.
+
+    Attributes:
+        original: the captured object, from which the result is emitted.
+        parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
+        latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
+        own: placeholder names of the buffers that may be kept as rows: those that an optimized module owns, and that
+            the program writes to or returns with new values.
+        plain: whether K and V are still read from buffers beside which rows are kept.
+        sharing: how the ranks of the program share the rows of caches; None if they do not.
+        shared: placeholder names of the inputs whose rows are distributed over the ranks.
+        autocast: whether the graph contains the casts of an autocast that was active in it or around its capture.
+        seconds: the time of the capture.
+    """
+
+    original: fx.GraphModule | torch.export.ExportedProgram | None = None
+    parts: Mapping[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    latents: Mapping[str, Any] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+    plain: bool = False
+    sharing: Sharing | None = None
+    shared: frozenset[str] = frozenset()
+    autocast: bool = False
+    seconds: float = 0.0
+
+
 @dataclass
 class Program:
     """A captured graph: functional pre-dispatch ATen with ``meta["val"]`` on every node.
@@ -80,63 +108,34 @@ class Program:
             output.
         weights: node name (placeholder or get_attr) -> live tensor, for parameters, module buffers and constants;
             ``None`` if there are no values (fake or meta tensors).
-        folds: extra placeholders appended after all others; whoever runs the program supplies their values.
         fake_mode: the fake tensor mode of the metadata.
         aliases: index of a returned value -> the mutated input of which it is a view. The view is recomputed from the
             input after the write, so that the caller gets the input's memory as in the original program.
-        original: the captured object, from which the result is emitted.
-        parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
-        latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
-        own: placeholder names of the buffers that may be kept as rows: those that an optimized module owns, and that
-            the program writes to or returns with new values.
-        plain: whether K and V are still read from buffers beside which rows are kept.
+        capture: what the capture and its caller know of it.
+        folds: extra placeholders that passes append after all others; whoever runs the program supplies their values.
         cache: the inputs and outputs that hold the rows of K and V instead of K and V (a ``LatentCache`` of the
-            passes).
-        appends: the caches to which new rows are appended in place.
-        sharing: how the ranks of the program share the rows of caches; None if they do not.
-        shared: placeholder names of the inputs whose rows are distributed over the ranks.
-        autocast: whether the graph contains the casts of an autocast that was active in it or around its capture.
-        seconds: the time of its capture.
+            passes), where a pass has decided that.
+        appends: the caches to which new rows are appended in place, where a pass has decided that.
     """
 
     gm: fx.GraphModule
     mutations: tuple[str, ...] = ()
     weights: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    folds: list[FoldedWeight] = field(default_factory=list)
     fake_mode: FakeTensorMode | None = None
     aliases: dict[int, str] = field(default_factory=dict)
-    original: fx.GraphModule | torch.export.ExportedProgram | None = None
-    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    latents: dict[str, Any] = field(default_factory=dict)
-    own: frozenset[str] = frozenset()
-    plain: bool = False
+    capture: Capture = field(default_factory=Capture)
+    folds: list[FoldedWeight] = field(default_factory=list)
     cache: Any = None
     appends: tuple[Append, ...] = ()
-    sharing: Sharing | None = None
-    shared: frozenset[str] = frozenset()
-    autocast: bool = False
-    seconds: float = 0.0
 
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
-        return Program(
-            gm=graph_module(self.gm, copy_graph(self.gm.graph)),
-            mutations=self.mutations,
-            weights=dict(self.weights),
-            folds=list(self.folds),
-            fake_mode=self.fake_mode,
-            aliases=dict(self.aliases),
-            original=self.original,
-            parts=self.parts,
-            latents=dict(self.latents),
-            own=self.own,
-            plain=self.plain,
-            cache=self.cache,
-            appends=self.appends,
-            sharing=self.sharing,
-            shared=self.shared,
-            autocast=self.autocast,
-        )
+        gm = graph_module(self.gm, copy_graph(self.gm.graph))
+        return replace(self, gm=gm, weights=dict(self.weights), aliases=dict(self.aliases), folds=list(self.folds))
+
+    def know(self, **facts: object) -> None:
+        """Replace facts of ``capture``, by the names of its fields."""
+        self.capture = replace(self.capture, **facts)  # type: ignore[arg-type]
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -56,8 +56,8 @@ def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -
         if not twins:
             return None
         known = {twin: rows_beside(given[buffer]) for twin, buffer in twins.items()}
-        made.latents |= {twin: rows for twin, rows in known.items() if rows is not None}
-        made.own = program.own.union(twins)
+        rows = {twin: its for twin, its in known.items() if its is not None}
+        made.know(latents={**program.capture.latents, **rows}, own=program.capture.own.union(twins))
         inputs = [*example_inputs, *(given[buffer] for buffer in twins.values())]
         outcome, folds = run(made, inputs)
         cache = outcome.base.cache
@@ -65,7 +65,7 @@ def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -
         if len(kept) == len(twins):
             report = outcome.report
             if not outcome.absorbed:  # the rows have to be written but not read, because K and V are at hand
-                made.plain = True
+                made.know(plain=True)
                 outcome, folds = run(made, inputs)
             report = replace(report, messages=(*report.messages, _BESIDE.format(count=len(twins))))
             return Rewritten(made, inputs, replace(outcome, report=report), folds, twins)

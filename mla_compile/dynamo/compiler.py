@@ -181,13 +181,12 @@ class Compiler:
         try:
             share_lengths(gm, sizes_so_far())
             program = capture.from_dynamo(gm, example_inputs)
-            program.latents.update(latents)
             written = {*program.mutations, *capture.replaced(program)}
             mark_handed_over(gm, program.placeholders)
             if ranks is not None and sharing is not None and not sharing.heads:
                 sharing = replace(sharing, heads=not ranks.alike(program, ranks_of(self.options)))
-            program.sharing, program.shared = sharing, frozenset(shared)
-            program.own = frozenset(written & self._rows_of_buffers(program, example_inputs, latents))
+            own = frozenset(written & self._rows_of_buffers(program, example_inputs, latents))
+            program.know(latents=latents, own=own, sharing=sharing, shared=frozenset(shared))
             self.compilations.stage("passes")
             with without_autocast():
                 name, left = str(gm.meta.get("dynamo_compile_id", "")), dict[str, str]()
@@ -325,7 +324,7 @@ class Compiler:
                 call = with_folds(call, done.folds)
             if done.outcome.variants:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(done.outcome.long))
-            if program.appends or program.shared:
+            if program.appends or program.capture.shared:
                 call = with_room(call, program)
         if autocast:  # Dynamo recompiles when autocast is switched off
             call = _outside_autocast(call)

@@ -47,8 +47,9 @@ def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
     grown = {one.input for one in program.appends} | {row for rows in program.cache.written.values() for row in rows}
     found: dict[str, tuple[int, ...]] = {}
     for name, rows in program.cache.inputs.items():
-        made = {} if grown.issuperset(rows) else dict(zip(rows, program.latents[name].shown_rows(), strict=True))
-        for row, given in made.items():
+        if grown.issuperset(rows):
+            continue
+        for row, given in zip(rows, program.capture.latents[name].shown_rows(), strict=True):
             if row not in grown:
                 order = sorted((-hint(stride, stride), dim) for dim, stride in enumerate(given.stride()))
                 found[row] = tuple(dim for _, dim in order)

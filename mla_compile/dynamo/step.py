@@ -89,15 +89,15 @@ def _like_exported(program: Program, values: Sequence[object], named: Mapping[in
     graph = program.gm.graph
     given = {named.get(id(v)): node for node, v in zip(program.placeholders, values, strict=True)}
     for node, value in zip(program.placeholders, values, strict=True):
-        if id(value) not in named and node.name not in program.parts and isinstance(value, torch.Tensor):
+        if id(value) not in named and node.name not in program.capture.parts and isinstance(value, torch.Tensor):
             program.weights[node.name] = value  # includes what modules hold beside parameters and buffers
-    for whole, parts in program.parts.items():
+    for whole, parts in program.capture.parts.items():
         for name in parts:
             with graph.inserting_before(program.node(whole)):
                 own = _take(graph, name, program.node(name))
             program.weights[own.name] = program.weights.pop(name)
         program.weights.pop(whole)
-    program.parts = {}
+    program.know(parts={})
     last = program.placeholders[-1]
     for name in named.values():
         if name not in given:

@@ -81,8 +81,9 @@ def without_schedules(graph: fx.Graph) -> None:
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return names for baked weights, derived from the names of the weights in the model."""
-    assert isinstance(program.original, torch.export.ExportedProgram)
-    targets = {s.arg.name: s.target for s in program.original.graph_signature.input_specs if s.target is not None}
+    exported = program.capture.original
+    assert isinstance(exported, torch.export.ExportedProgram)
+    targets = {s.arg.name: s.target for s in exported.graph_signature.input_specs if s.target is not None}
     return {new: _baked_name(new, [targets.get(n, n) for n in nodes], program) for new, nodes in origins.items()}
 
 

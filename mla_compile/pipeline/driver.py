@@ -55,7 +55,7 @@ def run(
     failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
     with evaluated_once(program.fake_mode):
         state = PassState.begin(request, program, failed)
-        state.records.append(PassRecord("capture", 0, program.seconds))
+        state.records.append(PassRecord("capture", 0, program.capture.seconds))
         run_passes(PASSES, state)
         # A failed site may have prevented another from being absorbed, or been absorbed together with it, so everything
         # is decided again without it. The loop ends because every round adds a site.

@@ -141,11 +141,11 @@ def _rows_told(program: Program) -> Iterator[str]:
         each = ", ".join(f"{name} {count:,}" for name, count in received.items())
         yield _RECEIVED.format(count=sum(received.values()), each=each)
     shared = sum(one.shared for one in program.appends)
-    if shared and program.sharing is not None:
-        what = "queries and results" if program.sharing.heads else "results"
+    if shared and program.capture.sharing is not None:
+        what = "queries and results" if program.capture.sharing.heads else "results"
         ours = sum(received_bytes(program.gm.graph, ours=True).values())
         sent = _SENT.format(count=ours, what=what) if ours else ""
-        yield _SHARED.format(ranks=program.sharing.size, count=shared) + sent
+        yield _SHARED.format(ranks=program.capture.sharing.size, count=shared) + sent
 
 
 def _packed_told(program: Program) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def absorb(state: PassState) -> int:
     """Rewrite the attentions that are legal and worth absorbing, and those absorbed by hand that a kernel runs."""
     state.verdicts = [_unless_failed(v, state) for v in state.verdicts]
     # before absorbing: attentions still read the returned rows and the graph's inputs, not the sources of these
-    if state.program.sharing is not None:
+    if state.program.capture.sharing is not None:
         state.shared = begun_rows(state.program, state.verdicts)
     _note_caches(state)
     # Before the first rewrite: the "before" drawing needs the original nodes.
@@ -212,16 +212,16 @@ def _native_products(state: PassState) -> bool:
 def share(state: PassState) -> int:
     """Rewrite attention to read this rank's rows, if the rows of all caches that ranks share allow it."""
     program = state.program
-    if not program.shared:
+    if not program.capture.shared:
         return 0
     problem = share_rows(program) if _one_form(state) else _NOT_ONE_FORM
     several = any(v.by_call for v in state.chosen)
     if problem is None:
         return sum(one.shared for one in program.appends)
-    buffers = program.shared.intersection(program.mutations)
+    buffers = program.capture.shared.intersection(program.mutations)
     if several:
         state.shared |= grown_rows(program)  # a prompt: ranks share its rows after the call
-    elif program.shared - buffers:
+    elif program.capture.shared - buffers:
         state.warnings += (_UNSHARED.format(problem=problem),)
     if buffers and not several and not _is_prompt(state):
         state.warnings += (_GATHERED.format(problem=problem),)
@@ -249,7 +249,7 @@ def append(state: PassState) -> int:
         return 0
     # If two programs run on the same inputs, either both append in place or neither does.
     count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)
-    if state.program.sharing is not None and _one_form(state):
-        shared = state.program.shared or any(one.shared for one in state.program.appends)
+    if state.program.capture.sharing is not None and _one_form(state):
+        shared = state.program.capture.shared or any(one.shared for one in state.program.appends)
         state.warnings += () if shared else (_NOT_SHARED,)
     return count

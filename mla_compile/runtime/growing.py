@@ -19,7 +19,7 @@ def with_room(call: Call, program: Program) -> Call:
     share arrive as :class:`RankRows`. A program that does not append to this rank's share gets all rows; if it writes
     to them, each rank stores its share of the result.
     """
-    mark, sharing = length_marker(), program.sharing
+    mark, sharing = length_marker(), program.capture.sharing
     position = {node.name: index for index, node in enumerate(program.placeholders)}
     returned = [(one.output, one) for one in program.appends if one.output is not None]
     places = [
@@ -27,7 +27,7 @@ def with_room(call: Call, program: Program) -> Call:
         for output, one in sorted(returned, key=lambda pair: pair[0])
     ]
     own = [position[one.input] for one in program.appends if one.output is None and one.input is not None]
-    whole = {position[name]: name for name in program.shared - {one.input for one in program.appends}}
+    whole = {position[name]: name for name in program.capture.shared - {one.input for one in program.appends}}
     # Dynamo compiles a graph anew for tensors that are marked, so those of a graph for any length are left as they are.
     inserted = [output for at, output, _ in places if at is not None]
     marked = {

@@ -255,7 +255,7 @@ def test_an_exported_program_comes_back_with_its_signature() -> None:
     assert sum(value is not None for value in program.weights.values()) == 4
     back = to_exported(program)
     assert [s.kind for s in back.graph_signature.input_specs] == [
-        s.kind for s in program.original.graph_signature.input_specs
+        s.kind for s in program.capture.original.graph_signature.input_specs
     ]
     assert back.module_call_graph[0].signature == exported.module_call_graph[0].signature
     assert back.state_dict.keys() == exported.state_dict.keys()

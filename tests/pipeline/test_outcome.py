@@ -38,5 +38,5 @@ def test_messages(kind: type[nn.Module], options: dict[str, Any], told: tuple[st
 
 def test_nothing_is_told_of_ranks_that_share_no_rows() -> None:
     program = export(Toy(), decode_inputs())
-    program.sharing = Sharing("all", (0, 1), 0)
+    program.know(sharing=Sharing("all", (0, 1), 0))
     assert pipeline.run(program, Options()).report.messages == ()

@@ -66,8 +66,8 @@ def export(module: nn.Module, inputs: Sequence[Any], dynamic: Any = None) -> Pro
 
 def run(program: Program, *inputs: Any) -> list[torch.Tensor]:
     """The caller's outputs of a program that was captured from an ExportedProgram."""
-    specs = program.original.graph_signature.input_specs
-    state = {**program.original.state_dict, **program.original.constants}
+    specs = program.capture.original.graph_signature.input_specs
+    state = {**program.capture.original.state_dict, **program.capture.original.constants}
     rest = iter(inputs)
     values = [state[s.target] if s.target is not None else next(rest) for s in specs]
     values += [compute(fold, program.weights) for fold in program.folds]  # type: ignore[arg-type]

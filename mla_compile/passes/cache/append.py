@@ -157,9 +157,9 @@ def _fitting(program: Program) -> set[fx.Node]:
     special = {
         *program.mutations,
         *program.aliases.values(),
-        *program.latents,
-        *program.parts,
-        *program.shared,
+        *program.capture.latents,
+        *program.capture.parts,
+        *program.capture.shared,
         *folded,
     }
     return {

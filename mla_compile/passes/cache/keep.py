@@ -75,7 +75,7 @@ def keep_rows(
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
     named = program.named()
-    replaced = sorted(program.own.difference(program.mutations))
+    replaced = sorted(program.capture.own.difference(program.mutations))
     assumed = [node for node in map(named.__getitem__, (*written, *replaced)) if node not in pasts]
     if assume:
         assumed += _own_inputs(program)
@@ -90,7 +90,8 @@ def keep_rows(
         # ``cache.inputs`` follows the order of the signature, not the order in which attentions were found.
         names = [node.name for node in program.placeholders]
         made = _projections(caches, maps)
-        beside = {name: named[name].meta[BESIDE] for name in new if program.plain and BESIDE in named[name].meta}
+        twins = [name for name in new if BESIDE in named[name].meta] if program.capture.plain else []
+        beside = {name: named[name].meta[BESIDE] for name in twins}
         plain = {new[name]: new[buffer] for name, buffer in beside.items()}
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode, plain)
         _narrow(program, made, analysed)
@@ -103,7 +104,7 @@ def keep_rows(
     for kept in caches:
         for site, read in kept.sides.items():
             sides[site.name] = sides.get(site.name, frozenset()) | read
-    return KeptRows(sides, torn, program.plain)
+    return KeptRows(sides, torn, program.capture.plain)
 
 
 def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.Node]:
@@ -171,8 +172,8 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
     # Weights are matched by identity: two weights with equal values may change independently.
     names: dict[int, str] = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
     found: dict[fx.Node, Past] = {}
-    for name, tensor in program.latents.items():
-        if name in program.mutations and name not in program.own:
+    for name, tensor in program.capture.latents.items():
+        if name in program.mutations and name not in program.capture.own:
             continue  # The caller's own tensor: the caller may hold other tensors of these rows.
         if tensor.recipe is None:
             continue
@@ -231,7 +232,7 @@ def _own_buffers(program: Program, *, assume: bool) -> list[str]:
 
     Buffers of an exported module do not count: rewriting one would change the state of the program.
     """
-    signature = getattr(program.original, "graph_signature", None)
+    signature = getattr(program.capture.original, "graph_signature", None)
     known = None if signature is None else set(signature.user_inputs)
     handed_back = _handed_back(program)
     node = program.named()
@@ -240,7 +241,7 @@ def _own_buffers(program: Program, *, assume: bool) -> list[str]:
         name
         for name in program.mutations
         if node[name].op == "placeholder"
-        and (name in program.own or (assume and (known is None or name in known)))
+        and (name in program.capture.own or (assume and (known is None or name in known)))
         and name not in shown
         and node[name].meta["val"].dtype.is_floating_point
     ]
@@ -253,7 +254,7 @@ def _handed_back(program: Program) -> dict[int, str]:
     return {
         at + count: name
         for at, name in program.aliases.items()
-        if name in program.own and program.outputs[at + count] is new[name]
+        if name in program.capture.own and program.outputs[at + count] is new[name]
     }
 
 

@@ -39,17 +39,17 @@ aten = torch.ops.aten
 
 
 def share_rows(program: Program) -> str | None:
-    """Rewrite a program to this rank's share of the rows in ``program.shared``; return None, or why it needs all rows.
+    """Rewrite a program to this rank's share of the rows that are shared; return None, or why it needs all rows.
 
     If there is a reason, the rows stay whole. The rewritten caches are listed in ``program.appends``.
     """
-    sharing, graph = program.sharing, program.gm.graph
+    sharing, graph = program.capture.sharing, program.gm.graph
     assert sharing is not None
-    if program.cache is not None or program.latents:
+    if program.cache is not None or program.capture.latents:
         return "the program also keeps K and V of each head"
     joins = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
     found: list[_JoinedCache | str] = []
-    for past in (node for node in program.placeholders if node.name in program.shared):
+    for past in (node for node in program.placeholders if node.name in program.capture.shared):
         if past.name in program.mutations:
             found.append(_JoinedCache.written(program, past))
         elif past.name in joins:
@@ -81,7 +81,7 @@ def share_rows(program: Program) -> str | None:
 
 def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
     """Return the caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
-    if program.cache is not None or program.latents:
+    if program.cache is not None or program.capture.latents:
         return set()
     before = len(program.mutations)
     begun = {program.outputs[before + at]: how.parts[0] for at, how in joined_rows(program) if len(how.parts) == 1}
@@ -105,7 +105,7 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
 def grown_rows(program: Program) -> set[fx.Node]:
     """Return the caches that a program continues and whose rows the ranks share."""
     before, joined = len(program.mutations), joined_rows(program)
-    return {program.outputs[before + at] for at, how in joined if how.parts[0].name in program.shared}
+    return {program.outputs[before + at] for at, how in joined if how.parts[0].name in program.capture.shared}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def programs(write, ranks: int, count: int, dtype: torch.dtype = torch.int64) ->
     one = Program(gm, mutations=(buffer.name,), fake_mode=buffer.meta["val"].fake_mode)
     made = [one.copy() for _ in range(ranks)]
     for rank, program in enumerate(made):
-        program.sharing, program.shared = Sharing("all", tuple(range(ranks)), rank), frozenset({buffer.name})
+        program.know(sharing=Sharing("all", tuple(range(ranks)), rank), shared=frozenset({buffer.name}))
     return made
 
 
