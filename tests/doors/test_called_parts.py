@@ -186,7 +186,7 @@ class SetLater(Layers):
         self.step = types.MethodType(all_layers, self)
 
 
-KINDS = [Layers, Inside, Several, Unregistered, Collected, Hidden, Chosen, ByAHelper, SetLater]
+KINDS = [Layers, Inside, Unregistered, Collected, Hidden, Chosen, ByAHelper, *also("combination", Several, SetLater)]
 ABSORBED = {Several: 4, Unregistered: 3, Collected: 3, Hidden: 1}
 
 

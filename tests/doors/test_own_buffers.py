@@ -828,7 +828,7 @@ class Holding(own_cache_module.Attention):
 
 
 @pytest.mark.singly
-@pytest.mark.parametrize("calls", ["forward", "step", "both"])
+@pytest.mark.parametrize("calls", ["forward", "step", *also("combination", "both")])
 @pytest.mark.parametrize("kind", [Wrapper, Stepped])
 def test_through_a_forward_and_a_method(kind: type[Any], calls: str) -> None:
     model = kind()

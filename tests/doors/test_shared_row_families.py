@@ -127,7 +127,7 @@ def test_a_second_generation_compiles_nothing() -> None:
 @pytest.mark.parametrize(
     ("layers", "batch", "prompt", "last", "most", "count", "window"),
     [
-        ((SPARSE,), 1, 19, 18, 3, 60, 16),
+        ((SPARSE,), 1, 19, 18, 3, 40, 16),
         *also("family", ((SLIDING, SPARSE, HEAVY), 1, 131, 130, 4, 270, 128)),
         *also(
             "draws",

@@ -19,11 +19,12 @@ from mla_compile.kernels.cpu import decode, native
 from tests.support import emulator
 from tests.support.cpu_cases import TOLERANCE, Case, check
 from tests.support.lists import lists
+from tests.support.tiers import also
 
 SETS: dict[str, tuple[str, ...]] = {"AVX2": ("-mavx2", "-mfma", "-mf16c"), "SSE2": ("-march=x86-64",), "NEON": ()}
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=["AVX2", *also("family", "SSE2"), "NEON"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> native.Library:
     folder: Path = tmp_path_factory.mktemp("native")
     if request.param == "NEON":
