@@ -89,12 +89,14 @@ class Obligations:
     def _of_heads(self, side: Side) -> set[str]:
         """What is broken where heads have rows of their own; what all share lies behind these, if it is narrower.
 
-        What the queries are made of, too, would be no latent if nothing lay between.
+        Rows of the side that others are made of are shared, too. What the queries are made of, too, would be no latent
+        if nothing lay between.
         """
-        behind = reachable([r.node for r in side.rows], self.moving_inputs)
+        own = {r.node for r in side.rows}
+        behind = reachable(own, self.moving_inputs)
         made = ((n, self.moving_inputs(n)) for n in behind if self.is_product(n))
         shared = ((n, rows) for n, (rows,) in made if rows not in self.of_queries)
-        cuts = frozenset(rows for n, rows in shared if self.size(rows) < self.size(n))
+        cuts = frozenset(rows for n, rows in shared if rows in own or self.size(rows) < self.size(n))
         nonlinear = Side(self, side.side, cuts=cuts).broken() & {"nonlinear"} if cuts else set()
         return {"heads"} | nonlinear
 
