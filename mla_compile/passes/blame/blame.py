@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -26,9 +27,9 @@ from mla_compile.passes.ir.operators import behind, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
-from mla_compile.passes.linear.records import Maps, quantizes
+from mla_compile.passes.linear.records import Maps, Piece, quantizes
 from mla_compile.passes.linear.stops import barred, computed_weight, selected_weight, unexplained
-from mla_compile.passes.proof.proved import Proofs
+from mla_compile.passes.proof.proved import LeadAxis, Proofs
 from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 from mla_compile.passes.sources.records import pieces_of
 from mla_compile.passes.sources.residual import shortcut
@@ -164,6 +165,21 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
     return None
 
 
+def made_behind(source: fx.Node, maps: Maps) -> list[Piece]:
+    """Return the maps of the nearest tensors behind ``source`` that a weight makes of rows."""
+    maps, found = maps.unbound, list[Piece]()
+
+    def inputs(node: fx.Node) -> Iterable[fx.Node]:
+        if not is_tensor(node) and not is_tuple(node):
+            return ()
+        projected = [p for p in maps.map(node).pieces if p.projected] if is_tensor(node) else []
+        found.extend(projected)
+        return () if projected else (n for n in _inputs(node, ()) if not maps.is_weight(n))
+
+    deque(reachable([source], inputs, REACH), maxlen=0)
+    return found
+
+
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
     """Return the inputs of ``node``; of a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` are the rows.
 
@@ -202,9 +218,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
             said.append(writes.get(node) or of_a_cache or search.proofs.shown(stop))
     found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)
     found = found or search.proofs.shown(unexplained(maps, source))
-    if _joins_heads(found.node, search):
-        return Stop(found.node, "head_dependent_latent", "heads made of different rows are joined and read together")
-    return found
+    return _joined(found.node, search) or found
 
 
 def _arithmetic_writes(path: Sequence[fx.Node], maps: Maps) -> dict[fx.Node, Stop]:
@@ -261,19 +275,22 @@ def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
     return node, selected
 
 
-def _joins_heads(node: fx.Node, search: Search) -> bool:
-    """Whether ``node`` joins tensors along an axis, such as the heads, that a weight makes in one of them."""
+_JOINED: dict[LeadAxis, tuple[str, str]] = {
+    "heads": ("head_dependent_latent", "heads made of different rows are joined and read together"),
+    "batch": ("too_many_sources", "entries of the batch are made of different tensors, joined behind a weight"),
+    "batch or heads": ("too_many_sources", "batch or heads are made of different tensors, joined behind weights"),
+}
+
+
+def _joined(node: fx.Node, search: Search) -> Stop | None:
+    """Explain that ``node`` joins, along the batch or the heads, what a weight makes of different rows; or None."""
     how = decode(node)
-    if not isinstance(how, (Join, Stack)):
-        return False
-    parts = [n for n in how.parts if not search.maps.is_weight(n)]
+    if not isinstance(how, (Join, Stack)) or (isinstance(how, Join) and how.dim == len(shape(node)) - 1):
+        return None
     maps = search.maps.unbound  # the walk may have ended at a part because of this very node
-    pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
-    if isinstance(how, Stack):  # along an axis that no row has
-        return bool(pieces) and search.proofs.lies_along_heads(node, how.dim)
-    if how.dim == len(shape(node)) - 1:  # columns of each head
-        return False
-    return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[how.dim])
+    made = any(p.weight is not None for n in how.parts if not maps.is_weight(n) for p in maps.map(n).pieces)
+    role = search.proofs.role(node, how.dim) if made else None
+    return None if role is None else Stop(node, *_JOINED[role])
 
 
 def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: Maps) -> Stop | None:

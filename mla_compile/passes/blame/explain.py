@@ -6,6 +6,7 @@ and the node where the walk ended is the explanation. Otherwise the attention is
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import TypeGuard
 
 from torch import fx
@@ -16,6 +17,7 @@ from mla_compile.passes.blame.blame import (
     Search,
     explained,
     from_outside,
+    made_behind,
     made_outside,
     of_queries,
     plain_side,
@@ -26,7 +28,7 @@ from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_part_plan, make_plan
 from mla_compile.passes.proof.proved import Proofs
 from mla_compile.passes.sources.records import AbsorbPlan, Side, groups_of, pieces_of, repeats
-from mla_compile.passes.sources.sources import choose_sources
+from mla_compile.passes.sources.sources import choose_sources, cut
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
@@ -49,6 +51,9 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         too_wide = Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
         if not isinstance(at_cuts[0], Stop) and not _stays_by_head(at_cuts[0]):
             return too_wide
+    unmade = failed
+    if failed.code == "not_mla" and not rows:
+        rows, unmade = _made_of(failed, [node for nodes in operands for node in nodes], own, maps)
     # Without a weight between rows and attention, there is no up-projection whose tokens could be mixed.
     for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
         if _by_weights_alone(plan):
@@ -76,7 +81,26 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     projected = [p for p in pieces if p.projected]
     if failed.code != "not_mla" and projected and all(p.source in own for p in projected):
         return Stop(site.node, "not_mla", "K and V are projected from hidden states, as the queries are")
-    return site.problem if site.problem is not None and failed.code != "not_mla" else failed
+    return site.problem if site.problem is not None and failed.code != "not_mla" else unmade
+
+
+def _made_of(failed: Stop, ends: Sequence[fx.Node], own: Container[fx.Node], maps: Maps) -> tuple[list[fx.Node], Stop]:
+    """Return the narrower rows of which weights make ``ends``, or what lies behind, and what to say if there are none.
+
+    K and V count together: a latent may be wider than each of them. ``own``: what the queries are made of.
+    """
+    behind = [made_behind(end, maps) for end in ends]
+    cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
+    # The rows of a head may be selected once for its keys and once for its values.
+    rows = {(c.node.target, str(c.node.args), str(c.node.kwargs)): c.bytes for c in cuts.values()}
+    expanded = {c.node: c.bytes for p in cuts if (c := cut(p, proper=False)) is not None}
+    if sum(rows.values()) < sum(expanded.values()):
+        return list(dict.fromkeys(c.node for c in cuts.values())), failed
+    if not any(behind):
+        return [], failed
+    what = "K and V are" if all(behind) else "K or V is"
+    own_rows, wide = "hidden states, as the queries are", "rows that are no narrower"
+    return [], Stop(failed.node, "not_mla", f"{what} projected from {wide if cuts else own_rows}")
 
 
 def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:

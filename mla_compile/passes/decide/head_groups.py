@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import fx
 
@@ -20,6 +21,7 @@ from mla_compile.passes.dependence.parts import AxisParts, Made
 from mla_compile.passes.dependence.steps import Blind
 from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.proof.proved import Proofs
 from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.sources.sources import cut
 
@@ -31,12 +33,20 @@ every head has rows of its own, and there is nothing to share.
 """
 
 
+Unit = Literal["head", "group", "batch entry", "entry"]
+"""A head; several heads on an axis of their own, which share rows; those of one sequence; or it is not known which."""
+
+
 @dataclass(frozen=True)
 class HeadGroups:
-    """The bounds between groups of heads of ``site``; the heads are axis ``dim`` of its output."""
+    """The bounds between groups of heads of ``site``, along axis ``dim`` of its output.
+
+    ``unit``: what one position along this axis is; see :data:`Unit`.
+    """
 
     site: AttentionSite
     dim: int
+    unit: Unit
     bounds: tuple[int, ...]
     parts: AxisParts
     core: dict[tuple[fx.Node, int], Blind]
@@ -53,15 +63,19 @@ class Group:
 
 @dataclass(frozen=True)
 class SplitSite:
-    """A split attention: ``name`` was its output node, ``site`` the original site, and ``joined`` is its new output."""
+    """A split attention: ``name`` was its output node, ``site`` the original site, and ``joined`` is its new output.
+
+    ``unit``: what ``groups`` count; see :class:`HeadGroups`.
+    """
 
     name: str
     site: AttentionSite
     joined: fx.Node
     groups: tuple[Group, ...]
+    unit: Unit
 
     @property
-    def heads(self) -> int:
+    def count(self) -> int:
         return self.groups[-1].stop
 
 
@@ -87,8 +101,12 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
             continue
         # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head. The
         # heads of a group may have an axis of their own.
-        if any(_expanded(r.made) and r.stop - r.start > 1 for d in lead for r in parts.runs(site.node, d)):
-            return HeadGroups(site, dim, tuple(r.stop for r in runs), parts, core)
+        shared = {d for d in lead if any(_expanded(r.made) and r.stop - r.start > 1 for r in parts.runs(site.node, d))}
+        if shared:
+            role = Proofs(site, maps).role_of(site.out.axes[dim])
+            one: Unit = "group" if shared - {dim} else "head" if role == "heads" else "entry"
+            unit = "batch entry" if role == "batch" else one
+            return HeadGroups(site, dim, unit, tuple(r.stop for r in runs), parts, core)
     return None
 
 
@@ -143,11 +161,9 @@ def unsplit(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> Unsplit:
 
 def heads_of(split: SplitSite, group: Group) -> str:
     last = group.stop - 1
-    axes = [axis for axis in split.site.out.axes if axis and set(axis) <= set(split.site.lead)]
-    if len(axes) > 2 and len(split.groups) == split.heads:  # batch, groups and their heads
-        return f"group {last} of {split.heads}"
-    which = f"head {last}" if group.start == last else f"heads {group.start}-{last}"
-    return f"{which} of {split.heads}"
+    plural = split.unit.removesuffix("y") + ("ies" if split.unit.endswith("y") else "s")
+    which = f"{split.unit} {last}" if group.start == last else f"{plural} {group.start}-{last}"
+    return f"{which} of {split.count}"
 
 
 def _made_of(node: fx.Node, maps: Maps) -> Made:

@@ -9,25 +9,26 @@ is shown is reported as having no rule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import fx
 
-from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.dependence.steps import along, reduced, worked_along
-from mla_compile.passes.ir.axes import Axis, flatten
+from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.labels import matmul_labels, product_labels
-from mla_compile.passes.ir.moves import Join, Slice
+from mla_compile.passes.ir.moves import Join, Slice, Stack
 from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.linear.stops import computed_weight, selected_weight, unexplained
-from mla_compile.passes.sources.records import axis_is_broadcast
+from mla_compile.passes.sources.records import axis_is_broadcast, pieces_of
 
 aten = torch.ops.aten
 
@@ -42,6 +43,9 @@ _STATED = (
     "unsupported_weight",
     "unsupported_op",
 )
+LeadAxis = Literal["heads", "batch", "batch or heads"]
+"""What an axis of the lead is, as far as that can be shown."""
+
 Labelled = tuple[tuple[fx.Node, str], tuple[fx.Node, str], str]
 
 
@@ -76,31 +80,71 @@ class Proofs:
         """The axes that hold the key tokens, for nodes behind K and V."""
         return self._axes(self.site.keys)
 
-    def lies_along_heads(self, node: fx.Node, dim: int) -> bool:
-        """Whether axis ``dim`` of ``node`` is one of batch and heads, or is made one with that before it."""
+    def role(self, node: fx.Node, dim: int) -> LeadAxis | None:
+        """Return what axis ``dim`` of ``node`` is of the lead, also if it is joined with the one before it.
+
+        None: it is none of the lead.
+        """
         if dim in self._of(node) or dim in self._columns.get(node, ()):
+            return None
+        atoms = [atom for atom, axes in self._lead.items() if dim in axes.get(node, ())]
+        if atoms:
+            return self.role_of(atoms)
+        atoms = [atom for atom, axes in self._lead.items() if dim - 1 in axes.get(node, ())]
+        if not atoms:
+            return None
+        apart = self.role_of(atoms) == "heads" and any(self.role_of([a]) == "batch" for a in self.site.lead)
+        return "heads" if apart or self._is_weighed(node, dim) else "batch or heads"
+
+    def role_of(self, axis: Iterable[Atom]) -> LeadAxis:
+        """Return whether an axis of the lead is one of heads: each has queries, keys or values by a weight of its own.
+
+        It is one of the batch if a weight that makes heads is the same for all of it.
+        """
+        if any(self._is_weighed(node, dim) for atom in axis for node, dims in self._lead[atom].items() for dim in dims):
+            return "heads"
+        return "batch" if all(self._shares_weights(atom) for atom in axis) else "batch or heads"
+
+    def _shares_weights(self, atom: Atom) -> bool:
+        others = [axes for own, axes in self._lead.items() if own is not atom]
+        heads = ((node, dim) for node in self._lead[atom] for axes in others for dim in axes.get(node, ()))
+        return any(is_contraction(node) and self._is_weighed(node, dim) for node, dim in heads)
+
+    def _is_weighed(self, node: fx.Node, dim: int) -> bool:
+        """Whether ``node`` holds rows that a weight makes for each position along the axis."""
+        maps, how = self.maps.unbound, decode(node)
+        if maps.is_weight(node):
             return False
-        return not {dim, dim - 1}.isdisjoint(self._lead.get(node, ()))
+        if not isinstance(how, (Join, Stack)) or how.dim != dim:
+            return is_contraction(node) and any(map(maps.is_weight, along(node, dim)))
+        pieces = [p for p in pieces_of([maps.map(n) for n in how.parts]) if p.projected]
+        if isinstance(how, Join):
+            return any(p.weight is not None and a in p.weight.atoms for p in pieces for a in p.axes[dim])
+        return len(pieces) == len(how.parts) and len({p.source for p in pieces}) == 1
 
     @cached_property
-    def _lead(self) -> dict[fx.Node, set[int]]:
-        return self._axes(self.site.lead)
+    def _lead(self) -> dict[Atom, dict[fx.Node, set[int]]]:
+        """The axes of nodes behind queries, keys and values that hold each atom of the lead, as far as it is whole."""
+        queries = [p.q for p in self.site.products]
+        return {atom: self._axes((atom,), queries, whole=True) for atom in self.site.lead}
 
     @cached_property
     def _columns(self) -> dict[fx.Node, set[int]]:
         read = flatten(axis for o in (*(p.k for p in self.site.products), self.site.v) for axis in o.axes)
         return self._axes(tuple(a for a in read if a not in (*self.site.lead, *self.site.keys)))
 
-    def _axes(self, atoms: Axis) -> dict[fx.Node, set[int]]:
+    def _axes(self, atoms: Axis, more: Sequence[Operand] = (), *, whole: bool = False) -> dict[fx.Node, set[int]]:
         found: dict[fx.Node, set[int]] = {}
-        operands = (*(p.k for p in self.site.products), self.site.v)
+        operands = (*(p.k for p in self.site.products), self.site.v, *more)
         asked = set(atoms)
         pending = deque((o.node, d) for o in operands for d, own in enumerate(o.axes) if asked & set(own))
         while pending and len(found) < 4 * REACH:
             node, dim = pending.popleft()
             if dim not in found.setdefault(node, set()):
                 found[node].add(dim)
-                pending.extend(along(node, dim).items())
+                how = decode(node) if whole else None
+                if not isinstance(how, Join) or how.dim != dim:
+                    pending.extend(along(node, dim).items())
         return found
 
     def _of(self, node: fx.Node) -> set[int]:

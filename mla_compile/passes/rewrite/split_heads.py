@@ -37,7 +37,7 @@ def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -
         builder = Builder(node, fake_mode)
         joined = same_layout(builder, builder.call(aten.cat.default, [g.node for g in made], dim), node)
         node.replace_all_uses_with(joined)
-        done.append(SplitSite(node.name, groups.site, joined, tuple(made)))
+        done.append(SplitSite(node.name, groups.site, joined, tuple(made), groups.unit))
     return done
 
 

@@ -68,7 +68,7 @@ def split_comparison(
     plan, group = next((v.plan, g) for v, g in zip(groups, split.groups, strict=True) if v.absorb)
     assert plan is not None
     # The budget is computed from one group's plan, but the heads of all groups are computed.
-    share = (group.stop - group.start) / split.heads
+    share = (group.stop - group.start) / split.count
     return compared(plan, untouched[split.site.node.meta[ORIGIN]], split.joined, boundary, share=share)
 
 

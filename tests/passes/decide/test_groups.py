@@ -162,3 +162,101 @@ def test_groups_that_are_stacked_are_attentions_of_their_own():
     _, outcome = decide(partial(a_linear_layer_each, 1), given, (2, L, N), (2, L, V))
     (site,) = outcome.report.sites
     assert site.code is not Code.ABSORBED
+
+
+D, MANY = 15, 9  # more than an attention is split into
+
+
+def of_entries(x, c, w_k, w_v, w_q):
+    """Each sequence has rows and weights of its own, as adapters of several users do."""
+    k, v = (torch.stack([c[i] @ w[i] for i in range(MANY)]).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))
+    return sdpa((x @ w_q).unflatten(-1, (H, -1)).transpose(1, 2), k, v)
+
+
+def of_entries_joined(x, c, w_k, w_v, w_q):
+    k, v = (torch.cat([c[i : i + 1] @ w[i] for i in range(MANY)]) for w in (w_k, w_v))
+    return sdpa(*(y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (x @ w_q, k, v)))
+
+
+def of_heads(x, c, w_k, w_v, w_q):
+    k, v = (torch.stack([c[h] @ w[h] for h in range(MANY)], 1) for w in (w_k, w_v))
+    return sdpa((x @ w_q).unflatten(-1, (MANY, -1)).transpose(1, 2), k, v)
+
+
+def of_heads_with_queries_of_their_own(x, c, w_k, w_v, w_q):
+    k, v = (torch.stack([c[h] @ w[h] for h in range(MANY)], 1) for w in (w_k, w_v))
+    return sdpa(torch.stack([x @ w for w in w_q.chunk(MANY, 1)], 1), k, v)
+
+
+def of_given_queries(x, c, w_k, w_v, w_q):
+    k, v = (torch.stack([c[h] @ w[h] for h in range(MANY)], 1) for w in (w_k, w_v))
+    return sdpa(x.expand(-1, MANY, -1)[:, :, None, :N], k, v)
+
+
+@pytest.mark.parametrize(
+    ("form", "code", "words"),
+    [
+        (of_entries, Code.TOO_MANY_SOURCES, "entries of the batch"),
+        (of_entries_joined, Code.TOO_MANY_SOURCES, "entries of the batch"),
+        (of_heads, Code.HEAD_DEPENDENT_LATENT, "heads made of different rows"),
+        (of_heads_with_queries_of_their_own, Code.HEAD_DEPENDENT_LATENT, "heads made of different rows"),
+        (of_given_queries, Code.TOO_MANY_SOURCES, "batch or heads are"),
+    ],
+)
+@pytest.mark.parametrize("width", [L, *also("combination", 3)])
+def test_what_is_stacked_is_told_as_what_it_is(form, code, words, width):
+    """Entries were told as heads; and rows that are wider than a key, but not than key and value, as none."""
+    batch = MANY if "entries" in form.__name__ else B
+    columns = H * N if batch == MANY else N
+    given = [seeded(batch, S, D, seed=1), seeded(MANY, *(() if batch == MANY else (B,)), T, width, seed=2)]
+    ups = [(MANY, width, columns), (MANY, width, columns if batch == MANY else 8)]
+    _, outcome = decide(form, given, *ups, (D, H * N if batch == MANY else MANY * N))
+    (site,) = outcome.report.sites
+    assert (site.code, words in site.reason) == (code, True), site.reason
+
+
+@pytest.mark.parametrize("entries", [True, False])
+def test_parts_of_an_attention_are_named_by_what_they_count(entries):
+    def fn(x, c, d, w_k, w_v, w_q):
+        if entries:
+            k, v = (torch.stack([c @ w[0], d @ w[1]]).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))
+            return sdpa((x @ w_q).unflatten(-1, (H, -1)).transpose(1, 2), k, v)
+        k, v = (torch.stack([c @ w[0], d @ w[1], d @ w[0]])[None] for w in (w_k, w_v))
+        return sdpa((x @ w_q).unflatten(-1, (3, -1)).transpose(1, 2), *(y.expand(2, -1, -1, -1) for y in (k, v)))
+
+    n = H * N if entries else N
+    given = [seeded(2, S, D, seed=1), seeded(T, 3, seed=2), seeded(T, 3, seed=3)]
+    _, outcome = decide(fn, given, (2, 3, n), (2, 3, n), (D, n if entries else 3 * N))
+    (site,) = outcome.report.sites
+    parts = ("batch entry 0 of 2", "batch entry 1 of 2") if entries else ("head 0 of 3", "heads 1-2 of 3")
+    assert (site.code, site.parts) == (Code.ABSORBED, parts), site.reason
+
+
+@pytest.mark.parametrize(
+    ("make", "width", "code", "words"),
+    [
+        (torch.relu, 40, Code.NOT_MLA, "from rows that are no narrower"),
+        (torch.relu, 20, Code.NONLINEAR, "relu"),
+        (lambda y: y, 20, Code.ABSORBED, ""),
+    ],
+)
+def test_a_weight_behind_what_ends_the_walk_is_not_said_to_be_missing(make, width, code, words):
+    """The rows are wider than K and wider than V, and narrower than both together or not."""
+
+    def fn(q, c, w_k, w_v):
+        return sdpa(q, *(make(c @ w).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v)))
+
+    given = [seeded(B, H, S, N, seed=1), seeded(B, T, width, seed=2)]
+    _, outcome = decide(fn, given, (width, H * N), (width, H * V))
+    (site,) = outcome.report.sites
+    assert (site.code, words in site.reason) == (code, True), site.reason
+
+
+def test_heads_projected_from_the_rows_of_the_queries_are_no_latents():
+    def fn(x, w_k, w_v, w_q):
+        q, k, v = (torch.stack([(x * g) @ w[g - 1] for g in (1, 2)], 1) for w in (w_q, w_k, w_v))
+        return sdpa(q, k.tanh(), v.tanh())
+
+    _, outcome = decide(fn, [seeded(B, T, 8, seed=2)], (2, 8, N), (2, 8, V), (2, 8, N))
+    (site,) = outcome.report.sites
+    assert (site.code, site.reason) == (Code.NOT_MLA, "K and V are projected from hidden states, as the queries are")
