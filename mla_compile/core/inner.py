@@ -37,6 +37,9 @@ from mla_compile.core.reached import is_a, reached
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINERS)
 
+WAYS = frozenset({"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "getattr"})
+"""Names by which a method reaches submodules without naming them."""
+
 Names = frozenset[str]
 
 
@@ -44,7 +47,7 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
     """The methods of a class, inherited ones included.
 
     Without ``forward`` and the methods of ``nn.Module`` if it is a module, and without the special ones that no call
-    of the object runs.
+    and no operator runs, such as ``self[i]``.
     """
     is_module = issubclass(kind, nn.Module)
     last = kind.__mro__.index(nn.Module if is_module else object)
@@ -52,10 +55,26 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
     found: dict[str, FunctionType] = {}
     for one in kind.__mro__[:last]:
         for name, value in vars(one).items():
-            special = is_module and name.startswith("__") and name != "__call__"
-            if isinstance(value, FunctionType) and name not in unnamed and not special:
+            of_torch = is_module and is_special(name) and hasattr(nn.Module, name) and name != "__call__"
+            if isinstance(value, FunctionType) and name not in unnamed and not of_torch:
                 found.setdefault(name, value)
     return found
+
+
+def is_special(name: str) -> bool:
+    """Whether a method runs by an operator, and not by its name."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def is_container(kind: type) -> bool:
+    """Whether the methods of a class of modules reach all submodules by operators, as in ``self[i]``.
+
+    torch's own containers have no methods that call what they hold.
+    """
+    methods = methods_of(kind)
+    if issubclass(kind, CONTAINERS):
+        return any(not is_torchs(method) for method in methods.values())
+    return any(is_special(name) and names_in(method, kind) & WAYS for name, method in methods.items())
 
 
 def names_in(method: FunctionType, kind: type) -> Names:
@@ -113,7 +132,7 @@ def _named(kind: type, names: Names) -> Names:
     """``names``, what the public methods of a class name, and the private ones that they or ``names`` name."""
     methods = methods_of(kind)
     found = set(names)
-    left = [name for name in methods if name.endswith("__") or not name.startswith("_") or name in names]
+    left = [name for name in methods if is_special(name) or not name.startswith("_") or name in names]
     while left:
         if (method := methods.pop(left.pop(), None)) is not None:
             new = names_in(method, kind) - found
@@ -185,10 +204,11 @@ class _Visit:
         """The submodules and the attributes of ``owner`` that are, or hold, modules that are called; replaced."""
         names = _named(type(owner), names)
         names |= {name for name, value in vars(owner).items() if is_closure(value) and not name.startswith("_")}
-        own = {name: value for name, value in vars(owner).items() if _may_lead(name, value, named=name in names)}
-        modules, others = (
-            {key: (value, key in names) for key, value in held.items()} for held in (owner._modules, own)
-        )
+        own = {name: value for name, value in vars(owner).items() if name != "_modules"}
+        own = {name: value for name, value in own.items() if _may_lead(name, value, named=name in names)}
+        whole = is_container(type(owner)) or "_modules" in names
+        modules = {key: (value, whole or key in names) for key, value in owner._modules.items()}
+        others = {key: (value, key in names) for key, value in own.items()}
         return self.each(modules, path, names), self.each(others, path, names)
 
     def within(self, value: Any, path: str, names: Names) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 
 from torch import nn
 
-from mla_compile.core.inner import methods_of
+from mla_compile.core.inner import is_special, methods_of
 from mla_compile.dynamo.pieces import runs_in_pieces
 
 
@@ -36,6 +36,7 @@ def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
     What a loop repeats is a step, and compiling the loop would write out all of its steps.
     """
     methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
+    methods = {code: name for code, name in methods.items() if not is_special(name)}  # the class has those
     numbers = [n for n, one in enumerate(frames) if one.f_code in methods and _has(one, module)]
     if not numbers:
         return None

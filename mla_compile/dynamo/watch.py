@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from mla_compile.core.inner import functions_of, methods_of, names_in, outside
+from mla_compile.core.inner import WAYS, functions_of, is_container, is_special, methods_of, names_in, outside
 from mla_compile.core.modules import Added, is_copy_of
 from mla_compile.core.reached import is_a, reached
 from mla_compile.core.tracing import is_traced
@@ -40,11 +40,6 @@ _CALLS = 8
 
 _NEAR = 1000
 """How many objects that a value holds are looked at."""
-
-_WAYS = frozenset(
-    {"children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "getattr", "forward"}
-)
-"""Names by which a method reaches submodules, or the code of a forward, without naming them."""
 
 _left: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 """How often the methods of a module are watched from now on."""
@@ -135,7 +130,8 @@ def _is_within_forward(module: nn.Module) -> bool:
 def watch_methods(module: nn.Module) -> None:
     """Watch the methods of an optimized module whose code names what holds modules, or such a method.
 
-    What holds them may be an attribute of the object or of its class, a global, or a variable of another function.
+    What holds them may be an attribute of the object or of its class, a global, or a variable of another function. If
+    the class has operators, such as ``self[i]``, all are watched: nothing shows where these run.
     """
     of_class = ChainMap(*(dict(vars(kind)) for kind in type(module).__mro__))
     holding = {"forward", *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
@@ -145,12 +141,14 @@ def watch_methods(module: nn.Module) -> None:
     found = set[str]()
     while new := {name for name in names if name not in found and names[name] & (holding | found)}:
         found |= new
-    found |= {name for name, method in methods.items() if names[name] & _WAYS}
+    found |= {name for name, method in methods.items() if names[name] & {*WAYS, "forward"}}
     code = {name: functions_of(methods[name], type(module)) for name in methods.keys() - found}
     seen = {id(one): one for functions in code.values() for function in functions for one in outside(function)}
     near = {key for key, one in seen.items() if _is_near_a_module(one)}
     found |= {name for name, functions in code.items() if any(id(one) in near for f in functions for one in outside(f))}
-    for name in found - {*dir(nn.Module), *vars(module)}:
+    if is_container(type(module)) or any(map(is_special, methods)):
+        found = set(methods)
+    for name in found - {*dir(nn.Module), *vars(module), *filter(is_special, found)}:
         method = methods[name]
         later = runs_in_pieces(method)
         vars(module)[name] = MethodType(_piecewise(method), module) if later else OwnMethod(module, name)

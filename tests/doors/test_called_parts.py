@@ -186,7 +186,74 @@ class SetLater(Layers):
         self.step = types.MethodType(all_layers, self)
 
 
+class Indexed(nn.ModuleList):
+    """Is a list of its layers, and has no forward."""
+
+    def __init__(self, attention: type[nn.Module] = Toy) -> None:
+        super().__init__(Layer(attention) for _ in range(2))
+
+    def step(self, x, caches):
+        for i in range(len(self)):
+            x, caches[i] = self[i](x, caches[i])
+        return x
+
+
+class Iterated(nn.ModuleDict):
+    def __init__(self, attention: type[nn.Module] = Toy) -> None:
+        super().__init__({"first": attention(), "last": attention()})
+
+    def step(self, x, caches):
+        for i, name in enumerate(self):
+            y, caches[i] = self[name](x, caches[i])
+            x = x + y
+        return x
+
+
+class ByOperator(Layers):
+    """Has an operator of its own, which leads to the layers."""
+
+    def __getitem__(self, i):
+        return self.layers[i]
+
+    def __len__(self):
+        return len(self.layers)
+
+    def forward(self, x):
+        return x
+
+    step = Indexed.step
+
+
+class Bag(nn.Module):
+    """The operator reaches all submodules, and names none."""
+
+    def __init__(self, attention: type[nn.Module] = Toy) -> None:
+        super().__init__()
+        for i in range(2):
+            self.add_module(f"layer{i}", Layer(attention))
+
+    def __iter__(self):
+        return (self._modules[f"layer{i}"] for i in range(2))
+
+    def step(self, x, caches):
+        for i, layer in enumerate(self):
+            x, caches[i] = layer(x, caches[i])
+        return x
+
+
+class OfABag(nn.Module):
+    def __init__(self, attention: type[nn.Module] = Toy) -> None:
+        super().__init__()
+        self.bag = Bag(attention)
+
+    def step(self, x, caches):
+        for i, layer in enumerate(self.bag):
+            x, caches[i] = layer(x, caches[i])
+        return x
+
+
 KINDS = [Layers, Inside, Unregistered, Collected, Hidden, Chosen, ByAHelper, *also("combination", Several, SetLater)]
+KINDS += [Indexed, Iterated, ByOperator, Bag, OfABag]
 ABSORBED = {Several: 4, Unregistered: 3, Collected: 3, Hidden: 1}
 
 
@@ -374,6 +441,56 @@ def test_what_is_not_found_is_told_once(kind, ran):
     want = steps(model, rows=True)
     for one in got:
         torch.testing.assert_close(one, want)
+
+
+class InAnOperator(Empty):
+    """The code of the operator attends: no attribute of an object takes the place of an operator of its class."""
+
+    def __init__(self):
+        super().__init__()
+        toy = Toy()
+        self.q, self.down, self.up, self.out = toy.q, toy.down, toy.up, toy.out
+
+    def __getitem__(self, given):
+        return ByHand.attend(self, *given, None)
+
+    def step(self, x, caches):
+        caches[0] = torch.cat([caches[0], self.down(x)], dim=1)
+        return self[x, caches[0]]
+
+
+class InALoop(InAnOperator):
+    def step(self, x, caches):
+        for _ in range(2):
+            y = super().step(x, caches)
+        return y
+
+
+def test_an_operator_that_attends_is_compiled_in_its_method_or_told():
+    want = [steps(kind().eval(), rows=True) for kind in (InAnOperator, InALoop)]
+    fast = mla_compile.optimize(InAnOperator().eval(), codegen="eager")
+    torch.testing.assert_close(steps(fast, rows=True), want[0], rtol=1e-4, atol=1e-5)
+    assert fast.mla_report.absorbed
+    fast = mla_compile.optimize(InALoop().eval(), codegen="eager")
+    with pytest.warns(MlaCompileWarning, match=r"ran uncompiled in InALoop.step\(\) itself") as caught:
+        torch.testing.assert_close(steps(fast, rows=True), want[1])
+    assert len(caught) == 1
+
+
+def test_containers_of_torch_have_no_methods_of_their_own():
+    model = nn.Sequential(nn.Sequential(nn.Linear(D, D), nn.GELU()), nn.Linear(D, D)).eval()
+    assert not called_within(model)
+    assert mla_compile.optimize(model)[0] is model[0]
+    with pytest.raises(mla_compile.InputError, match="has none"):
+        mla_compile.optimize(nn.ModuleList([Layer()]))
+
+
+def test_what_an_operator_gives_is_absorbed():
+    fast = mla_compile.optimize(Indexed().eval(), codegen="eager")
+    x, rows = decode_inputs()
+    with torch.no_grad():
+        fast[1](x, rows)
+    assert fast.mla_report.absorbed == 1
 
 
 def test_the_advice_works_for_a_module():
