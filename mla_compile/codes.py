@@ -64,6 +64,10 @@ class CodeInfo:
     fix: str | None = None
 
 
+PLAIN = "MHA, GQA or MQA"
+"""What an attention is that is not MLA."""
+
+
 CODES: dict[Code, CodeInfo] = {
     Code.ABSORBED: CodeInfo("absorbed", "decode attention reads the latent rows; K and V are not expanded"),
     Code.COST_PREFILL: CodeInfo(
@@ -221,7 +225,7 @@ CODES: dict[Code, CodeInfo] = {
         "the first call, and use optimize() (the up-projection then has no bias); or export the model with its "
         'cache (buffers too) as inputs of its forward and optimize that program with cache="latent"',
     ),
-    Code.NOT_MLA: CodeInfo("not_mla", "K and V are not a linear image of a narrower latent: plain MHA, GQA or MQA"),
+    Code.NOT_MLA: CodeInfo("not_mla", f"K and V are not a linear image of a narrower latent: plain {PLAIN}"),
 }
 
 

@@ -11,6 +11,7 @@ from torch._logging._internal import trace_structured
 from mla_compile.codes import OVER_ROWS, Code
 from mla_compile.errors import warn
 from mla_compile.report.report import Report, count_sites
+from mla_compile.report.wording import not_mla
 
 logger = logging.getLogger("mla_compile")
 
@@ -27,7 +28,7 @@ def tell(report: Report, told: set[str]) -> None:
         return
     message = f"nothing was absorbed in a graph with attention: {replace(report, graph='', passes=()).summary()}"
     if all(site.verdict == "not_mla" for site in report.sites):
-        message = "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
+        message = f"nothing was absorbed: this is {not_mla()}"
     broken = [site for site in report.sites if site.code in (Code.GRAPH_BREAK, Code.WRAPPED_FORWARD)]
     if broken and len(broken) == len(report.sites):  # where, and what to do, are not in the summary
         message = f"{message}: {broken[0].reason}; {broken[0].fix}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_compile.codes import OVER_ROWS, VerdictName
 from mla_compile.report.facts import Facts
-from mla_compile.report.wording import WORDS
+from mla_compile.report.wording import WORDS, not_mla
 
 
 def verdict(model: Facts) -> tuple[VerdictName, str]:
@@ -19,8 +19,7 @@ def verdict(model: Facts) -> tuple[VerdictName, str]:
         worst: VerdictName = next(v for v in ("refused", "kept", "not_mla") if counts[v])
         first = next(site for site in model.sites if site.verdict == worst)
         if worst == "not_mla":
-            kind = "MHA, GQA or MQA" if model.family == "not MLA" else model.family
-            return worst, f"This is {kind}, not Multi-head Latent Attention: there is no latent to absorb."
+            return worst, f"This is {not_mla() if model.family == 'not MLA' else not_mla(model.family)}."
         what = "Nothing is absorbed" if worst == "refused" else "Nothing needs to be absorbed"
         who = "the one attention is" if counts[worst] == 1 else f"{counts[worst]} attentions are"
         said = f"{who} {WORDS[worst]} ({first.code}): {first.reason}"

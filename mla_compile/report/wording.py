@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mla_compile.codes import CODES, Code, VerdictName, section
+from mla_compile.codes import CODES, PLAIN, Code, VerdictName, section
 from mla_compile.core.records import Location, SiteReport
 from mla_compile.passes.cost import cost
 from mla_compile.report.grouping import SiteGroup
@@ -18,12 +18,17 @@ def queries(number: float) -> str:
     return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"
 
 
+def not_mla(kind: str = PLAIN) -> str:
+    """Say what a model is whose attentions are no MLA, as the end of a sentence."""
+    return f"{kind}, not Multi-head Latent Attention: there is no latent to absorb"
+
+
 def headline(site: SiteReport) -> str:
     """Return the verdict with the form or the code."""
     if site.verdict == "absorbed":
         words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
         return f"absorbed ({', '.join(words)})" if words else "absorbed"
-    return WORDS[site.verdict] if site.verdict == "not_mla" else f"{WORDS[site.verdict]}: {site.code}"
+    return f"{WORDS[site.verdict]}: {PLAIN if site.verdict == 'not_mla' else site.code}"
 
 
 def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:

@@ -22,6 +22,7 @@ from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.models import config_file, skeleton
 from mla_compile.models.survey import Survey, survey_config
 from mla_compile.report.facts import Facts
+from mla_compile.report.wording import not_mla
 from mla_compile.workbench.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
 
 if TYPE_CHECKING:
@@ -194,10 +195,7 @@ def nothing(found: Survey) -> str:
     """Tell why there is nothing to compare, and what to do."""
     name, family = found.facts.name, found.facts.family
     if family in ("MHA", "GQA", "MQA"):
-        return (
-            f"{name} is {family}, not Multi-head Latent Attention: there is no latent to absorb and "
-            "nothing to compare; `mla-compile plan` says what it costs to serve"
-        )
+        return f"{name} is {not_mla(family)} and nothing to compare; `mla-compile plan` says what it costs to serve"
     return f"nothing is absorbed ({found.report.summary()}), so nothing can be compared; `mla-compile explain` says why"
 
 

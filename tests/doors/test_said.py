@@ -14,6 +14,9 @@ import mla_compile
 from mla_compile import backend
 from mla_compile.codes import Code
 from mla_compile.errors import MlaCompileWarning
+from mla_compile.report.facts import facts_of
+from mla_compile.report.verdicts import verdict
+from mla_compile.report.wording import headline, not_mla
 from tests.support.toy import Toy, decode_inputs
 
 TESTS = Path(__file__).parents[1]
@@ -63,7 +66,10 @@ class Plain(torch.nn.Linear):
 def test_attention_without_a_latent_however_many_graphs_have_it(door):
     fast = door(Plain(8, 3 * 4 * 8))
     (message,) = said(lambda: [fast(torch.randn(1, tokens, 8)) for tokens in (5, 6, 1)])
-    assert message == "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
+    assert message == f"nothing was absorbed: this is {not_mla()}"
+    report = mla_compile.explain(Plain(8, 3 * 4 * 8), torch.randn(1, 5, 8))
+    assert verdict(facts_of(report.sites, (), ""))[1] == f"This is {not_mla()}."
+    assert not_mla().startswith(headline(report.sites[0]).removeprefix("not MLA: "))
 
 
 class Broken(Plain):
@@ -81,7 +87,7 @@ def test_graphs_behind_a_break_are_of_the_same_model(door):
         torch._dynamo.reset()  # which would take the code of an equal model
         fast = door(model.eval())
         (message,) = said(lambda fast=fast: [fast(torch.randn(1, tokens, 32)) for tokens in (5, 6)])
-        assert message.startswith("nothing was absorbed: this attention is MHA")
+        assert message.startswith("nothing was absorbed: this is MHA")
 
 
 @torch.compiler.disable

@@ -50,7 +50,7 @@ refused: position_dependent  model.layers.3.self_attn
   dims          H=128 L=512 R=64 N=128 V=128 Q=1536 D=7168
   reads         40,960 values per key (absorbed: 576)
 
-not MLA  sdpa
+not MLA: MHA, GQA or MQA  sdpa
   why  K is a graph input
 
 note: Dynamo stopped recompiling after 8 graphs
