@@ -165,19 +165,20 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
     return None
 
 
-def made_behind(source: fx.Node, maps: Maps) -> list[Piece]:
-    """Return the maps of the nearest tensors behind ``source`` that a weight makes of rows."""
-    maps, found = maps.unbound, list[Piece]()
+def made_behind(source: fx.Node, maps: Maps) -> tuple[list[Piece], list[fx.Node]]:
+    """Return the maps of the nearest tensors behind ``source`` that a weight makes of rows, and other products."""
+    maps, found, products = maps.unbound, list[Piece](), list[fx.Node]()
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
         if not is_tensor(node) and not is_tuple(node):
             return ()
         projected = [p for p in maps.map(node).pieces if p.projected] if is_tensor(node) else []
         found.extend(projected)
-        return () if projected else (n for n in _inputs(node, ()) if not maps.is_weight(n))
+        products.extend([node] if is_contraction(node) and not projected else [])
+        return () if projected or is_contraction(node) else (n for n in _inputs(node, ()) if not maps.is_weight(n))
 
     deque(reachable([source], inputs, REACH), maxlen=0)
-    return found
+    return found, products
 
 
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:

@@ -25,6 +25,7 @@ from mla_compile.passes.blame.blame import (
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.linear.stops import unexplained
 from mla_compile.passes.proof.plan import make_part_plan, make_plan
 from mla_compile.passes.proof.proved import Proofs
 from mla_compile.passes.sources.records import AbsorbPlan, Side, groups_of, pieces_of, repeats
@@ -53,7 +54,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
             return too_wide
     unmade = failed
     if failed.code == "not_mla" and not rows:
-        rows, unmade = _made_of(failed, [node for nodes in operands for node in nodes], own, maps)
+        rows, unmade = _made_of(failed, [node for nodes in operands for node in nodes], own, Proofs(site, maps))
     # Without a weight between rows and attention, there is no up-projection whose tokens could be mixed.
     for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
         if _by_weights_alone(plan):
@@ -84,12 +85,17 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     return site.problem if site.problem is not None and failed.code != "not_mla" else unmade
 
 
-def _made_of(failed: Stop, ends: Sequence[fx.Node], own: Container[fx.Node], maps: Maps) -> tuple[list[fx.Node], Stop]:
+def _made_of(
+    failed: Stop, ends: Sequence[fx.Node], own: Container[fx.Node], proofs: Proofs
+) -> tuple[list[fx.Node], Stop]:
     """Return the narrower rows of which weights make ``ends``, or what lies behind, and what to say if there are none.
 
     K and V count together: a latent may be wider than each of them. ``own``: what the queries are made of.
     """
-    behind = [made_behind(end, maps) for end in ends]
+    behind, products = zip(*(made_behind(end, proofs.maps) for end in ends), strict=True)
+    product = next((node for found in products for node in found if node not in own), None)
+    if product is not None:
+        return [], proofs.shown(unexplained(proofs.maps, product))
     cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
     # The rows of a head may be selected once for its keys and once for its values.
     rows = {(c.node.target, str(c.node.args), str(c.node.kwargs)): c.bytes for c in cuts.values()}

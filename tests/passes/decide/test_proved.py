@@ -141,6 +141,19 @@ def by_turns(self, c, d):
     return k, k
 
 
+def of_two_projections(self, c):
+    """Keys of low rank for each token, as tensor product attention has them."""
+    a, b = (c @ self.up[: 2 * H].mT).unflatten(-1, (2, H)), (c @ self.other[: 2 * N].mT).unflatten(-1, (2, N))
+    k = torch.einsum("btrh,btrn->bthn", a, b).flatten(2)
+    return k, k
+
+
+def of_experts(self, c):
+    """A weight that is mixed for each token."""
+    k = torch.einsum("btl,elo,bte->bto", c, self.several, (c @ self.up[:4].mT).softmax(-1))
+    return k, k
+
+
 ENTRY = torch.tensor([2, 1])
 REASONS = {
     "tokens stacked": (by_turns, (L, L), UNKNOWN, "no rule for stack"),
@@ -148,6 +161,8 @@ REASONS = {
     "a weight of each entry": (
         lambda self, c, at: (torch.bmm(c, self.several[at]),) * 2, (L, ENTRY), UNKNOWN, "a weight that indices select",
     ),
+    "two projections": (of_two_projections, (L,), Code.NONLINEAR, "multiplies functions of the rows"),
+    "experts": (of_experts, (L,), UNKNOWN, "no rule for einsum"),
     "products of what is given": (
         lambda self, a, b: (torch.einsum("btnr,btr->btn", a, b),) * 2, ((B, T, H * N, 2), 2), UNKNOWN, "inputs make",
     ),
