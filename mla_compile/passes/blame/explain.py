@@ -94,7 +94,8 @@ def _made_of(
     """
     behind, products = zip(*(made_behind(end, proofs.maps) for end in ends), strict=True)
     product = next((node for found in products for node in found if node not in own), None)
-    if product is not None:
+    # What makes rows that all heads share lies before anything that a head could make of them.
+    if product is not None and not _shared_by_heads(proofs.site, proofs.maps):
         return [], proofs.shown(unexplained(proofs.maps, product))
     cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
     # The rows of a head may be selected once for its keys and once for its values.
