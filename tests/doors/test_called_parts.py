@@ -252,8 +252,8 @@ class OfABag(nn.Module):
         return x
 
 
-KINDS = [Layers, Inside, Unregistered, Collected, Hidden, Chosen, ByAHelper, *also("combination", Several, SetLater)]
-KINDS += [Indexed, Iterated, ByOperator, Bag, OfABag]
+KINDS = [Layers, Inside, Unregistered, Collected, Hidden, Chosen, ByAHelper, Indexed, ByOperator, OfABag]
+KINDS += also("combination", Several, SetLater, Iterated, Bag)
 ABSORBED = {Several: 4, Unregistered: 3, Collected: 3, Hidden: 1}
 
 
