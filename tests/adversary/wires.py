@@ -38,8 +38,14 @@ def half_of_another(rng, base, edge):
     return Edit(half, (choose(rng, same_shape(base, edge)),))
 
 
-# Beside a maximum that is subtracted from the scores the sum is another reader of K or V.
-@wiring("scores", outside=(Code.MASK_DEPENDS_ON_KEYS, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE))
+# Beside a maximum that is subtracted from the scores the sum is another reader of K or V, which is named where it is an
+# operator of this attention.
+@wiring(
+    "scores",
+    outside=(
+        Code.MASK_DEPENDS_ON_KEYS, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE, Code.UNSUPPORTED_OP,
+    ),
+)  # fmt: skip
 def mask_from_keys(rng, base, edge):
     """The expanded keys or values are added to the scores, one number per key."""
     site = base.plan.site
