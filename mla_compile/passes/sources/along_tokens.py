@@ -149,6 +149,23 @@ def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node
     return made
 
 
+def with_given(made: X, given: Sequence[Writing]) -> X:
+    """Return ``made`` of tensors that are made as ``given`` says, by their numbers."""
+
+    def on(one: object) -> Any:
+        match one:
+            case Given():
+                return given[one.number]
+            case Mix():
+                return replace(one, x=on(one.x))
+            case Applied():
+                return Applied(one.op, tuple(map(on, one.args)))
+        return one
+
+    result: X = on(made)
+    return result
+
+
 def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
     """Add ``made`` of the tensors ``given`` to a graph."""
     if isinstance(made, Given):

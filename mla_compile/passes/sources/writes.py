@@ -9,7 +9,7 @@ the factors are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
@@ -19,7 +19,7 @@ from torch import fx
 
 from mla_compile.passes.ir import moves
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import behind, decode, varying, whole_scatter
+from mla_compile.passes.ir.operators import behind, decode, whole_scatter
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
 from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.sources.along_tokens import (
@@ -33,8 +33,10 @@ from mla_compile.passes.sources.along_tokens import (
     Writing,
     axes_of,
     moved,
+    with_given,
 )
 from mla_compile.passes.sources.selections import NO_PARTS, Parts, Selected, parts_of, place_of
+from mla_compile.passes.sources.write_arithmetic import ARITHMETIC, is_in_one_dtype
 from mla_compile.passes.sources.write_operands import is_spread, mix_of, shared, times_number
 
 aten = torch.ops.aten
@@ -95,16 +97,34 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or not reading.new:
         return None
     along = frozenset(axes_of(made))
-    for numbers in (False, True):
-        again = _Reading(buffer, along, numbers=numbers)
-        # Tokens of a tensor are no image of rows by themselves. A multiple of one is, and stays if it is all there is.
-        less = again.made(node)
-        if less is not None and (len(again.new) < len(reading.new) or not numbers):
-            reading, made = again, less
-    grown = sorted({k for axes in reading.new.values() for k in axes})
+    # A multiple of a tensor is an image of rows too, and stays if it is all there is.
+    new, given = min((_merged(reading.new, along, numbers=n) for n in (False, True)), key=lambda one: len(one[0]))
+    grown = tuple(sorted({k for axes in new.values() for k in axes}))
     # A new tensor that is broadcast may be converted on the way.
-    same_dtype = {val(n).dtype for n in (buffer, node, *reading.new)} == {val(node).dtype}
-    return CacheWrite(node, buffer, tuple((n,) for n in reading.new), made, tuple(grown)) if same_dtype else None
+    if {val(n).dtype for n in (buffer, node, *new)} != {val(node).dtype}:
+        return None
+    return CacheWrite(node, buffer, tuple((n,) for n in new), with_given(made, [OLD, *given]), grown)
+
+
+def _merged(
+    read: Mapping[fx.Node, Collection[int]], along: Collection[int], *, numbers: bool
+) -> tuple[dict[fx.Node, set[int]], list[Writing]]:
+    """Return the tensors of which those that are ``read`` are slices, with their axes, and how each of these is made.
+
+    ``along``: the axes along which a slice of a tensor is no tensor of its own. ``numbers``: nor is a multiple of one.
+    """
+    new: dict[fx.Node, set[int]] = {}
+
+    def made(node: fx.Node, grown: Collection[int]) -> Writing:
+        how = decode(node)
+        if numbers and (x := times_number(node)) is not None:
+            return Applied(node.target, (made(x, grown), *args_of(node)[1:]))  # type: ignore[arg-type]
+        if isinstance(how, moves.Slice) and how.dim in along and how.bounds is not None:
+            return Applied(aten.slice.Tensor, (made(how.x, grown), Dim(how.dim), *how.bounds))
+        new.setdefault(node, set()).update(grown)
+        return Given(1 + [*new].index(node))
+
+    return new, [made(node, grown) for node, grown in read.items()]
 
 
 def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
@@ -202,20 +222,16 @@ def _bases(node: fx.Node) -> list[fx.Node]:
         return [how.x]
     if packet(node) in _AT_POSITIONS:
         return [argument(node, 0, "self")]
-    if node.target not in _ARITHMETIC:
+    if node.target not in ARITHMETIC:
         return []
     return [n for n in node.all_input_nodes if is_tensor(n) and same_sizes(shape(n), shape(node))]
 
 
 class _Reading:
-    """Reads how a tensor is made of a buffer and of ``new`` tensors that are written to it.
+    """Reads how a tensor is made of a buffer and of ``new`` tensors, with the axes along which each is broadcast."""
 
-    ``along``: the axes along which a slice of another tensor is no new one. ``numbers``: nor is another one times a
-    number.
-    """
-
-    def __init__(self, buffer: fx.Node, along: Collection[int] = (), *, numbers: bool = False) -> None:
-        self.buffer, self.along, self.numbers = buffer, along, numbers
+    def __init__(self, buffer: fx.Node) -> None:
+        self.buffer = buffer
         self.new: dict[fx.Node, set[int]] = {}
 
     def made(self, node: fx.Node) -> Writing | None:
@@ -233,8 +249,8 @@ class _Reading:
             return self._written(how, packet(node)) if _fits(how) else None
         if packet(node) in _AT_POSITIONS:
             return self._at_indices(node)
-        rule = _ARITHMETIC.get(node.target)
-        return None if rule is None or not _in_one_dtype(node) else rule(self, node)
+        rule = ARITHMETIC.get(node.target)
+        return None if rule is None or not is_in_one_dtype(node) else rule(self, node)
 
     def shows(self, node: fx.Node) -> bool:
         """Whether ``node`` is a part of the buffer, or what it becomes by a write."""
@@ -250,7 +266,7 @@ class _Reading:
         if self.shows(node):
             return self.made(node) if of is None or same_sizes(shape(node), shape(of)) else None
         if of is not None and is_spread(node):
-            return _ARITHMETIC[node.target](self, node)
+            return ARITHMETIC[node.target](self, node)
         if of is not None and (mix := mix_of(node)) is not None:
             rows, matrix, summed, dim = mix
             x = self.part(rows)
@@ -260,14 +276,7 @@ class _Reading:
         wide = shape(node if of is None else of)
         if len(wide) != len(shape(node)):
             return None
-        return self._new(node, [k for k, n in enumerate(shape(node)) if not same(n, wide[k])])
-
-    def _new(self, node: fx.Node, grown: Iterable[int]) -> Writing:
-        how = decode(node)
-        if self.numbers and (x := times_number(node)) is not None:
-            return Applied(node.target, (self._new(x, grown), *args_of(node)[1:]))  # type: ignore[arg-type]
-        if isinstance(how, moves.Slice) and how.dim in self.along and how.bounds is not None:
-            return Applied(aten.slice.Tensor, (self._new(how.x, grown), Dim(how.dim), *how.bounds))
+        grown = (k for k, n in enumerate(shape(node)) if not same(n, wide[k]))
         self.new.setdefault(node, set()).update(grown)
         return Given(1 + [*self.new].index(node))
 
@@ -352,65 +361,3 @@ _AT_POSITIONS: dict[object, Callable[[fx.Node], Indices | tuple[Dim, Shared] | t
 def _is_kept(x: fx.Node, node: fx.Node) -> bool:
     """Whether ``node``, which ``x`` is copied to, has the numbers of ``x`` as they are."""
     return same_sizes(shape(x), shape(node)) and val(x).dtype == val(node).dtype
-
-
-def _in_one_dtype(node: fx.Node) -> bool:
-    """Whether no operand that has the shape of the result is converted."""
-    tensors = (n for n in node.all_input_nodes if is_tensor(n) and same_sizes(shape(n), shape(node)))
-    return all(val(n).dtype in (val(node).dtype, torch.bool) for n in tensors)
-
-
-def _times(reading: _Reading, node: fx.Node) -> Writing | None:
-    x, factor = args_of(node)
-    if isinstance(factor, (int, float)):
-        return _step(node, reading.part(x, node), factor)
-    if not is_tensor(factor):
-        return None
-    if reading.shows(factor) or (not reading.shows(x) and len(varying(factor)) > len(varying(x))):
-        x, factor = factor, x
-    return _step(node, reading.part(x, node), shared(factor, node))
-
-
-def _over(reading: _Reading, node: fx.Node) -> Writing | None:
-    x, by = args_of(node)
-    return _step(node, reading.part(x, node), shared(by, node) if is_tensor(by) else by)
-
-
-def _opposite(reading: _Reading, node: fx.Node) -> Writing | None:
-    return _step(node, reading.part(args_of(node)[0], node))
-
-
-def _sum(reading: _Reading, node: fx.Node) -> Writing | None:
-    x, y = args_of(node)[:2]
-    return None if node.kwargs.get("alpha", 1) != 1 else _step(node, reading.part(x, node), reading.part(y, node))
-
-
-def _choice(reading: _Reading, node: fx.Node) -> Writing | None:
-    mask, x, y = args_of(node)
-    return _step(node, shared(mask, node), reading.part(x, node), reading.part(y, node))
-
-
-def _between(reading: _Reading, node: fx.Node) -> Writing | None:
-    x, y, weight = args_of(node)
-    return _step(node, reading.part(x, node), reading.part(y, node), shared(weight, node))
-
-
-def _emptied(reading: _Reading, node: fx.Node) -> Writing | None:
-    x, mask, value = args_of(node)
-    return _step(node, reading.part(x, node), shared(mask, node), value) if value == 0 else None
-
-
-def _step(node: fx.Node, *args: object) -> Writing | None:
-    return None if any(a is None for a in args) else Applied(node.target, args)  # type: ignore[arg-type]
-
-
-_ARITHMETIC: dict[object, Callable[[_Reading, fx.Node], Writing | None]] = {
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), _sum),
-    aten.mul.Tensor: _times,
-    aten.div.Tensor: _over,
-    aten.neg.default: _opposite,
-    aten.where.self: _choice,
-    aten.lerp.Tensor: _between,
-    aten.masked_fill.Scalar: _emptied,
-}
-"""Operators that are linear in tensors of all heads and columns, and what they read."""
