@@ -90,11 +90,10 @@ def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
 def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
     """The equations of a tensor, or of one of those that are stacked in it."""
     heads, outer = recipe.heads, recipe.outer
-    sizes = [int(recipe.kinds[k]) for k in heads]
     found: list[_Equation] = []
     start = stop = 0
     for part in recipe.parts:
-        matrix = _matrix(part, sizes, tensor.leaves) * part.scale
+        matrix = _matrix(recipe, part, tensor.leaves) * part.scale
         start, stop = (start, stop) if part.added else (stop, stop + matrix.shape[-2])
         b = given.double().narrow(recipe.columns, start, stop - start)
         if part.bias is not None:  # only the first part of a sum has a bias
@@ -109,17 +108,22 @@ def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> 
     return found
 
 
-def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+def _matrix(recipe: Recipe, part: ColumnBlock, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """The weight of a block of columns for every head, [heads..., columns, width]."""
+    sizes = [int(recipe.kinds[k]) for k in recipe.heads]
     matrix: torch.Tensor
     if part.weight is None:
         matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)
-        return matrix.expand(*heads, part.width, part.width)
+        if part.factor is not None:  # of size 1 along the axes of the rows
+            factor = evaluate(part.factor, leaves, at_once, {}).double()
+            factor = factor.permute(*recipe.outer, *recipe.heads, recipe.columns)
+            matrix = matrix * factor[(0,) * len(recipe.outer)].unsqueeze(-1)
+        return matrix.expand(*sizes, part.width, part.width)
     matrix = evaluate(part.weight, leaves, at_once, {}).double()
     for k, there in enumerate(part.heads):
         if not there:
             matrix = matrix.unsqueeze(k)
-    return matrix.expand(*heads, *matrix.shape[-2:])
+    return matrix.expand(*sizes, *matrix.shape[-2:])
 
 
 def _solve(equations: Sequence[_Equation]) -> dict[int, torch.Tensor]:

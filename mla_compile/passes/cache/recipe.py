@@ -56,10 +56,10 @@ Formula: TypeAlias = "Leaf | Apply"
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """Columns of K: ``scale * rows W + b``, or the rows themselves if there is no weight.
+    """Columns of K: ``scale * rows W + b``, or ``scale * rows * factor + b`` if there is no weight.
 
     ``heads``: for each head axis of K, whether the weight has it; otherwise the heads share its values. The weight is
-    [heads..., columns, width], and the bias broadcasts to K. ``added``: the block is added to the columns of the
+    [heads..., columns, width], and factor and bias broadcast to K. ``added``: the block is added to the columns of the
     previous one, instead of following them. ``padded``: how many columns of zeros follow it. ``stack``: its positions
     along the axes of K on which parts are stacked.
     """
@@ -73,6 +73,7 @@ class ColumnBlock:
     added: bool = False
     padded: int = 0
     stack: tuple[int, ...] = ()
+    factor: Formula | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def make_recipe(
     widths: list[int] = []
     for piece, added in ((p, k > 0) for s in lmap.segments for k, p in enumerate(s.piece.summands)):
         outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
-        inner = piece.contracted if piece.weight is not None else piece.axes[columns]
+        inner = piece.axes[columns] if _are_columns(piece, columns) else piece.contracted
         wide = axis_size(inner)
         # The layout of rows has no place for an axis besides batch, tokens and width.
         if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
@@ -252,6 +253,12 @@ def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"]
     return axis_size(pieces[0].axes[k])
 
 
+def _are_columns(piece: Piece, columns: int) -> bool:
+    """Whether the rows of ``piece`` are the columns themselves, multiplied by at most a factor for each."""
+    own = piece.source_atoms.issuperset(piece.axes[columns]) and not piece.contracted
+    return piece.weight is None or own
+
+
 def _part(
     piece: Piece,
     rows: int,
@@ -263,21 +270,28 @@ def _part(
 ) -> ColumnBlock | None:
     heads = [k for k, kind in enumerate(kinds) if kind != "row" and k != columns]
     has: tuple[bool, ...] = ()
-    weight: Formula | None = None
+    weight = factor = bias = None
     if piece.weight is not None:
         present = set(piece.weight.atoms)
         own = [k for k in heads if present.intersection(piece.axes[k])]
-        kept = [*(piece.axes[k] for k in own), piece.axes[columns], inner]
+        each = _are_columns(piece, columns)
+        kept = [*(piece.axes[k] for k in own), piece.axes[columns], () if each else inner]
         if not present.issubset(flatten(kept)):
             return None
-        has = tuple(k in own for k in heads)
-        weight = _formula(_whole(piece.weight, kept), leaves)
-    bias = None
-    if piece.bias is not None:  # size 1 along axes of K on which it does not depend
-        has_bias = set(piece.bias.atoms)
-        axes = [own if has_bias.intersection(own) else () for own in piece.axes]
-        bias = _formula(_whole(piece.bias, axes), leaves)
-    return ColumnBlock(rows, width, weight, has, piece.scale, bias)
+        if each:
+            factor = _broadcast(piece.weight, piece, leaves)
+        else:
+            has = tuple(k in own for k in heads)
+            weight = _formula(_whole(piece.weight, kept), leaves)
+    if piece.bias is not None:
+        bias = _broadcast(piece.bias, piece, leaves)
+    return ColumnBlock(rows, width, weight, has, piece.scale, bias, factor=factor)
+
+
+def _broadcast(factor: Factor, piece: Piece, leaves: dict[fx.Node, int]) -> Formula:
+    """Return ``factor`` with the axes of K, of size 1 along those on which it does not depend."""
+    has = set(factor.atoms)
+    return _formula(_whole(factor, [own if has.intersection(own) else () for own in piece.axes]), leaves)
 
 
 def _whole(factor: Factor, axes: Sequence[Axis]) -> Expr:
@@ -366,6 +380,8 @@ def _expand_part(
     x = _cast(x, recipe.dtype, call)
     if part.scale != 1.0:
         x = call(aten.mul.Tensor, x, part.scale)
+    if part.factor is not None:
+        x = call(aten.mul.Tensor, x, _cast(evaluate(part.factor, leaves, call, memo), recipe.dtype, call))
     if part.bias is not None:
         x = call(aten.add.Tensor, x, _cast(evaluate(part.bias, leaves, call, memo), recipe.dtype, call))
     sizes = [-1 if kind == "row" or k == recipe.columns else kind for k, kind in enumerate(recipe.kinds)]

@@ -34,7 +34,13 @@ def stacked(parts: Sequence[FullRecipe], axes: Sequence[int], counts: Sequence[i
             places.append(place)
         numbers = [leaves.setdefault(leaf, len(leaves)) for leaf in own]
         blocks += [
-            replace(part, rows=places[part.rows], weight=_renumbered(part.weight, numbers), stack=stack)
+            replace(
+                part,
+                rows=places[part.rows],
+                weight=_renumbered(part.weight, numbers),
+                factor=_renumbered(part.factor, numbers),
+                stack=stack,
+            )
             for part in recipe.parts
         ]
     kinds, tokens, columns = [*first.kinds], first.tokens, first.columns

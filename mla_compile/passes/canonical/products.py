@@ -1,9 +1,13 @@
-"""Splits a fused multiply-add of an attention into a product and a sum, so that the analysis can follow both.
+"""Splits fused multiply-adds beside an attention into products and sums, so that the analysis can follow both.
 
 Before: ``s = baddbmm(bias, q, k, beta=b, alpha=a); p = softmax(s)``, or ``baddbmm(x, p, v)``
 
 After: ``s = bias * b + bmm(q, k) * a; p = softmax(s)``. With ``beta=0`` the bias is not read, as in the original.
 Products without a softmax beside them stay as they are.
+
+Before: ``k = addcmul(up(c), row, gate)`` on the way to a product of activations; ``addcdiv`` alike
+
+After: ``k = up(c) + row * gate``
 """
 
 from __future__ import annotations
@@ -21,29 +25,48 @@ from mla_compile.passes.ir.walk import nearest
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.baddbmm.default: aten.bmm.default, aten.addmm.default: aten.mm.default}
+_GATES = {aten.addcmul.default: aten.mul.Tensor, aten.addcdiv.default: aten.div.Tensor}
 
 
 def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
     """Split products of two activations beside a softmax, or beside an ``exp``; return how many."""
     found = 0
-    for node in [n for n in graph.nodes if n.target in _PRODUCTS]:
-        bias, left, right = args_of(node)[:3]
-        # A product with a weight is a projection, which the rules of the linear maps read with its bias.
-        if left in weights or right in weights or not val(node).dtype.is_floating_point or not _beside_a_softmax(node):
+    for node in [n for n in graph.nodes if n.target in _PRODUCTS or n.target in _GATES]:
+        added, left, right = args_of(node)[:3]
+        if not val(node).dtype.is_floating_point:
             continue
-        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
         build = Builder(node, fake_mode)
-        product = build.call(_PRODUCTS[node.target], left, right)
+        if node.target in _GATES:
+            if not _is_multiplied(node, weights):
+                continue
+            beta, alpha = 1, node.kwargs.get("value", 1)
+            product = build.call(_GATES[node.target], left, right)
+        # A product with a weight is a projection, which the rules of the linear maps read with its bias.
+        elif left in weights or right in weights or not _beside_a_softmax(node):
+            continue
+        else:
+            beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+            product = build.call(_PRODUCTS[node.target], left, right)
         if alpha != 1:
             product = build.call(aten.mul.Tensor, product, alpha)
         # This is not a multiplication by zero: the bias may hold NaN, which `beta=0` ignores.
         if beta != 0:
-            bias = bias if beta == 1 else build.call(aten.mul.Tensor, bias, beta)
-            product = build.call(aten.add.Tensor, product, bias)
+            added = added if beta == 1 else build.call(aten.mul.Tensor, added, beta)
+            product = build.call(aten.add.Tensor, added, product)
         node.replace_all_uses_with(product)
         graph.erase_node(node)
         found += 1
     return found
+
+
+def _is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
+    """Whether a product of activations reads ``node`` or what is made of it, as it does keys and values."""
+
+    def multiplies(user: fx.Node) -> bool:
+        product = is_contraction(user) and not any(n in weights for n in user.all_input_nodes)
+        return product or packet(user) is aten.scaled_dot_product_attention
+
+    return bool(nearest(node, lambda n: n.users, multiplies, is_contraction)[0])
 
 
 def _beside_a_softmax(node: fx.Node) -> bool:

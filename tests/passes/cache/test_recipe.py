@@ -127,6 +127,19 @@ RECIPES = {
         lambda c, r, w, u: F.pad(heads_first(c, w) + heads_first(r, u), (0, 2)).mT,
         [c(), seeded(B, T, R)], [w(H * N, L), w(H * N, R)], 3,
     ),
+    "a row that is added, times a factor for each column": (
+        lambda c, r, w, g: (heads_first(c, w) + r[:, None]) * g, [c(), seeded(B, T, N)], [w(H * N, L), w(N)], 2,
+    ),
+    "a row that is added, over a factor for each head and column, before tokens": (
+        lambda c, r, w, g: ((heads_first(c, w) + r[:, None]) / g).mT,
+        [c(), seeded(B, T, N)], [w(H * N, L), w(H, 1, N)], 3,
+    ),
+    "rotary rows, times a factor for each head": (
+        lambda c, r, w, g: with_rope(c, r, w) * g, [c(), seeded(B, T, R)], [w(H * N, L), w(H, 1, 1)], 2,
+    ),
+    "rotary rows, times one factor for the columns": (
+        lambda c, r, w, g: with_rope(c, r * g, w), [c(), seeded(B, T, R)], [w(H * N, L), w(R)], 2,
+    ),
     "one token of one batch": (
         lambda c, w: F.linear(c, w).view(1, 1, H, N).transpose(1, 2), [seeded(1, 1, L)], [w(H * N, L)], 2,
     ),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import mla_compile
 from tests.passes.cache.test_buffers import EXACT, Static, _no_grad, buffers, latent, stays, tokens
-from tests.support.latent_modules import B, H, L, N, R
+from tests.support.latent_modules import B, D, H, L, N, R
+from tests.support.programs import seeded
 from tests.support.tiers import also
 
 __all__ = ["_no_grad"]
@@ -118,6 +120,10 @@ def emptied_and_added(buffer, new, at):
     return (buffer * (1 - hot[:, None])).index_add(2, at, new)
 
 
+def fused(buffer, new, at):
+    return torch.addcmul(buffer, along(buffer, new, at), new - buffer)
+
+
 def a_number_beside_a_mask(buffer, new, at):
     hot = along(buffer, new, at)
     return buffer * (1 - hot) + new * 0.25 + -(new * hot) / 2
@@ -142,7 +148,7 @@ def one_by_one(buffer, new, at):
 
 ONE = [
     multiplied, chosen, between, moved_towards, emptied_first, a_part, faded, added, of_each_sequence,
-    a_number_beside_a_mask,
+    a_number_beside_a_mask, fused,
 ]  # fmt: skip
 SEVERAL = [
     scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product, index_added, accumulated,
@@ -235,6 +241,43 @@ def test_values_may_be_written_before_the_keys(write):
         x, at = tokens(start, 1)
         (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
         assert (got - expected).abs().max() < EXACT
+
+
+class Gated(Static):
+    """Each key is an image of the latent and a row that no weight expands, times ``gain``."""
+
+    def __init__(self, *gain):
+        super().__init__(in_place=False)
+        self.row, self.up = nn.Linear(D, N + R, bias=False), nn.Linear(L, H * (N + R), bias=False)
+        self.gain = nn.Parameter(seeded(*gain).exp())
+
+    def made(self, x, at):
+        c = self.layer.norm(self.layer.down(x)[..., :L])
+        k, v = (up(c).unflatten(2, (H, -1)).transpose(1, 2) for up in (self.up, self.layer.up))
+        return torch.addcmul(k * self.gain, self.row(x)[:, None].sin(), self.gain), v[..., N:]
+
+
+@pytest.mark.parametrize("gain", [(N + R,), (H, 1, 1)])
+def test_a_row_times_a_factor_for_each_column_or_head(gain):
+    module = Gated(*gain)
+    program = latent(module)
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + N + R, 0]
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in range(3):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
+    rows, error = mla_compile.migrate_cache(program, mine)
+    assert error < 1e-13
+    held = [torch.utils._pytree.tree_leaves(one) for one in (rows, theirs)]
+    assert all((a - b).abs().max() < EXACT for a, b in zip(*held, strict=True))
+
+
+def test_a_row_times_a_factor_for_each_sequence_stays():
+    """The values alone are images of rows."""
+    (site,) = latent(Gated(B, 1, 1, 1)).graph_module.meta["mla_report"].sites
+    assert (site.parts, [part.code for part in site.kept]) == (("values",), ["expanded_cache"])
 
 
 class Two(Written):
