@@ -41,6 +41,7 @@ from mla_compile.passes.ir.moves import Join, Permute, Select, Slice, Stack
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
+from mla_compile.passes.linear.rows import picked_of
 from mla_compile.passes.sources.along_tokens import computes
 from mla_compile.passes.sources.records import Side, pieces_of
 from mla_compile.passes.sources.selections import Selected, place_of
@@ -153,12 +154,11 @@ class _Search:
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
         """Return the tensor behind ``operand`` that the caller keeps, with its token axis."""
-        pieces = self.maps.map(operand.node).pieces
-        ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
+        ways = self._ways(operand.node)
         # The walk starts at K: of several tensors that could be the cache, the one nearest to the attention is taken.
         computed = False
         for node in reversed(ways[0]) if ways else ():
-            if node is None or not all(node in way for way in ways):
+            if not all(node in way for way in ways):
                 continue
             written = self._written(node, operand, site)
             if written is not None and written[0].node in self.returned:
@@ -184,6 +184,16 @@ class _Search:
                 tokens = how.dim
             return {node: tokens if tokens is not None else _likely_token_axis(node)}
         return {}
+
+    def _ways(self, node: fx.Node) -> list[dict[fx.Node, None]]:
+        """Return the nodes on the way to ``node`` from each tensor of which it is made, also behind picked tokens."""
+        ways: list[dict[fx.Node, None]] = []
+        for piece in self.maps.map(node).pieces:
+            if piece.source is not None:
+                picked = picked_of(piece.source)
+                own = dict.fromkeys((piece.source, *(v.node for v in piece.path)))
+                ways += [own] if picked is None else [way | own for way in self._ways(picked.x)]
+        return ways
 
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
@@ -236,9 +246,14 @@ class _Search:
         where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
         if where is None:
             return None
-        piece: Piece = self.maps.with_sources({node}).map(operand.node).pieces[0]
+        return self._axis_of(node, operand.node, where)
+
+    def _axis_of(self, node: fx.Node, shown: fx.Node, where: int) -> int | None:
+        piece: Piece = self.maps.with_sources({node}).map(shown).pieces[0]
         own = piece.axes[where]
-        return next((k for k, a in enumerate(piece.source_axes) if a and set(a) == set(own)), None)
+        at = next((k for k, a in enumerate(piece.source_axes) if a and set(a) == set(own)), None)
+        picked = None if piece.source in (None, node) else picked_of(piece.source)
+        return at if picked is None or at is None else self._axis_of(node, picked.x, at)
 
     def _is_past(self, node: fx.Node) -> bool:
         return node in self.pasts or node in self.assumed

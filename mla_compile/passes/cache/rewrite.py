@@ -32,6 +32,7 @@ from mla_compile.passes.ir.graph import (
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
+from mla_compile.passes.linear.rows import pick, picked_of
 from mla_compile.passes.sources.along_tokens import Writing, make, moved, nodes_of
 from mla_compile.passes.sources.selections import NO_PARTS, parts_of, place_of
 from mla_compile.passes.sources.writes import is_zeros
@@ -109,8 +110,7 @@ class _Rewriter:
             expanded = self.plain.get(cache.node)
             self._read_apart(cache, rows, expanded)
             if expanded is None:
-                if cache.write is not None:
-                    self._read_parts(cache.recipe, cache, cache.node, rows)
+                self._read_parts(cache.recipe, cache, cache.node, rows)
                 expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
             names = tuple(n.name for n in cache.leaves)
             for index in cache.outputs:
@@ -171,11 +171,15 @@ class _Rewriter:
             self._replace(part, expand(recipe, rows, cache.leaves, builder.call))
 
     def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Make the readers of some tokens or sequences of a buffer, or of one half of it, expand these alone."""
+        """Make the readers of some tokens or sequences of a cache, or of one half of it, expand these alone."""
         own = {block.rows for block in recipe.parts}
         for user in list(node.users):
             how, shown, part = decode(user), rows, recipe
-            if isinstance(how, Slice) and recipe.kinds[how.dim] == "row" and how.bounds is not None:
+            picked = picked_of(user)
+            if picked is not None and recipe.kinds[picked.dim] == "row":
+                builder, along = Builder(user, self.fake_mode), recipe.row_axis(picked.dim)
+                shown = [pick(builder.call, user, r, along) if k in own else r for k, r in enumerate(rows)]
+            elif isinstance(how, Slice) and recipe.kinds[how.dim] == "row" and how.bounds is not None:
                 builder, along = Builder(user, self.fake_mode), recipe.row_axis(how.dim)
                 shown = [
                     builder.call(aten.slice.Tensor, r, along, *how.bounds) if k in own else r

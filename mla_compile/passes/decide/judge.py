@@ -250,7 +250,7 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
 def _whole(node: fx.Node) -> list[fx.Node]:
     """Return ``node`` and the tensors from which it selects rows or around which it puts zeros."""
     found = [node]
-    others = (aten.index_select, aten.constant_pad_nd)
+    others = (aten.index, aten.index_select, aten.constant_pad_nd)
     while isinstance(how := decode(found[-1]), (Slice, Select)) or packet(found[-1]) in others:
         found.append(how.x if isinstance(how, (Slice, Select)) else args_of(found[-1])[0])
     return found

@@ -233,9 +233,16 @@ def decides(node: fx.Node) -> tuple[fx.Node, ...]:
     return decided_by
 
 
-def whole_rows(node: fx.Node) -> fx.Node:
-    """Return the tensor that a virtual node slices or pads with zeros; any other ``node`` itself."""
-    while is_virtual(node) and node.target in (torch.ops.aten.slice.Tensor, torch.ops.aten.constant_pad_nd.default):
+_SLICES = {torch.ops.aten.slice.Tensor, torch.ops.aten.constant_pad_nd.default}
+_PICKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default}
+
+
+def whole_rows(node: fx.Node, *, picked: bool = True) -> fx.Node:
+    """Return the tensor that a virtual node slices or pads with zeros; any other ``node`` itself.
+
+    ``picked``: or of which it picks rows.
+    """
+    while is_virtual(node) and (node.target in _SLICES or (picked and node.target in _PICKS)):
         node = args_of(node)[0]
     return node
 

@@ -8,7 +8,7 @@ each row, ``(c W) g = (c g) W``. Without virtual sources these operators end the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import fx
 from mla_compile.passes.ir.axes import Atom, Axes, Axis, fresh_axis
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import part_of
-from mla_compile.passes.ir.graph import args_of, argument, elements_hint, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, axis, elements_hint, is_tensor, packet, shape, val
 from mla_compile.passes.ir.moves import Select, Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, same_sizes
@@ -32,17 +32,20 @@ aten = torch.ops.aten
 class Taken:
     """Some rows of ``x`` along axis ``dim``, or all rows, ``padded`` with this many zero rows before and behind.
 
-    ``index``: one position is selected, and the axis is dropped.
+    ``index``: one position is selected, and the axis is dropped. ``at``: the rows at the positions in this tensor.
     """
 
     x: fx.Node
     dim: int
     padded: tuple[int, int] | None = None
     index: int | None = None
+    at: fx.Node | None = None
 
 
 def taken_of(node: fx.Node) -> Taken | None:
-    """Return what ``node`` takes along one axis of another tensor; None if it is neither a slice nor a pad."""
+    """Return what ``node`` takes along one axis of another tensor; None if it is no slice, pad or pick."""
+    if (picked := picked_of(node)) is not None:
+        return picked
     how = decode(node)
     if isinstance(how, Slice):
         return Taken(how.x, how.dim)
@@ -56,6 +59,30 @@ def taken_of(node: fx.Node) -> Taken | None:
     if len(axes) != 1 or axes[0] == len(padding) - 1:
         return None
     return Taken(args_of(node)[0], axes[0], padding[axes[0]])
+
+
+def picked_of(node: fx.Node) -> Taken | None:
+    """Return what ``node`` takes at the positions in one tensor along one axis; None if it does anything else."""
+    if packet(node) is aten.index_select:
+        x, dim, at = args_of(node)
+        dim = axis(dim, len(shape(x)))
+    elif packet(node) is aten.index and sum(one is not None for one in args_of(node)[1]) == 1:
+        x, indices = args_of(node)
+        ((dim, at),) = ((k, one) for k, one in enumerate(indices) if one is not None)
+    else:
+        return None
+    # A mask picks as many rows as it has True values.
+    return Taken(x, dim, at=at) if len(shape(at)) == 1 and val(at).dtype in (torch.int64, torch.int32) else None
+
+
+def pick(call: Callable[..., fx.Node], node: fx.Node, rows: fx.Node, dim: int) -> fx.Node:
+    """Return what ``node`` picks, of axis ``dim`` of ``rows``. ``call``: applies an operator to rows."""
+    picked = picked_of(node)
+    assert picked is not None
+    if packet(node) is aten.index_select:
+        return call(aten.index_select.default, rows, dim, picked.at)
+    # Negative positions count from the end here.
+    return call(aten.index.Tensor, rows, [*[None] * dim, picked.at])
 
 
 def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:

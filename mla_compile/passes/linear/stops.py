@@ -24,6 +24,7 @@ from mla_compile.passes.ir.operators import behind, is_contraction
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.rows import picked_of
 
 aten = torch.ops.aten
 
@@ -118,6 +119,8 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
     if name in ("where", "masked_fill") and len(node.args) == 3:
         return _chosen(maps, node, name)
     if name in _ONE_AXIS and _along_last(node, _ONE_AXIS[name]) == {True}:
+        return Stop(node, "unsupported_op", f"no rule for {name} along the features")
+    if (picked := picked_of(node)) is not None and picked.dim == len(shape(node)) - 1:
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if is_contraction(node) and any(computed_weight(maps, n) for n in node.all_input_nodes if is_tensor(n)):
         return computed_projection(node)

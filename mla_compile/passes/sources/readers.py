@@ -183,7 +183,7 @@ def _summands(lmap: LinearMap) -> tuple[Piece, ...]:
 def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
     """Return the maps over a few rows whose sum is ``node``, if it is made of ``sources`` for few tokens."""
     taken = taken_of(node)
-    if taken is None or taken.padded is not None:
+    if taken is None or taken.padded is not None or taken.at is not None:
         return ()
     # The slices known for K and V are left out, so that the pass that makes `node` alone finds the same map.
     maps = with_slices_of([[node]], maps.with_virtual(VirtualSources()).with_sources(sources))

@@ -3,13 +3,15 @@
 In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
 ``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no
 graph contains it until an attention that reads it is absorbed. Static caches are read like this: expanded from rows of
-full length, then cut to the length in use. Zero tokens before or behind K and V work alike, ``pad(c W) = pad(c) W``.
+full length, then cut to the length in use. Zero tokens before or behind K and V work alike, ``pad(c W) = pad(c) W``,
+and so do tokens at the positions in a tensor, ``(c W)[:, at] = c[:, at] W``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,8 +19,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.ir.graph import args_of, bytes_hint, decides, is_virtual, shape, val, virtual
-from mla_compile.passes.ir.moves import Select, Slice
+from mla_compile.passes.ir.graph import args_of, bytes_hint, decides, is_virtual, packet, shape, val, virtual
+from mla_compile.passes.ir.moves import Slice
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.ir.walk import REACH, depends_on
@@ -31,10 +33,10 @@ from mla_compile.passes.linear.rows import (
     gated_of,
     may_be_taken,
     pad_along,
+    pick,
     position_axis,
     rows_axis,
     taken_of,
-    zeros_around,
 )
 from mla_compile.passes.sources.records import pieces_of
 from mla_compile.passes.sources.sources import choose_sources
@@ -141,8 +143,8 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gate
 
 def _taken(node: fx.Node) -> Taken | None:
     # A part of a split has no bounds that a slice of rows could have.
-    known = node.target is aten.slice.Tensor or isinstance(decode(node), Select) or zeros_around(node) is not None
-    return taken_of(node) if known else None
+    how = decode(node)
+    return None if isinstance(how, Slice) and how.bounds is None else taken_of(node)
 
 
 def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
@@ -243,7 +245,8 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
         return ()  # the size is unbacked, so each slice would get a fresh symbol
     found: list[RowSlice] = []
     for rows, at in sliced.rows:
-        key = (rows, at, taken.padded, taken.index, *(v if v is None else size(v) for v in values))
+        bounds = (v if v is None else size(v) for v in values)
+        key = (rows, at, taken.padded, taken.index, taken.at, taken.at and packet(node), *bounds)
         # A slice that reads its bounds from later nodes could not be added before every attention that needs it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
             if taken.index is not None:
@@ -251,6 +254,8 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
                 if one is None:
                     return ()
                 known[key] = one
+            elif taken.at is not None:
+                known[key] = pick(partial(virtual, maps.fake_mode), node, rows, at)
             elif taken.padded is None:
                 known[key] = virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
             else:

@@ -262,8 +262,17 @@ class WrittenFurther(Static):
         return tuple(cache.index_copy(2, torch.tensor([12]), cache[:, :, :1].tanh()) for cache in (k, v))
 
 
-def test_multiples_of_buffers_are_read():
-    module = Multiples(in_place=False)
+class Picks(Static):
+    """Every other token, and the first once more."""
+
+    def read(self, k, v):
+        at = torch.tensor([0, *range(0, CAPACITY, 2)])
+        return k[:, :, at], v[:, :, at]
+
+
+@pytest.mark.parametrize("make", [Multiples, Picks])
+def test_multiples_and_picked_tokens_of_buffers_are_read(make):
+    module = make(in_place=False)
     program = latent(module)
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
     mine, theirs = buffers(), program.example_inputs[0][1:3]

@@ -72,6 +72,23 @@ def test_the_cache_holds_rows_and_the_numbers_stay(style):
     assert all(site.code in ("absorbed", "cost_prefill") for site in fast.mla_report.sites)
 
 
+class Backwards(Cache):
+    """Hands out the tokens in another order, picked by their positions."""
+
+    def update(self, layer, k, v, dim=2):
+        k, v = super().update(layer, k, v, dim)
+        order = torch.arange(k.shape[2] - 1, -1, -1)
+        return k[:, :, order], v.index_select(2, order)
+
+
+def test_tokens_that_are_picked_of_a_cache_are_picked_of_its_rows():
+    model = Model(layers=1)
+    fast = compiled(model)
+    _mine, theirs = compare(model, fast, Backwards, (4, 1, 1))
+    assert stored(theirs) == B * 6 * (L + R)
+    assert fast.mla_report.sites[-1].code == "absorbed"
+
+
 @full("combination")
 def test_by_the_backend_too():
     model = Model(layers=1)

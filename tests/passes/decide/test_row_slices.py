@@ -76,10 +76,12 @@ CUTS = {
     "twice": lambda y, n: y[:, :, :-1][:, :, 1:],
     "some_sequences": lambda y, n: y[:1, :, :n],
     "one_token": lambda y, n: y[:, :, 4:5],
+    "picked": lambda y, n: y[:, :, torch.tensor([4, -1, 0, 0])],
+    "picked_of_some": lambda y, n: y[:, :, :n].index_select(2, torch.tensor([4, 2, n - 1])),
 }
 
 
-@pytest.mark.parametrize("name", usual(CUTS, ("from_the_end", "twice", "some_sequences")))
+@pytest.mark.parametrize("name", usual(CUTS, ("from_the_end", "twice", "some_sequences", "picked", "picked_of_some")))
 def test_other_slices(name):
     module = Used()
     module.cut = CUTS[name]
@@ -225,6 +227,19 @@ def test_keys_and_values_of_other_tokens(of_k, of_v):
     assert calls(program).count("slice.Tensor") >= 3  # c for K, c for V, r
 
 
+def test_keys_and_values_of_other_positions():
+    """Each picked by a tensor of its own that the caller gives, one of them in another order."""
+
+    class Picked(Cut):
+        def forward(self, x, c, r, of_k, of_v):
+            k, v = self.expand(self.latent(c))
+            k, v = self.join(k, self.rotary(r))[:, :, of_k], v[:, :, of_v]
+            return self.finish(self.attend(self.query(x), k, v, None), x)
+
+    given = [*used(S=S), torch.tensor([5, 0, -2, 0]), torch.tensor([1, 2, 8, 4])]
+    of_used_rows(absorbed(Picked(None), given, verify=True, strict=True))
+
+
 class Rotated(Cut):
     def spoil(self, k, v):
         return rotate(k), v
@@ -267,26 +282,34 @@ def window_by_data(y, n):
     return y[:, :, n : n + 2]
 
 
+def by_sequence(y):
+    at = torch.tensor([[0, 2, 1], [3, 3, 0]])
+    return y[torch.arange(2)[:, None], :, at].transpose(1, 2)
+
+
 REFUSED = {
     "flip": (Cut(lambda y: y.flip(2)[:, :, :6]), Code.TOKEN_MIXING),
     "ring": (Cut(ring), Code.TOKEN_MIXING),
     "batch_and_tokens_merged": (Cut(merged), Code.UNSUPPORTED_OP),
     "by_data": (Cut(by_data), Code.UNSUPPORTED_OP),
     "window_by_data": (Cut(window_by_data), Code.UNSUPPORTED_OP),
-    "chosen": (Cut(lambda y: y[:, :, torch.tensor([0, 2, 1])]), Code.TOKEN_MIXING),
+    "picked_by_sequence": (Cut(by_sequence), Code.UNSUPPORTED_OP),
+    "picked_where_data_says": (Cut(lambda y, mask: y[:, :, mask]), Code.TOKEN_MIXING),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_slice_of_rows(name):
     module, code = REFUSED[name]
-    refused(module, [*used(S=S), torch.tensor(5)] if "by_data" in name else used(S=S), code)
+    more = {"by_data": torch.tensor(5), "data_says": torch.arange(T) % 2 == 0}
+    refused(module, [*used(S=S), *(given for ends, given in more.items() if name.endswith(ends))], code)
 
 
 ONE_SIDE = {
     "rotated": (Rotated(first), "values", Code.POSITION_DEPENDENT),
     "factor_of_each_token": (FactorOfEachToken(first), "values", Code.POSITION_DEPENDENT),
     "shift_of_each_token": (ShiftOfEachToken(first), "keys", Code.POSITION_DEPENDENT),
+    "columns_picked": (Cut(lambda y: y, lambda y: y[..., torch.arange(V).flip(0)]), "keys", Code.UNSUPPORTED_OP),
     "keys_flipped": (Cut(lambda y: y.flip(2)[:, :, :6], first), "values", Code.TOKEN_MIXING),
 }
 
