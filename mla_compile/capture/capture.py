@@ -32,11 +32,13 @@ from mla_compile.capture.subclasses import close_subclasses, open_subclasses
 from mla_compile.core.program import Capture, Program, copy_graph, graph_module, results_of, view_source
 from mla_compile.core.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.errors import CaptureError, InputError, brief
+from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.sizes import same_sizes
 
 _Given = ParamSpec("_Given")
 
 aten = torch.ops.aten
-_WRITES = {op.default for op in (aten.slice_scatter, aten.select_scatter, aten.index_copy, aten.index_put)}
+_WRITES = {op.default for op in (aten.slice_scatter, aten.select_scatter, aten.index_copy, aten.index_put, aten.roll)}
 """Operators that return a copy of their first argument with other values in some positions."""
 
 
@@ -292,14 +294,22 @@ def _is_module_state(source: object) -> bool:
 
 
 def replaced(program: Program) -> set[str]:
-    """The inputs that the program returns with other values in some positions, as ``k = k.index_copy(...)`` does."""
+    """The inputs that the program returns with other values in some positions.
+
+    So do ``k = k.index_copy(...)``, and windows that move: ``k = cat([k[:, 1:], new], 1)``.
+    """
     found: set[str] = set()
     for value in program.outputs[len(program.mutations) :]:
-        written = False
-        while isinstance(value, fx.Node) and (value.target in _WRITES or view_source(value) is not None):
-            written, value = written or value.target in _WRITES, value.args[0]
-        if written and isinstance(value, fx.Node) and value.op == "placeholder":
-            found.add(value.name)
+        reached = [(value, False)]
+        for node, written in reached:
+            if not isinstance(node, fx.Node):
+                continue
+            if node.op == "placeholder":
+                found |= {node.name} if written and same_sizes(val(node).shape, val(value).shape) else set()
+            elif node.target is aten.cat.default:
+                reached += [(part, True) for part in node.all_input_nodes]
+            elif node.target in _WRITES or view_source(node) is not None:
+                reached.append((node.args[0], written or node.target in _WRITES))
     return found
 
 

@@ -26,7 +26,7 @@ from mla_compile.passes.ir.walk import ancestors
 aten = torch.ops.aten
 _WRITES = {
     aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default, aten.index_put.default,
-    aten.index_add.default,
+    aten.index_add.default, aten.roll.default, aten.cat.default, aten.addcmul.default,
     aten.scatter.src, aten.copy.default, aten.clone.default, aten.zero.default, aten.fill.Scalar, aten.fill.Tensor,
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.lerp.Tensor, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip

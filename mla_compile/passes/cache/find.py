@@ -198,6 +198,8 @@ class _Search:
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
         """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
         whole, axes, write = node, [*range(len(shape(node)))], self._apart.get(place_of(node))
+        if write is None and node in self.returned and isinstance(decode(node), Slice):  # a join without its oldest
+            write = self._write(node)
         while write is None and isinstance(shown := decode(whole), (Slice, Permute, Select)):
             if isinstance(shown, Permute) and shown.map is not None:
                 axes = [shown.map.read_along(k)[0] for k in axes]

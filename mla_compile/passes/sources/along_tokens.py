@@ -73,27 +73,36 @@ class Mix:
 
 @dataclass(frozen=True)
 class Applied:
-    """An operator over tensors that are made, with other arguments as they are; constants are themselves."""
+    """An operator over tensors that are made, with other arguments as they are; constants are themselves.
+
+    A list of arguments is a tuple.
+    """
 
     op: Callable[..., object]
     args: tuple[object, ...]
+
+    @property
+    def parts(self) -> Iterator[object]:
+        """The arguments, and each of those in lists."""
+        for arg in self.args:
+            yield from arg if isinstance(arg, tuple) else (arg,)
 
 
 Writing: TypeAlias = "Given | Mix | Applied"
 
 
-def axes_of(made: object) -> Iterator[int]:
-    """Yield the axes along which positions or factors differ; those that inner steps name come last."""
+def axes_of(made: object, *, factors: bool = True) -> Iterator[int]:
+    """Yield the axes along which positions or ``factors`` differ; those that inner steps name come last."""
     if isinstance(made, Applied):
-        plain = [a for a in made.args if not isinstance(a, (Mix, Applied))]
-        for arg in (*plain, *(a for a in made.args if isinstance(a, (Mix, Applied)))):
-            yield from axes_of(arg)
+        plain = [a for a in made.parts if not isinstance(a, (Mix, Applied))]
+        for arg in (*plain, *(a for a in made.parts if isinstance(a, (Mix, Applied)))):
+            yield from axes_of(arg, factors=factors)
     elif isinstance(made, Mix):
-        yield from axes_of(made.matrix)
+        yield from axes_of(made.matrix, factors=factors)
         yield made.dim
-        yield from axes_of(made.x)
+        yield from axes_of(made.x, factors=factors)
     elif isinstance(made, Shared):
-        yield from (a for a in made.axes if a is not None)
+        yield from (a for a in made.axes if a is not None and factors)
     elif isinstance(made, Dim):
         yield made.at
     elif isinstance(made, Indices):
@@ -106,7 +115,7 @@ def nodes_of(made: object) -> Iterator[fx.Node]:
         case fx.Node():
             yield made
         case Applied():
-            yield from (node for arg in made.args for node in nodes_of(arg))
+            yield from (node for arg in made.parts for node in nodes_of(arg))
         case Mix():
             yield from (made.matrix.node, *nodes_of(made.x))
         case Shared():
@@ -118,13 +127,13 @@ def nodes_of(made: object) -> Iterator[fx.Node]:
 def computes(made: object) -> bool:
     """Whether values are multiplied or added, and not only moved."""
     if isinstance(made, Applied):
-        return made.op not in _MOVES or made.args[-1] is True or any(map(computes, made.args))
+        return made.op not in _MOVES or made.args[-1] is True or any(map(computes, made.parts))
     return isinstance(made, Mix)
 
 
 _MOVES = {
     aten.slice.Tensor, aten.slice_scatter.default, aten.index_copy.default, aten.index_put.default,
-    aten.scatter.src, aten.expand_as.default, aten.where.self,
+    aten.scatter.src, aten.expand_as.default, aten.where.self, aten.cat.default, aten.roll.default,
 }  # fmt: skip
 
 
@@ -143,6 +152,8 @@ def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node
                 return Indices(axis(one.dim), tuple(map(same, one.at)))
             case Dim():
                 return Dim(axis(one.at))
+            case tuple():
+                return tuple(map(on, one))
         return same(one) if isinstance(one, fx.Node) else one
 
     made = on(made)
@@ -160,6 +171,8 @@ def with_given(made: X, given: Sequence[Writing]) -> X:
                 return replace(one, x=on(one.x))
             case Applied():
                 return Applied(one.op, tuple(map(on, one.args)))
+            case tuple():
+                return tuple(map(on, one))
         return one
 
     result: X = on(made)
@@ -172,14 +185,23 @@ def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
         return given[made.number]
     if isinstance(made, Mix):
         return _mixed(made, builder, make(made.x, builder, given))
-    own: list[Any] = [make(a, builder, given) if isinstance(a, (Given, Mix, Applied)) else a for a in made.args]
-    first = next(b for a, b in zip(made.args, own, strict=True) if isinstance(a, (Given, Mix, Applied)))
+    own: list[Any] = [_made_of(arg, builder, given) for arg in made.args]
+    first = next(one for arg in own for one in (arg if isinstance(arg, list) else [arg]) if isinstance(one, fx.Node))
     return builder.call(made.op, *(_argument(a, builder, val(first).dtype, len(shape(first))) for a in own))
+
+
+def _made_of(arg: object, builder: Builder, given: Sequence[fx.Node]) -> object:
+    """Return an argument with the nodes of what is made."""
+    if isinstance(arg, tuple):
+        return [_made_of(one, builder, given) for one in arg]
+    return make(arg, builder, given) if isinstance(arg, (Given, Mix, Applied)) else arg
 
 
 def _argument(given: object, builder: Builder, dtype: torch.dtype, rank: int) -> Any:
     """Return an argument of an operator on tensors of this ``dtype`` and ``rank``."""
     match given:
+        case list():
+            return [_argument(one, builder, dtype, rank) for one in given]
         case Dim():
             return given.at
         case Indices():

@@ -56,8 +56,9 @@ def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
     """Return the same, or rows from an input that ``node`` multiplies or adds others to."""
     if held := _held(node):
         return [past for n in held for past in _held_or_written(behind(n, Slice)[-1]) or [n]]
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet(node) is torch.ops.aten.where
-    return [n for n in node.all_input_nodes if ROWS in behind(n, Slice)[-1].meta] if pointwise else ()
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    read = node.all_input_nodes if pointwise or packet(node) in (torch.ops.aten.where, torch.ops.aten.roll) else ()
+    return [n for n in read if ROWS in behind(n, Slice)[-1].meta]
 
 
 def _input(node: fx.Node) -> fx.Node | None:

@@ -2,14 +2,14 @@
 
 ``K = index_copy(buffer, tokens, positions, k_new)`` holds at each position the value written last, or else the value of
 the buffer. Over rows, this is ``index_copy(rows, tokens, positions, c_new)`` with the same positions. A write into a
-part of the buffer, such as its first sequences, is the same write into that part of the rows. So is a write by
-arithmetic with factors that all heads and columns share, such as ``buffer * (1 - one_hot) + k_new * one_hot``, whatever
-the factors are.
+part of the buffer, such as its first sequences, is the same write into that part of the rows. So is a window that
+moves, ``cat([buffer[:, 1:], k_new])``, and a write by arithmetic with factors that all heads and columns share, such as
+``buffer * (1 - one_hot) + k_new * one_hot``, whatever the factors are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
@@ -90,15 +90,15 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if isinstance(how := decode(node), moves.WriteOne) and how.index is not None:
         return _write_of_each(node, is_buffer)
     buffer = _buffer_of(node, is_buffer)
-    if buffer is None or buffer is node:
+    if buffer is None or buffer is node or not same_sizes(shape(buffer), shape(node)):
         return None
     reading = _Reading(buffer)
     made = reading.made(node)
     if made is None or not reading.new:
         return None
-    along = frozenset(axes_of(made))
+    along = frozenset(axes_of(made)), frozenset(axes_of(made, factors=False))
     # A multiple of a tensor is an image of rows too, and stays if it is all there is.
-    new, given = min((_merged(reading.new, along, numbers=n) for n in (False, True)), key=lambda one: len(one[0]))
+    new, given = min((_merged(reading.new, *along, numbers=n) for n in (False, True)), key=lambda one: len(one[0]))
     grown = tuple(sorted({k for axes in new.values() for k in axes}))
     # A new tensor that is broadcast may be converted on the way.
     if {val(n).dtype for n in (buffer, node, *new)} != {val(node).dtype}:
@@ -107,11 +107,12 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
 
 
 def _merged(
-    read: Mapping[fx.Node, Collection[int]], along: Collection[int], *, numbers: bool
+    read: Mapping[fx.Node, Collection[int]], along: Collection[int], moved_along: Collection[int], *, numbers: bool
 ) -> tuple[dict[fx.Node, set[int]], list[Writing]]:
-    """Return the tensors of which those that are ``read`` are slices, with their axes, and how each of these is made.
+    """Return the tensors of which those that are ``read`` are made, with their axes, and how each of these is made.
 
-    ``along``: the axes along which a slice of a tensor is no tensor of its own. ``numbers``: nor is a multiple of one.
+    ``along``: the axes along which slices are no tensors of their own; along some, nor are joins. ``numbers``: nor are
+    multiples.
     """
     new: dict[fx.Node, set[int]] = {}
 
@@ -121,6 +122,8 @@ def _merged(
             return Applied(node.target, (made(x, grown), *args_of(node)[1:]))  # type: ignore[arg-type]
         if isinstance(how, moves.Slice) and how.dim in along and how.bounds is not None:
             return Applied(aten.slice.Tensor, (made(how.x, grown), Dim(how.dim), *how.bounds))
+        if isinstance(how, moves.Join) and how.dim in moved_along:
+            return Applied(aten.cat.default, (tuple(made(part, grown) for part in how.parts), Dim(how.dim)))
         new.setdefault(node, set()).update(grown)
         return Given(1 + [*new].index(node))
 
@@ -218,8 +221,12 @@ def _bases(node: fx.Node) -> list[fx.Node]:
     how = decode(node)
     if isinstance(how, (moves.Write, moves.WriteRows)):
         return [how.base]
-    if isinstance(how, (moves.Slice, moves.Assign)):
+    if isinstance(how, (moves.Slice, moves.Assign, moves.Copy)):
         return [how.x]
+    if isinstance(how, moves.Join):
+        return [*how.parts]
+    if packet(node) is aten.roll:
+        return [args_of(node)[0]]
     if packet(node) in _AT_POSITIONS:
         return [argument(node, 0, "self")]
     if node.target not in ARITHMETIC:
@@ -243,8 +250,13 @@ class _Reading:
             x = self.made(how.x)
             whole = x is None or how.bounds is None
             return None if whole else Applied(aten.slice.Tensor, (x, Dim(how.dim), *(how.bounds or ())))
-        if isinstance(how, moves.Assign):
+        if isinstance(how, (moves.Assign, moves.Copy)):
             return self.made(how.x) if _is_kept(how.x, node) else None
+        if isinstance(how, moves.Join):
+            parts = tuple(map(self.part, how.parts))
+            return None if None in parts else Applied(aten.cat.default, (parts, Dim(how.dim)))
+        if packet(node) is aten.roll:
+            return self._rolled(*args_of(node))
         if isinstance(how, (moves.Write, moves.WriteRows)):
             return self._written(how, packet(node)) if _fits(how) else None
         if packet(node) in _AT_POSITIONS:
@@ -289,6 +301,12 @@ class _Reading:
         if op is aten.index_put:
             return Applied(aten.index_put.default, (base, Indices(how.dim, (how.index,)), x))
         return Applied(aten.index_copy.default, (base, Dim(how.dim), how.index, x))
+
+    def _rolled(self, x: fx.Node, shifts: Sequence[object], dims: Sequence[int] = ()) -> Writing | None:
+        made = self.made(x)
+        if made is None or len(dims) != 1:  # without an axis all axes are rolled as one
+            return None
+        return Applied(aten.roll.default, (made, tuple(shifts), (Dim(axis(dims[0], len(shape(x)))),)))
 
     def _at_indices(self, node: fx.Node) -> Writing | None:
         """Read a write at positions along several axes, such as one for each sequence, or one that adds what is new."""

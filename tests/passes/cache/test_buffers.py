@@ -197,7 +197,7 @@ class OtherWeights(Static):
 
     def made(self, x, at):
         k, v = super().made(x, at)
-        return torch.cat([k[:, :, :1] * 2, k[:, :, 1:]], 2), v
+        return torch.cat([k[:, :, :1].roll(1, 1), k[:, :, 1:]], 2), v
 
 
 class Rotated(Static):

@@ -146,6 +146,30 @@ def one_by_one(buffer, new, at):
     return buffer
 
 
+def joined(buffer, new, at):
+    """A window that moves: the oldest tokens go."""
+    return torch.cat([buffer[:, :, new.shape[2] :], new], 2)
+
+
+def joined_and_cut(buffer, new, at):
+    return torch.cat([buffer, new], 2)[:, :, -buffer.shape[2] :]
+
+
+def rolled(buffer, new, at):
+    return buffer.roll(-new.shape[2], 2).slice_scatter(new, 2, buffer.shape[2] - new.shape[2])
+
+
+def moved_up(buffer, new, at):
+    """The newest tokens come first, and the others move up."""
+    count = new.shape[2]
+    return buffer.slice_scatter(buffer[:, :, :-count].clone(), 2, count).slice_scatter(new, 2, 0, count)
+
+
+def two_at_once(buffer, new, at):
+    """The tokens, and the first of them once more."""
+    return buffer.index_copy(2, torch.cat([at, at[:1] - 1]), torch.cat([new, new[:, :, :1]], 2))
+
+
 ONE = [
     multiplied, chosen, between, moved_towards, emptied_first, a_part, faded, added, of_each_sequence,
     a_number_beside_a_mask, fused,
@@ -153,6 +177,7 @@ ONE = [
 SEVERAL = [
     scattered, scattered_by_copies, scattered_by_sequence, mixed, mixed_by_a_product, index_added, accumulated,
     emptied_and_added, around_the_end, the_last_of_them, one_by_one,
+    joined, joined_and_cut, rolled, moved_up, two_at_once,
 ]  # fmt: skip
 
 
@@ -309,6 +334,10 @@ def added_to_what_was_chosen(buffer, first, second, at):
     return chosen.index_add(2, at - 1, second)
 
 
+def in_one_write(buffer, first, second, at):
+    return buffer.index_copy(2, torch.cat([at, at - 1]), torch.cat([first, second], 2))
+
+
 def of_other_tokens(made, x, at):
     return made(x.sin(), at - 1)
 
@@ -323,6 +352,7 @@ def values_of_others_yet(made, x, at):
         (each_to_its_positions, of_other_tokens, 0),
         (each_by_its_mask, of_other_tokens, 0),
         (added_to_what_was_chosen, of_other_tokens, 0),
+        (in_one_write, of_other_tokens, 0),
         (each_to_its_positions, values_of_others_yet, L),
     ],
 )
@@ -357,6 +387,11 @@ def moved_away(made, x, at):
 
 def in_another_dtype(made, x, at):
     return tuple(new.float() for new in made(x.sin(), at - 1))
+
+
+@pytest.mark.parametrize("second", [of_rolled_heads, of_half_the_size])
+def test_two_tensors_that_are_joined_and_made_otherwise_stay(second):
+    stays(Two(in_one_write, second), start=1)
 
 
 @pytest.mark.parametrize("second", [of_rolled_heads, of_squashed_tokens, of_half_the_size, moved_away])
@@ -475,20 +510,40 @@ def mixed_heads(buffer, new, at):
     return buffer * (1 - along(buffer, new, at)) + torch.einsum("hg,bgsd->bhsd", mixing, new) * along(buffer, new, at)
 
 
+def joined_and_added(buffer, new, at):
+    """What a window held is moved away: zeros with it were none."""
+    return torch.cat([buffer[:, :, 1:] + 1, new], 2)
+
+
+def rolled_heads(buffer, new, at):
+    return buffer.roll(1, 1).index_copy(2, at, new)
+
+
+def rolled_as_one(buffer, new, at):
+    return buffer.roll(1).index_copy(2, at, new)
+
+
+def joined_heads(buffer, new, at):
+    return torch.cat([buffer[:, 1:], buffer[:, :1]], 1).index_copy(2, at, new)
+
+
 def scattered_and_added(buffer, new, at):
     return torch.scatter(buffer, 2, at.view(-1, 1).expand_as(new), new, reduce="add")
 
 
 KEPT = [per_head, per_column, chosen_per_head, two_new, scattered_per_head, scattered_per_column, scattered_in_part,
         mixed_heads, scattered_and_added, added_per_head, added_to_columns, added_twice, added_to_one_half,
-        assembled_of_columns, heads_one_by_one, backwards]  # fmt: skip
-UNREAD = [squashed, filled, scattered_sums, scattered_products]
+        assembled_of_columns, heads_one_by_one, backwards, rolled_heads, joined_heads]  # fmt: skip
+UNREAD = [squashed, filled, scattered_sums, scattered_products, joined_and_added]
+
+
+OTHERS = {divided: "nonlinear", rolled_as_one: "token_mixing"}
 
 
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize(
     ("write", "code"),
-    [*((w, "expanded_cache") for w in KEPT), *((w, "unsupported_op") for w in UNREAD), (divided, "nonlinear")],
+    [*((w, "expanded_cache") for w in KEPT), *((w, "unsupported_op") for w in UNREAD), *OTHERS.items()],
 )
 def test_buffers_that_are_written_to_otherwise_stay(write, code):
     assert stays(Written(write)).code == code
