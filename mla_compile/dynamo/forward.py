@@ -26,7 +26,7 @@ from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.outside import Unseen
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.recompiles import Recompiles, running
-from mla_compile.dynamo.trace import trace
+from mla_compile.dynamo.trace import PassFailedError, trace
 from mla_compile.dynamo.watch import compiled, unwatch, watch_methods
 from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import InputError, MlaCompileError, warn
@@ -326,6 +326,11 @@ def _kept_buffers(options: Options) -> FindKept:
             return trace(module, args, kwargs, options, empty).kept
         except InputError:
             raise
+        except PassFailedError as error:  # the call compiles other graphs, which may well succeed
+            if options.strict:
+                raise
+            warn(f"buffers of K and V stay as they are, because of a failure: {error}")
+            return []
         except MlaCompileError:  # the compilation of the call reports the reason
             return []
 

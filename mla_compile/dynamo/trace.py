@@ -36,6 +36,10 @@ CallArguments = tuple[torch.nn.Module, Sequence[object], Mapping[str, object]]
 Copies = Callable[[CallArguments], AbstractContextManager[CallArguments]]
 
 
+class PassFailedError(CaptureError):
+    """A pass failed on a traced graph: a bug of this library."""
+
+
 def explain_module(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
 ) -> Report:
@@ -52,8 +56,15 @@ class Trace:
 
     @property
     def kept(self) -> list[KeptBuffer]:
-        """The buffers of the module that can be kept as rows."""
+        """The buffers of the module that can be kept as rows; raises :class:`PassFailedError`."""
+        self.check()
         return [] if self.compiler.buffers is None else self.compiler.buffers.kept
+
+    def check(self) -> None:
+        """Raise :class:`PassFailedError` if a pass failed on one of the graphs."""
+        for failure in self.compiler.failures:
+            if not isinstance(failure, MlaCompileError):
+                raise PassFailedError(f"{type(failure).__name__}: {failure}") from failure
 
     def report(self) -> Report:
         """The report on its attentions."""
@@ -101,14 +112,14 @@ def trace(
                 raise
             raise _why_not((module, args, kwargs), copies, error) from error
         break
+    done = Trace(compiler, broken_since(before))
     if compiler.failures and not compiler.reports:
-        (first, *_) = compiler.failures
-        raise first if isinstance(first, MlaCompileError) else CaptureError(f"{type(first).__name__}: {first}")
-    broken = broken_since(before)
+        done.check()
+        raise compiler.failures[0]
     if not compiler.graphs:
         said = f"{type(module).__name__} cannot be captured: Dynamo made no graph of its forward"
-        raise CaptureError("; ".join((said, *broken)))
-    return Trace(compiler, broken)
+        raise CaptureError("; ".join((said, *done.breaks)))
+    return done
 
 
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:

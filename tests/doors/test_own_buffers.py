@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mla_compile
 from mla_compile.core.places import tensors_of
-from mla_compile.errors import MlaCompileWarning, StaleWeightError
+from mla_compile.errors import CaptureError, MlaCompileWarning, StaleWeightError
 from mla_compile.runtime.latent import LatentTensor
 from mla_compile.runtime.own_buffers import KeptBuffer, empty_buffers
 from tests.support.tiers import also, full
@@ -879,3 +879,17 @@ def test_code_for_a_cache_in_buffers_is_not_saved(tmp_path: Path):
     fast = optimized(Model(), lowering="aten", verify=False)
     with pytest.raises(mla_compile.ExportError, match=r"cannot be saved: it has a cache in buffers of its own"):
         mla_compile.save(fast, tmp_path / "code", lambda model: session(model, inputs()))
+
+
+def test_a_pass_that_fails_while_buffers_are_looked_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("no such axis")
+
+    monkeypatch.setattr("mla_compile.passes.cache.keep.keep_latents", fails)
+    xs, model = inputs(), Model()
+    want = session(copy.deepcopy(model), xs)
+    with pytest.warns(MlaCompileWarning) as said:
+        same(session(mla_compile.optimize(model, codegen="eager"), xs), want)
+    assert "stay as they are, because of a failure: IndexError: no such axis" in str(said[0].message)
+    with pytest.raises(CaptureError, match="no such axis"):
+        session(optimized(Model()), xs)
