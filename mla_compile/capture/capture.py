@@ -300,16 +300,18 @@ def replaced(program: Program) -> set[str]:
     """
     found: set[str] = set()
     for value in program.outputs[len(program.mutations) :]:
-        reached = [(value, False)]
-        for node, written in reached:
-            if not isinstance(node, fx.Node):
+        pending, seen = [(value, False)], set[tuple[object, bool]]()
+        while pending:
+            node, written = one = pending.pop()
+            if not isinstance(node, fx.Node) or one in seen:
                 continue
+            seen.add(one)
             if node.op == "placeholder":
                 found |= {node.name} if written and same_sizes(val(node).shape, val(value).shape) else set()
             elif node.target is aten.cat.default:
-                reached += [(part, True) for part in node.all_input_nodes]
+                pending += [(part, True) for part in node.all_input_nodes]
             elif node.target in _WRITES or view_source(node) is not None:
-                reached.append((node.args[0], written or node.target in _WRITES))
+                pending.append((node.args[0], written or node.target in _WRITES))
     return found
 
 
