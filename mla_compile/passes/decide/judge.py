@@ -211,8 +211,10 @@ class _Judge:
         site = verdict.site
         assert verdict.plan is not None
         # The projection that is still alive makes rows that the attention reads. The rows behind it are narrower, but
-        # the projection is computed in any case, so the walk has to end at its result.
-        if not verdict.plan.part and any(depends_on(rows.node, [node]) for rows in verdict.plan.rows):
+        # the projection is computed in any case, so the walk has to end at its result. If it has ended there already,
+        # other rows need what lies behind the projection.
+        behind = node not in computed and any(depends_on(rows.node, [node]) for rows in verdict.plan.rows)
+        if not verdict.plan.part and behind:
             computed.add(node)
             closer = self.whole(site, computed)
             return closer if closer.absorb or _merely_wide(closer, verdict.plan, self.maps) else read

@@ -438,3 +438,23 @@ def test_lower_precision_is_no_worse_than_the_original(core, make, dtype):
             assert out.dtype == dtype
             squares[i] += float((out.double() - truth).square().sum())
     assert squares[0] <= 1.2**2 * squares[1]
+
+
+def test_a_projection_that_rows_stay_behind_is_tried_as_their_end_once():
+    """It makes the latent, and a rotary key that each sequence reads of the one before: rows behind the projection."""
+
+    def attention(x, past, query, down, up, out):
+        h = torch.cat([past, x], 1)
+        (B, T), heads = h.shape[:2], out.shape[1] // 4
+        latent, rope = F.linear(h, down).split(4, -1)
+        q = F.linear(x, query).view(B, -1, heads, 8).transpose(1, 2)
+        k, v = F.linear(F.rms_norm(latent, (4,)), up).view(B, T, heads, 8).transpose(1, 2).split(4, -1)
+        rope = F.pad(rope.unsqueeze(1), (0, 0, 0, 0, 0, 0, 1, 0))[:B]
+        k = torch.cat([k, rope.expand(-1, heads, -1, -1)], -1)
+        scores = F.softmax(q @ k.transpose(-1, -2), -1)
+        return F.linear((scores @ v).transpose(1, 2).flatten(2), out)
+
+    given = [seeded(3, 2, 8), seeded(3, 11, 8)]
+    _, outcome = decide(attention, given, (5 * 8, 8), (8, 8), (5 * 8, 4), (7, 5 * 4))
+    (site,) = outcome.report.sites
+    assert site.parts == ("values",)
