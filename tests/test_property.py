@@ -175,6 +175,8 @@ def _check_verdict(case: Case, report: Report) -> None:
         if case.fault == "latent_per_head" and case.beside != "none":
             # Each head is a group with latents of its own, or what is added is an image of rows that all heads share.
             sound |= site.parts in (("keys", "values"), ("keys",), ("values",))
+        if case.fault == "mask_from_keys" and case.latents > 1:  # the mask gets a product of its own, of one column
+            sound |= site.parts == ("keys", "values")
         assert site.verdict != "absorbed" or sound, f"{said} {site.parts}"
         return
     if case.forms == "expanded":
