@@ -32,7 +32,7 @@ from mla_compile.capture.subclasses import close_subclasses, open_subclasses
 from mla_compile.core.program import Capture, Program, copy_graph, graph_module, results_of, view_source
 from mla_compile.core.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.errors import CaptureError, InputError, brief
-from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.sizes import same_sizes
 
 _Given = ParamSpec("_Given")
@@ -307,7 +307,7 @@ def replaced(program: Program) -> set[str]:
                 continue
             seen.add(one)
             if node.op == "placeholder":
-                found |= {node.name} if written and same_sizes(val(node).shape, val(value).shape) else set()
+                found |= {node.name} if written and same_sizes(shape(node), shape(value)) else set()
             elif node.target is aten.cat.default:
                 pending += [(part, True) for part in node.all_input_nodes]
             elif node.target in _WRITES or view_source(node) is not None:

@@ -326,3 +326,4 @@ class Mixed(nn.Module):
 def test_a_matrix_that_mixes_tokens_is_no_weight():
     (site,) = mla_compile.explain(Mixed(), torch.randn(2, 7, D), torch.randn(7, 7)).sites
     assert site.code is Code.NOT_MLA
+    assert "projected from hidden states, as the queries are" in site.reason

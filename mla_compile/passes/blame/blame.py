@@ -26,7 +26,7 @@ from mla_compile.passes.ir.moves import Copy, Join, Reorder, Select, Slice, Stac
 from mla_compile.passes.ir.operators import behind, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import REACH, ancestors, reachable
+from mla_compile.passes.ir.walk import REACH, ancestors, nearest, reachable
 from mla_compile.passes.linear.records import Maps, Piece, quantizes
 from mla_compile.passes.linear.stops import barred, computed_weight, selected_weight, unexplained
 from mla_compile.passes.proof.proved import LeadAxis, Proofs
@@ -291,7 +291,12 @@ def _joined(node: fx.Node, search: Search) -> Stop | None:
     maps = search.maps.unbound  # the walk may have ended at a part because of this very node
     made = any(p.weight is not None for n in how.parts if not maps.is_weight(n) for p in maps.map(n).pieces)
     role = search.proofs.role(node, how.dim) if made else None
-    return None if role is None else Stop(node, *_JOINED[role])
+    if role is None:
+        return None
+    products, _ = nearest(node, lambda n: n.all_input_nodes, is_contraction, maps.is_weight)
+    if role != "heads" and len(products) == 1:  # parts of one tensor, in this or another order
+        return Stop(node, "unsupported_op", f"no rule for {operator_name(node)} along the {role}, behind a weight")
+    return Stop(node, *_JOINED[role])
 
 
 def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: Maps) -> Stop | None:

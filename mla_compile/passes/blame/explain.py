@@ -31,6 +31,8 @@ from mla_compile.passes.proof.proved import Proofs
 from mla_compile.passes.sources.records import AbsorbPlan, Side, groups_of, pieces_of, repeats
 from mla_compile.passes.sources.sources import choose_sources, cut
 
+_HIDDEN = "hidden states, as the queries are"
+
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
     """Return the best explanation for ``site``, whose plan failed with ``failed``.
@@ -96,7 +98,11 @@ def _made_of(
     product = next((node for found in products for node in found if node not in own), None)
     # What makes rows that all heads share lies before anything that a head could make of them.
     if product is not None and not _shared_by_heads(proofs.site, proofs.maps):
-        return [], proofs.shown(unexplained(proofs.maps, product))
+        stop = proofs.shown(unexplained(proofs.maps, product))
+        mixed = [p.source in own for n in product.all_input_nodes for p in made_behind(n, proofs.maps)[0]]
+        if stop.code != "token_mixing" or not mixed or not all(mixed):
+            return [], stop
+        return [], Stop(failed.node, "not_mla", f"K and V are projected from {_HIDDEN}")
     cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
     # The rows of a head may be selected once for its keys and once for its values.
     rows = {(c.node.target, str(c.node.args), str(c.node.kwargs)): c.bytes for c in cuts.values()}
@@ -106,8 +112,7 @@ def _made_of(
     if not any(behind):
         return [], failed
     what = "K and V are" if all(behind) else "K or V is"
-    own_rows, wide = "hidden states, as the queries are", "rows that are no narrower"
-    return [], Stop(failed.node, "not_mla", f"{what} projected from {wide if cuts else own_rows}")
+    return [], Stop(failed.node, "not_mla", f"{what} projected from {'rows that are no narrower' if cuts else _HIDDEN}")
 
 
 def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:

@@ -164,7 +164,7 @@ class _SharedAttention:
     def _mask(self, latent: fx.Node) -> fx.Node | None:
         """Return the mask's columns of this rank's tokens, combined with causality and the window."""
         mask, near = self.given_mask, self.causal or self.window > 0
-        every = mask is not None and same(shape(mask)[3], 1) and not same(val(latent).shape[1], 1)
+        every = mask is not None and same(shape(mask)[3], 1) and not same(shape(latent)[1], 1)
         if not near and (mask is None or every):
             return mask
         count = self.builder.size(latent, 1)

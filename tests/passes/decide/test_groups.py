@@ -178,6 +178,13 @@ def of_entries_joined(x, c, w_k, w_v, w_q):
     return sdpa(*(y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (x @ w_q, k, v)))
 
 
+def of_entries_of_others(x, c, w_k, w_v, w_q):
+    """The keys are added to those of other sequences."""
+    k, v = (torch.einsum("btl,ln->btn", c, w[0]) for w in (w_k, w_v))
+    k = k + torch.cat([k[4:], k[:4]])
+    return sdpa(*(y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (x @ w_q, k, v)))
+
+
 def of_heads(x, c, w_k, w_v, w_q):
     k, v = (torch.stack([c[h] @ w[h] for h in range(MANY)], 1) for w in (w_k, w_v))
     return sdpa((x @ w_q).unflatten(-1, (MANY, -1)).transpose(1, 2), k, v)
@@ -250,6 +257,16 @@ def test_a_weight_behind_what_ends_the_walk_is_not_said_to_be_missing(make, widt
     _, outcome = decide(fn, given, (width, H * N), (width, H * V))
     (site,) = outcome.report.sites
     assert (site.code, words in site.reason) == (code, True), site.reason
+
+
+def test_keys_that_are_added_to_those_of_other_sequences_are_not_made_of_several_tensors():
+    given = [seeded(MANY, S, D, seed=1), seeded(MANY, T, L, seed=2)]
+    _, outcome = decide(of_entries_of_others, given, (MANY, L, H * N), (MANY, L, H * N), (D, H * N))
+    (site,) = outcome.report.sites
+    assert site.parts == ("values",)
+    assert [(one.code, one.reason) for one in site.kept] == [
+        (Code.UNSUPPORTED_OP, "no rule for cat along the batch, behind a weight")
+    ]
 
 
 def test_heads_projected_from_the_rows_of_the_queries_are_no_latents():
