@@ -10,8 +10,9 @@ import torch
 
 from mla_compile.capture.cache_change import CacheChange, CachedTensor
 from mla_compile.errors import InputError
+from mla_compile.passes.cache.expansion import evaluate, expand
 from mla_compile.passes.cache.packed import at_once, pack
-from mla_compile.passes.cache.recipe import ColumnBlock, Recipe, evaluate, expand
+from mla_compile.passes.cache.recipe import ColumnBlock, Recipe
 
 
 class Migrated(NamedTuple):

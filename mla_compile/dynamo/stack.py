@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 
 from torch import nn
 
-from mla_compile.core.inner import is_special, methods_of
+from mla_compile.core.named import is_special, methods_of
 from mla_compile.dynamo.pieces import runs_in_pieces
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from mla_compile.core.inner import WAYS, functions_of, is_container, is_special, methods_of, names_in, outside
 from mla_compile.core.modules import Added, is_copy_of
+from mla_compile.core.named import WAYS, functions_of, is_container, is_special, methods_of, names_in, outside
 from mla_compile.core.reached import is_a, reached
 from mla_compile.core.tracing import is_traced
 from mla_compile.core.wrapped import OwnForward

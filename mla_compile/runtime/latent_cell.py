@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mla_compile.errors import StaleWeightError, WeightError
+from mla_compile.passes.cache.expansion import expand
 from mla_compile.passes.cache.packed import at_once
-from mla_compile.passes.cache.recipe import Recipe, expand
+from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.folds import parts_of, version, versions
 
 

@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 from torch import fx
 
+from mla_compile.core.alike import constant_of, each
 from mla_compile.passes.attention.site import AttentionSite, Product
 from mla_compile.passes.blame.blame import (
     SYMPTOMS,
@@ -105,7 +106,7 @@ def _made_of(
         return [], Stop(failed.node, "not_mla", f"K and V are projected from {_HIDDEN}")
     cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
     # The rows of a head may be selected once for its keys and once for its values.
-    rows = {(c.node.target, str(c.node.args), str(c.node.kwargs)): c.bytes for c in cuts.values()}
+    rows = {(c.node.target, each((c.node.args, c.node.kwargs), constant_of)): c.bytes for c in cuts.values()}
     expanded = {c.node: c.bytes for p in cuts if (c := cut(p, proper=False)) is not None}
     if sum(rows.values()) < sum(expanded.values()):
         return list(dict.fromkeys(c.node for c in cuts.values())), failed

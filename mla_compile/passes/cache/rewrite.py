@@ -10,9 +10,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.core.program import results_of
+from mla_compile.passes.cache.expansion import expand
 from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.packed import pack
-from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
+from mla_compile.passes.cache.recipe import Ingredient, Recipe
 from mla_compile.passes.ir.arrange import SizeSources, arrange
 from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import (

@@ -152,7 +152,7 @@ def test_the_old_buffers_are_read_elsewhere():
     held = program.graph_module.meta["mla_cache"].inputs
     k, v = (t.recipe for t in held)
     k, v = (
-        mla_compile.passes.cache.recipe.expand(t.recipe, rows[0], t.leaves, lambda op, *a, **o: op(*a, **o))
+        mla_compile.passes.cache.expansion.expand(t.recipe, rows[0], t.leaves, lambda op, *a, **o: op(*a, **o))
         for t in held
     )
     assert (program.module()(x, *rows, at)[3] - module(x, k, v, at)[3]).abs() < 1e-9
@@ -275,11 +275,17 @@ def test_multiples_and_picked_tokens_of_buffers_are_read(make):
     module = make(in_place=False)
     program = latent(module)
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
+    steps_are_equal(module, program)
+
+
+def steps_are_equal(module, program):
+    """Take three steps with both, which return their buffers, and return what each holds in the end."""
     mine, theirs = buffers(), program.example_inputs[0][1:3]
     for start in range(3):
         x, at = tokens(start, 1)
         (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
         assert (got - expected).abs().max() < EXACT
+    return mine, theirs
 
 
 def test_what_is_written_for_one_call_alone_stays():

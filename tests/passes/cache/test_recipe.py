@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mla_compile.passes.cache.recipe import expand, make_recipe
+from mla_compile.passes.cache.expansion import expand
+from mla_compile.passes.cache.recipe import make_recipe
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.runtime.ranges import range_of
 from tests.support.programs import error, linear_map, seeded, trace

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mla_compile
-from tests.passes.cache.test_buffers import EXACT, Static, _no_grad, buffers, latent, stays, tokens
+from tests.passes.cache.test_buffers import EXACT, Static, _no_grad, buffers, latent, stays, steps_are_equal, tokens
 from tests.support.latent_modules import B, D, H, L, N, R
 from tests.support.programs import seeded
 from tests.support.tiers import also
@@ -261,11 +261,7 @@ def test_values_may_be_written_before_the_keys(write):
     module = ValuesFirst(write)
     program = latent(module)
     assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + R, 0]
-    mine, theirs = buffers(), program.example_inputs[0][1:3]
-    for start in range(3):
-        x, at = tokens(start, 1)
-        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
-        assert (got - expected).abs().max() < EXACT
+    steps_are_equal(module, program)
 
 
 class Gated(Static):
@@ -288,11 +284,7 @@ def test_a_row_times_a_factor_for_each_column_or_head(gain):
     program = latent(module)
     assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + N + R, 0]
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
-    mine, theirs = buffers(), program.example_inputs[0][1:3]
-    for start in range(3):
-        x, at = tokens(start, 1)
-        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
-        assert (got - expected).abs().max() < EXACT
+    mine, theirs = steps_are_equal(module, program)
     rows, error = mla_compile.migrate_cache(program, mine)
     assert error < 1e-13
     held = [torch.utils._pytree.tree_leaves(one) for one in (rows, theirs)]
