@@ -149,14 +149,19 @@ OVER_HEADS = Case(
 )  # fmt: skip
 
 
+# Keys that mix tokens, behind the columns of a rotary row that all heads share: rotating that row is no obstacle.
+ROTARY_FIRST = Case(T=2, join="cat_reversed", cache="none", fault="cumsum_tokens")
+
+
 @pytest.mark.parametrize(
     ("case", "part", "code"),
     [
+        (ROTARY_FIRST, "both", "token_mixing"),
         (MASKED, "keys", "mask_depends_on_keys"),
         (OVER_HEADS, "both", "softmax_axis"),
         (WIDE_SUMMAND, "some columns of the values", "cost_latent_wide"),
     ],
-    ids=["mask", "softmax", "wide"],
+    ids=["rotary", "mask", "softmax", "wide"],
 )
 def test_how_rows_are_made_is_no_reason(case: Case, part: str, code: str) -> None:
     check(case)

@@ -7,6 +7,7 @@ and the node where the walk ended is the explanation. Otherwise the attention is
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import chain
 from typing import TypeGuard
 
 from torch import fx
@@ -29,7 +30,7 @@ from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.linear.stops import unexplained
 from mla_compile.passes.proof.plan import make_part_plan, make_plan
 from mla_compile.passes.proof.proved import Proofs
-from mla_compile.passes.sources.records import AbsorbPlan, Side, groups_of, pieces_of, repeats
+from mla_compile.passes.sources.records import AbsorbPlan, Side, ends_of, groups_of, pieces_of, repeats
 from mla_compile.passes.sources.sources import choose_sources, cut
 
 _HIDDEN = "hidden states, as the queries are"
@@ -44,7 +45,8 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site, maps)
-    operands = ([p.k.node for p in site.products], [site.v.node])
+    sides = ([p.k for p in site.products], [site.v])
+    operands = [[o.node for o in side] for side in sides]
     pieces = pieces_of([maps.map(node) for nodes in operands for node in nodes])
     at_rows = maps.with_sources(choose_sources(pieces, any_width=True)[0])
     at_cuts = _plans(site, at_rows)
@@ -67,9 +69,8 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     # map leads to the rows.
     for one in (maps, at_rows):
         search = Search(one, own, rows, Proofs(site, one))
-        of_sides = [[one.map(n) for n in nodes] for nodes in operands]
-        for source in dict.fromkeys(p.source for k in illegal or (0, 1) for p in pieces_of(of_sides[k])):
-            found = None if source is None else explained(source, search)
+        for source in ends_of(chain(*(sides[k] for k in illegal or (0, 1))), site.lead, one):
+            found = explained(source, search)
             # If all heads share K and V, as in MQA, nothing can depend on the head.
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
                 # If the attention cannot be rewritten anyway, its problem is the reason, and not how K and V are made.

@@ -26,7 +26,7 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.proof.plan import make_part_plan
-from mla_compile.passes.sources.records import AbsorbPlan, Rows, Side, pieces_of
+from mla_compile.passes.sources.records import AbsorbPlan, Rows, Side, ends_of, pieces_of
 from mla_compile.passes.sources.residual import is_hidden_state
 from mla_compile.passes.sources.sources import choose_sources, cut
 
@@ -181,8 +181,8 @@ def _why(
         failed = Stop(failed.node, "unsupported_op", f"{failed.detail}, so that only the {other} are absorbed")
         if alone:
             return failed
-    pieces = pieces_of([maps.map(n) for n in nodes])
-    found = (explain_source(p.source, site, maps, read) for p in pieces if p.source is not None)
+    operands = [p.k for p in site.products] if side == "keys" else [site.v]
+    found = (explain_source(source, site, maps, read) for source in ends_of(operands, site.lead, maps))
     said = next((f for f in found if f is not None), None)
     if said is None and failed.code in ("per_head_rope", "not_mla", "expanded_inputs", "graph_break"):
         said = plain_side(site, side, nodes, maps)

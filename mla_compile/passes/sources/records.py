@@ -230,6 +230,20 @@ def axis_is_broadcast(node: fx.Node, dim: int, maps: Maps) -> bool:
     return found.axis != dim and all(_is_broadcast(set(p.axes[dim]), p) for p in found.pieces)
 
 
+def ends_of(operands: Iterable[Operand], lead: Axis, maps: Maps) -> list[fx.Node]:
+    """Return where the walks back from ``operands`` ended.
+
+    What is the same along an axis of the lead comes last: rows that all heads share are no obstacle by themselves.
+    """
+    found = [(_shares(o, p, lead), p.source) for o in operands for p in maps.map(o.node).pieces if p.source is not None]
+    return list(dict.fromkeys(source for _, source in sorted(found, key=lambda end: end[0])))
+
+
+def _shares(operand: Operand, piece: Piece, lead: Axis) -> bool:
+    axes = zip(operand.axes, piece.axes, strict=True)
+    return any(own and not set(lead).isdisjoint(axis) and _is_broadcast(set(own), piece) for axis, own in axes)
+
+
 def _is_broadcast(axis: set[Atom], piece: Piece) -> bool:
     made = {a for factor in (piece.weight, piece.bias) if factor is not None for a in factor.atoms}
     return axis.isdisjoint(made | piece.source_atoms)
