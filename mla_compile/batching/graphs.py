@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_compile.batching.compiled import Compiled
-from mla_compile.batching.traced import POSITIONS, TOKENS, Traced, cache_inputs, paged, trace
+from mla_compile.batching.table import OVER_PAGES, POSITIONS, TOKENS, PagesState, cache_inputs
+from mla_compile.batching.traced import Traced, trace
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
 from mla_compile.core.program import Call, Program
@@ -25,10 +26,11 @@ from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.page_rows import rows_of_pages, write_to_pages
-from mla_compile.passes.cache.pages import pool_rows, step_over_pages
+from mla_compile.passes.cache.pages import pool_rows
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.sizes import hint
+from mla_compile.pipeline.manager import Analyses, run_passes
 from mla_compile.pipeline.outcome import Outcome
 from mla_compile.report.report import Report
 from mla_compile.runtime.choice import picker
@@ -174,8 +176,9 @@ class StepGraphs:
     ) -> tuple[Graph, Callable[..., torch.Tensor]]:
         program = self._decode.copy()
         # The nodes must be those of the copy, so the caches are found again in it.
-        found = paged(program, self.lm)
-        names = step_over_pages(program, found, pools, TOKENS, packed=self.packed, sharing=self.sharing)
+        state = PagesState(Analyses(program), self.lm, pools, self.packed, self.sharing)
+        run_passes(OVER_PAGES, state)
+        names = state.names
         graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)", 12)
         ids = program.node(TOKENS)
         B = hint(shape(ids)[0], val(ids).shape[0])

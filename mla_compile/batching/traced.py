@@ -6,15 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
 from mla_compile import pipeline
+from mla_compile.batching.table import FIND, TIDY, PagesState
 from mla_compile.capture import capture
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
-from mla_compile.capture.causal_step import INPUTS, export_step
+from mla_compile.capture.causal_step import export_step
 from mla_compile.capture.dtensors import shared_weight
 from mla_compile.core.program import Program
 from mla_compile.core.sharing import Sharing
@@ -22,19 +19,12 @@ from mla_compile.dynamo.ranks import Meeting, sharing_of_model
 from mla_compile.dynamo.step import trace_step
 from mla_compile.errors import CaptureError, MlaCompileError, warn
 from mla_compile.options import Options
-from mla_compile.passes.cache.pages import PagedRows, Unpaged, find_pages, not_shared, read_batch_from
-from mla_compile.passes.ir.sizes import holds
-from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.cache.pages import PagedRows, not_shared
+from mla_compile.pipeline.manager import Analyses, run_passes
 from mla_compile.pipeline.outcome import Outcome
 from mla_compile.report.report import count_sites
 
 logger = logging.getLogger("mla_compile")
-TOKENS, POSITIONS = INPUTS
-_ASSERTS = (
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-    torch.ops.aten.sym_constrain_range.default,
-)
 
 
 class NotMlaError(MlaCompileError, TypeError):
@@ -64,9 +54,9 @@ def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
             if not any(site.latent for site in decode.report.sites):
                 raise NotMlaError(f"{type(lm.model).__name__} has no latent attention to absorb ({told})")
             raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
-        rows = paged(decode.program, lm)
-        sharing = _shared(lm, options, ranks, decode.program, rows)
-        return Traced(decode, _rewritten(lm, options, ranks, one_token=False), rows, sharing)
+        run_passes(FIND, found := PagesState(Analyses(decode.program), lm))
+        sharing = _shared(lm, options, ranks, decode.program, found.rows)
+        return Traced(decode, _rewritten(lm, options, ranks, one_token=False), found.rows, sharing)
 
 
 def _shared(
@@ -103,37 +93,5 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
     logger.info("%s", done.report.summary())
     count_sites(done.report)
     for one in (done.program, done.base):
-        _drop_asserts(one)
+        run_passes(TIDY, PagesState(Analyses(one), lm))
     return done
-
-
-def _drop_asserts(program: Program) -> None:
-    """Remove assertions about values that only tracing needed: for example, that each unrolled expert has tokens.
-
-    Assertions about input sizes must hold for all sizes. Raises :class:`CaptureError` if one may not.
-    """
-    for node in list(program.gm.graph.nodes):
-        if node.target in _ASSERTS and not node.users:
-            (said, *_) = node.args
-            value = said.meta.get("val") if isinstance(said, fx.Node) else None
-            if isinstance(value, torch.SymBool) and not free_unbacked_symbols(value) and not holds(value.node.expr):
-                raise CaptureError(f"the model can only be traced for sizes with {value.node.expr}")
-            program.gm.graph.erase_node(node)
-    remove_dead_code(program.gm.graph)
-
-
-def paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
-    """Find the caches of a decode step in ``program``; raise :class:`CaptureError` if they cannot be paged."""
-    names = [node.name for node in cache_inputs(program, len(lm.caches))]
-    read_batch_from(program, TOKENS)
-    found = find_pages(program, names)
-    if isinstance(found, Unpaged):
-        raise CaptureError(f"{type(lm.model).__name__} cannot be decoded over pages: {found.reason}")
-    return found
-
-
-def cache_inputs(program: Program, count: int) -> list[fx.Node]:
-    """Return the placeholders of ``count`` caches."""
-    given = [n for n in program.placeholders if n.name not in program.weights]
-    folds = {fold.placeholder for fold in program.folds}
-    return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]

@@ -1,8 +1,7 @@
 """Convert an ExportedProgram to an ONNX graph in the requested form, with the same passes as elsewhere.
 
-Capture and the pipeline come first. Then follow steps that only an export needs: weights get the layout in which they
-are multiplied, and complex numbers become pairs. Then torch's own exporter translates the attention operator to one
-node.
+The passes of the pipeline run between those that only an export needs (:mod:`mla_compile.onnx.table`). Then torch's own
+exporter translates the attention operator to one node.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from mla_compile import pipeline
 from mla_compile.capture import capture, emit
 from mla_compile.core.program import Program
 from mla_compile.errors import ExportError, brief
-from mla_compile.onnx.bake import bake_projections
-from mla_compile.onnx.complex_pairs import split_complex
-from mla_compile.onnx.float8_rows import unpack_rows
 from mla_compile.onnx.op import translations
-from mla_compile.onnx.tidy import tidy
+from mla_compile.onnx.table import AFTER, BEFORE, ExportState
 from mla_compile.options import Options
 from mla_compile.passes.ir.graph import packet
+from mla_compile.pipeline.analyses import copy_with_origins
+from mla_compile.pipeline.manager import Analyses, run_passes
 from mla_compile.report.report import Report
 from mla_compile.runtime.folds import folded_values
 
@@ -54,29 +52,19 @@ class Converted:
 
 def convert(exported: torch.export.ExportedProgram, options: Options, opset: int) -> Converted:
     """Convert to the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
-    program = capture.from_exported(exported)
-    tidy(program)
+    given = ExportState(Analyses(copy_with_origins(capture.from_exported(exported))))
+    run_passes(BEFORE, given)
     # Baking later writes weights into the file, so they need no dequantized inputs; ONNX has nothing to order groups of
     # heads.
     plain = replace(options, dequantize="step", expanded_bytes=None)
-    outcome = pipeline.run(program, plain, frozen=True)
-    rewritten = outcome.program
-    without_schedules(rewritten.gm.graph)
-    unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the ONNX operator reads no float8
+    outcome = pipeline.run(given.program, plain, frozen=True)
+    state = ExportState(Analyses(outcome.program))
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one
-        origins = bake_projections(rewritten)
-        split_complex(rewritten)
-        names = _names(rewritten, origins)
-        finished = emit.to_exported(rewritten, folded_values(rewritten))
-        return Converted(_to_onnx(finished, opset), finished, outcome.report, names, exported.state_dict)
-
-
-def without_schedules(graph: fx.Graph) -> None:
-    """Remove the schedules of a model on a GPU: in ONNX every attention prepares itself."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default):
-        for user in list(node.users):
-            user.update_kwarg("schedule", None)
-        graph.erase_node(node)
+        run_passes(AFTER, state)
+        names = _names(state.program, state.origins)
+        finished = emit.to_exported(state.program, folded_values(state.program))
+        report = replace(outcome.report, passes=(*given.records, *outcome.report.passes, *state.records))
+        return Converted(_to_onnx(finished, opset), finished, report, names, exported.state_dict)
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:

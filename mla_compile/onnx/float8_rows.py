@@ -14,8 +14,9 @@ from mla_compile.passes.ir.schema import named_arguments
 _FLOAT8 = torch.float8_e4m3fn
 
 
-def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> None:
-    """Multiply the rows of attentions by their ``kv_scale`` in a separate node, and drop the argument."""
+def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
+    """Multiply the rows of attentions by their ``kv_scale`` in a separate node, and drop it; return of how many."""
+    found = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
         given = named_arguments(node)
         scales, query = given.pop("kv_scale"), given["query"]
@@ -31,6 +32,8 @@ def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> None:
             given[name] = builder.trace(multiply, (rows, scales))
         node.args = (query, given.pop("latent"))
         node.kwargs = {name: x for name, x in given.items() if x is not None and name != "query"}
+        found += 1
+    return found
 
 
 def _product(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -21,16 +21,17 @@ _CHECKS = (
 )
 
 
-def tidy(program: Program) -> None:
-    """Apply all rewrites in order."""
+def tidy(program: Program) -> int:
+    """Apply all rewrites in order; return how many operators they looked at."""
     graph = program.gm.graph
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and node.target in _CHECKS:  # ONNX has no operator that raises
-            graph.erase_node(node)
-    for node in list(graph.nodes):
-        if (rule := _RULES.get(packet(node))) is not None:
-            rule(node, Builder(node, program.fake_mode))
+    checks = [n for n in graph.nodes if n.op == "call_function" and n.target in _CHECKS]
+    for node in reversed(checks):  # ONNX has no operator that raises
+        graph.erase_node(node)
+    found = [n for n in graph.nodes if packet(n) in _RULES]
+    for node in found:
+        _RULES[packet(node)](node, Builder(node, program.fake_mode))
     remove_dead_code(graph)
+    return len(checks) + len(found)
 
 
 def _squeeze(node: fx.Node, builder: Builder) -> None:

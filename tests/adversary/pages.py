@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_compile import pipeline
 from mla_compile.batching.check import check, page_size, pages_needed
 from mla_compile.batching.graphs import StepGraphs
-from mla_compile.batching.traced import POSITIONS, TOKENS, NotMlaError
+from mla_compile.batching.table import POSITIONS, TOKENS
+from mla_compile.batching.traced import NotMlaError
 from mla_compile.capture import capture
 from mla_compile.capture.causal_lm import CausalLM, wire
 from mla_compile.core.program import Program

@@ -150,7 +150,11 @@ def test_folds_follow_the_option(tmp_path):
     names = {}
     for fold in ("never", "always"):
         how = {"example_inputs": decode_inputs(), "fold": fold, "prefill": False, "verify": False}
-        mla_compile.export_onnx(Toy().eval(), tmp_path / fold, **how)
+        done = mla_compile.export_onnx(Toy().eval(), tmp_path / fold, **how)
+        passes = {p.name: p.changes for p in done.report.passes}
+        assert [*passes][:2] == ["tidy", "capture"]
+        assert [*passes][-2:] == ["bake", "split_complex"]
+        assert passes["bake"] == 2 * passes["absorb"]
         graph = onnx.load(tmp_path / fold / "decode.onnx", load_external_data=False).graph
         names[fold] = {v.name.rsplit(".", 1)[1] for v in graph.initializer if ".w_" in v.name}
     assert names == {"never": {"w_kc", "w_v"}, "always": {"w_q_w_kc", "w_v_w_o"}}

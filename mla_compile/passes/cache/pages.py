@@ -85,14 +85,19 @@ class Unpaged:
     reason: str
 
 
-def read_batch_from(program: Program, tokens: str) -> None:
-    """Read the number of sequences from the token ids [B,1] wherever it was read from another tensor."""
-    source = program.node(tokens)
+def read_batch_from(program: Program, tokens: str) -> int:
+    """Read the number of sequences from the token ids [B,1] wherever it was read from another tensor.
+
+    Returns how often it was.
+    """
+    source, found = program.node(tokens), 0
     B = shape(source)[0]
     for node in program.gm.graph.find_nodes(op="call_function", target=aten.sym_size.int):
         read, dim = args_of(node)
         if read is not source and not isinstance(B, int) and same(shape(read)[dim], B):
             node.args = (source, 0)
+            found += 1
+    return found
 
 
 def find_pages(program: Program, caches: Sequence[str]) -> tuple[PagedRows, ...] | Unpaged:

@@ -13,7 +13,7 @@ from torch.export import Dim
 from torch.utils._sympy.functions import Min
 
 from mla_compile import ops
-from mla_compile.batching.traced import _drop_asserts
+from mla_compile.batching.table import drop_asserts
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.page_rows import rows_of_pages
@@ -59,7 +59,7 @@ def step(attend: Callable[..., Any], past: int = 5) -> tuple[Program, Model]:
     )
     program = capture.from_exported(exported)
     canonical(program)
-    _drop_asserts(program)
+    drop_asserts(program)
     read_batch_from(program, "input_ids")
     return program, model
 

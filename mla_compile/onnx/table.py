@@ -1,0 +1,60 @@
+"""The tables of the passes that only an export needs, before and after those of :mod:`mla_compile.pipeline.table`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mla_compile.core.program import Program
+from mla_compile.core.records import PassRecord
+from mla_compile.onnx.bake import bake_projections
+from mla_compile.onnx.complex_pairs import split_complex
+from mla_compile.onnx.float8_rows import unpack_rows
+from mla_compile.onnx.tidy import tidy
+from mla_compile.passes.rewrite.schedule import without_schedules
+from mla_compile.pipeline.manager import Analyses, Pass
+
+
+@dataclass
+class ExportState:
+    """What these passes work on, and what they leave.
+
+    Attributes:
+        analyses: the analyses of the current program.
+        records: the changes and the time of each pass so far.
+        origins: the node names of the weights that each baked weight is computed from, by its own name.
+    """
+
+    analyses: Analyses
+    records: list[PassRecord] = field(default_factory=list)
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        """The current program."""
+        return self.analyses.program
+
+
+def _bake(state: ExportState) -> int:
+    state.origins |= (made := bake_projections(state.program))
+    return len(made)
+
+
+BEFORE: tuple[Pass[ExportState], ...] = (
+    Pass("tidy", "the captured graph", "what ONNX or a runtime on a CPU lacks", lambda s: tidy(s.program)),
+)
+AFTER: tuple[Pass[ExportState], ...] = (
+    Pass(
+        "without_schedules",
+        "operators on a GPU",
+        "shared launch preparation, to none",
+        lambda s: without_schedules(s.program.gm.graph),
+    ),
+    Pass(
+        "unpack_rows",
+        "rows in float8",
+        "these, to products with their scales: the ONNX operator reads no float8",
+        lambda s: unpack_rows(s.program.gm.graph, s.program.fake_mode),
+    ),
+    Pass("bake", "products of activations and weights", "weights, to the layout in which they are multiplied", _bake),
+    Pass("split_complex", "complex numbers", "these, to pairs of real ones", lambda s: split_complex(s.program)),
+)
