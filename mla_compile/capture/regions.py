@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_compile.passes.ir.graph import splice
 
-Convert = Callable[[fx.Node, Any], Any]
+Convert = Callable[[fx.Node, object], object]
 
 
 def write_out(

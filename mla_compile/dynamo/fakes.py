@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.core.alike import PLAIN, each, known_of, number_of
 
-_Made = Callable[[list[FakeTensor]], Any]
+_Made = Callable[[list[FakeTensor]], object]
 """Makes the result of an operator from its tensors."""
 
 
@@ -55,7 +55,7 @@ def _key(node: torch.fx.Node, args: object, kwargs: object) -> tuple[Hashable | 
     """All that the metadata of a result follow from, None if more than that might matter; the tensors in it."""
     if not _is_of_torch(node) or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
         return None, []
-    values: list[Any] = []
+    values: list[object] = []
     read = (each(args, partial(_read, values)), each(kwargs, partial(_read, values)))
     tensors = [value for value in values if isinstance(value, FakeTensor)]
     if not tensors or not all(map(_is_plain, values)):
@@ -89,7 +89,7 @@ def _kernels() -> Hashable:
     return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
 
 
-def _read(values: list[Any], value: object) -> Hashable:
+def _read(values: list[object], value: object) -> Hashable:
     values.append(value)
     return (value.is_inference(), known_of(value)) if isinstance(value, torch.Tensor) else number_of(value)
 

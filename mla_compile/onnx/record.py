@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # no separator of any system
 class Record:
     """An object in a JSON file; ``where`` is its path in the file, for error messages."""
 
-    content: dict[str, Any]
+    content: dict[str, object]
     source: str
     where: str = ""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -138,7 +137,7 @@ def _root(node: fx.Node) -> fx.Node:
 def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
     """The graph inputs for the sizes in a stretch that are not inputs of it; None if the value of one is unknown."""
     given = {_symbol(node) for node in one.inputs}
-    symbols = set[Any]().union(*(free_symbols(value) for value in values_of((*one.inputs, *one.steps)))) - given
+    symbols = set[object]().union(*(free_symbols(value) for value in values_of((*one.inputs, *one.steps)))) - given
     tensors = (node.meta["val"] for node in one.inputs if isinstance(node.meta["val"], torch.Tensor))
     said = {_expression(size) for value in tensors for size in value.shape}
     return [known[s] for s in sorted(symbols & known.keys(), key=str)] if symbols <= known.keys() | said else None

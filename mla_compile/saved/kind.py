@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from mla_compile.errors import ExportError
 from mla_compile.saved.facts import name_of, told
 from mla_compile.version import __version__
 
-Kind = dict[str, Any]
+Kind = dict[str, object]
 """JSON values: strings, numbers, lists, and dicts of these."""
 
 _INSTRUCTIONS = re.compile(r"^(Features|flags)\s*:(.*)$", re.MULTILINE)

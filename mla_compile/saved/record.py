@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any
 
 import torch
 from torch._dynamo import guards as dynamo_guards
@@ -40,7 +39,7 @@ class RecordedCall:
     code: CodeType
     guards: bytes
     modules: dict[str, str]
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 class Recording:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from mla_compile.errors import OptionError
 
@@ -56,7 +55,7 @@ class Settings:
     grace: float = 30.0
     api_key: str | None = None
     warm_up: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -185,7 +185,7 @@ def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
         return given[made.number]
     if isinstance(made, Mix):
         return _mixed(made, builder, make(made.x, builder, given))
-    own: list[Any] = [_made_of(arg, builder, given) for arg in made.args]
+    own: list[object] = [_made_of(arg, builder, given) for arg in made.args]
     first = next(one for arg in own for one in (arg if isinstance(arg, list) else [arg]) if isinstance(one, fx.Node))
     return builder.call(made.op, *(_argument(a, builder, val(first).dtype, len(shape(first))) for a in own))
 
