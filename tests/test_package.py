@@ -201,7 +201,7 @@ ROOMS = {
     "passes.cost": "core errors passes.ir",
     "passes.sources": "codes core passes.attention passes.cost passes.dependence passes.ir passes.linear",
     "passes.proof": "core passes.attention passes.dependence passes.ir passes.linear passes.sources",
-    "passes.blame": "codes passes.attention passes.ir passes.linear passes.proof passes.quantized passes.sources",
+    "passes.blame": "codes core passes.attention passes.ir passes.linear passes.proof passes.quantized passes.sources",
     "passes.decide": """codes core passes.attention passes.blame passes.cost passes.dependence passes.ir passes.linear
         passes.proof passes.sources""",
     "passes.cache": "core passes.attention passes.ir passes.linear passes.rewrite passes.sources",

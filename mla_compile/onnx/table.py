@@ -9,8 +9,7 @@ from mla_compile.core.records import PassRecord
 from mla_compile.onnx.bake import bake_projections
 from mla_compile.onnx.complex_pairs import split_complex
 from mla_compile.onnx.float8_rows import unpack_rows
-from mla_compile.onnx.tidy import tidy
-from mla_compile.passes.rewrite.schedule import without_schedules
+from mla_compile.onnx.tidy import tidy, without_schedules
 from mla_compile.pipeline.manager import Analyses, Pass
 
 

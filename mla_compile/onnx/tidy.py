@@ -34,6 +34,16 @@ def tidy(program: Program) -> int:
     return len(checks) + len(found)
 
 
+def without_schedules(graph: fx.Graph) -> int:
+    """Let every attention prepare itself, as it has to in ONNX; return the number of schedules that there were."""
+    found = graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default)
+    for node in found:
+        for user in list(node.users):
+            user.update_kwarg("schedule", None)
+        graph.erase_node(node)
+    return len(found)
+
+
 def _squeeze(node: fx.Node, builder: Builder) -> None:
     """Remove a squeeze of an axis whose size is not 1: torch ignores it, and ONNX raises an error."""
     source, dim = argument(node, 0, "self"), argument(node, 1, "dim")

@@ -249,8 +249,8 @@ class ByKeyword(Step):
 
 
 KINDS = [
-    Holds, Both, Back, Ring, Slots, Dataclass, Delegates, Namespace, Bound, Nested, Gone, Weak, InAClosure, CallsItself,
-    ByKeyword,
+    Holds, Both, Back, Slots, Dataclass, Delegates, Gone, Weak, CallsItself,
+    *also("combination", Ring, Namespace, Bound, Nested, InAClosure, ByKeyword),
 ]  # fmt: skip
 
 

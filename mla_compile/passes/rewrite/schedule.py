@@ -48,16 +48,6 @@ def share_schedules(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     return len(shared)
 
 
-def without_schedules(graph: fx.Graph) -> int:
-    """Let every attention prepare itself, as ONNX needs it; return the number of schedules that there were."""
-    found = graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default)
-    for node in found:
-        for user in list(node.users):
-            user.update_kwarg("schedule", None)
-        graph.erase_node(node)
-    return len(found)
-
-
 def _arguments(node: fx.Node) -> dict[str, object]:
     """Return the arguments that were given, by name."""
     given = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}

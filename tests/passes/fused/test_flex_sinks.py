@@ -74,7 +74,7 @@ def attended(module, x, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("queries", [1, *also("combination", 3)])
-@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("name", [*[*FACTORS][:4], *also("combination", *[*FACTORS][4:])])
 def test_rows_that_all_heads_share(name, queries):
     attended(Sinks(FACTORS[name]), given(queries))
 
@@ -158,7 +158,7 @@ STAY = {
 }
 
 
-@pytest.mark.parametrize("name", STAY)
+@pytest.mark.parametrize("name", [*[*STAY][:5], *also("combination", *[*STAY][5:])])
 def test_what_is_no_sink_stays(name):
     module, x = Sinks(STAY[name]), given(H)  # as many queries as heads
     done = optimized(export(module, x), lowering="op")
