@@ -41,6 +41,7 @@ def _operator(node: fx.Node) -> str:
 def _module_path(name: str) -> str:
     """Turn ``L['self'].model.layers.0.self_attn`` and its variants into ``model.layers.0.self_attn``."""
     name = re.sub(r"^L\[['\"]\w+['\"]\]", "", name)  # the local variable that holds the model
+    name = name.replace(".forward.module", "")  # a part of an optimized model, whose forward is an object of ours
     name = re.sub(
         r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name
     )

@@ -128,8 +128,9 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
         return Stop(node, "unsupported_op", f"{operator_name(node)} by parts of a weight that indices select")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
-    # This is a rotary embedding by complex numbers, for which "no rule" would be a poor answer.
+    # A rotary embedding by complex numbers, for which "no rule" would be a poor answer.
     rotated = name == "view_as_complex" and any(packet(user) is aten.mul for user in node.users)
     if rotated or name in ("view_as_real", "mul", "add", "sub", "div"):
-        return Stop(node, "position_dependent", f"{name} with a factor that differs from token to token")
+        how = "a complex rotation" if rotated else f"{name} with a factor"
+        return Stop(node, "position_dependent", f"{how} that differs from token to token")
     return Stop(node, "unsupported_op", f"no rule for {operator_name(node)}")
