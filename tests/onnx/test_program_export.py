@@ -204,7 +204,7 @@ def test_a_program_without_a_count_of_tokens_cannot_be_written_in_place(tmp_path
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("part", ["keys", *also("combination", "heads")])
+@pytest.mark.parametrize("part", ["keys", "heads"])
 def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
     """K alone leaves no operator of ours in the graph."""
 

@@ -89,9 +89,8 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
     ends -= {o.node for o in (*(p.k for p in site.products), site.v)}
     parts = AxisParts(maps.weights, ends, lambda node: _made_of(node, maps))
     lead = [dim for dim, axis in enumerate(site.out.axes) if axis and set(axis) <= set(site.lead)]
+    lead = [dim for dim in lead if isinstance(shape(site.node)[dim], int)]  # an open batch is not cut
     for dim in lead:
-        if not isinstance(shape(site.node)[dim], int):
-            continue
         core = parts.core(site.node, dim, products)
         # If something else reads the scores or probabilities, they must exist for all heads at once.
         if core is None or _leaves({node for node, _ in core}, site.node):
