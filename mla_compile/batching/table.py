@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -12,13 +12,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from mla_compile.capture.causal_lm import CausalLM
 from mla_compile.capture.causal_step import INPUTS
 from mla_compile.core.program import Program
-from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
 from mla_compile.errors import CaptureError
 from mla_compile.passes.cache.pages import PagedRows, Unpaged, find_pages, read_batch_from, step_over_pages
 from mla_compile.passes.ir.sizes import holds
 from mla_compile.passes.ir.walk import remove_dead_code
-from mla_compile.pipeline.manager import Analyses, Pass
+from mla_compile.pipeline.manager import GraphState, Pass
 
 TOKENS, POSITIONS = INPUTS
 _ASSERTS = (
@@ -29,33 +28,24 @@ _ASSERTS = (
 
 
 @dataclass
-class PagesState:
+class PagesState(GraphState):
     """What these passes work on, and what they leave.
 
     Attributes:
-        analyses: the analyses of the current program.
         lm: the model that the step is one of.
         pools: the pools [P,page,width] that the step reads and writes, one per cache.
         packed: whether latent rows are kept in float8.
         sharing: how ranks share the rows.
-        records: the changes and the time of each pass so far.
         rows: the caches that were found.
         names: the new inputs: the block table, the lengths, then one pool per cache.
     """
 
-    analyses: Analyses
     lm: CausalLM
     pools: Sequence[torch.Tensor] = ()
     packed: bool = False
     sharing: Sharing | None = None
-    records: list[PassRecord] = field(default_factory=list)
     rows: tuple[PagedRows, ...] = ()
     names: tuple[str, ...] = ()
-
-    @property
-    def program(self) -> Program:
-        """The current program."""
-        return self.analyses.program
 
 
 def cache_inputs(program: Program, count: int) -> list[fx.Node]:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mla_compile.core.program import Program
-from mla_compile.core.records import PassRecord
 from mla_compile.onnx.bake import bake_projections
 from mla_compile.onnx.complex_pairs import split_complex
 from mla_compile.onnx.float8_rows import unpack_rows
 from mla_compile.onnx.tidy import tidy, without_schedules
-from mla_compile.pipeline.manager import Analyses, Pass
+from mla_compile.pipeline.manager import GraphState, Pass
 
 
 @dataclass
-class ExportState:
+class ExportState(GraphState):
     """What these passes work on, and what they leave.
 
     Attributes:
-        analyses: the analyses of the current program.
-        records: the changes and the time of each pass so far.
         origins: the node names of the weights that each baked weight is computed from, by its own name.
     """
 
-    analyses: Analyses
-    records: list[PassRecord] = field(default_factory=list)
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def program(self) -> Program:
-        """The current program."""
-        return self.analyses.program
 
 
 def _bake(state: ExportState) -> int:

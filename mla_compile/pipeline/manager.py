@@ -49,6 +49,24 @@ class ManagedState(Protocol):
     records: list[PassRecord]
 
 
+@dataclass
+class GraphState:
+    """A state of passes over one graph; tables add what their passes need and leave.
+
+    Attributes:
+        analyses: the analyses of the current program.
+        records: the changes and the time of each pass so far.
+    """
+
+    analyses: Analyses
+    records: list[PassRecord] = field(default_factory=list, kw_only=True)
+
+    @property
+    def program(self) -> Program:
+        """The current program."""
+        return self.analyses.program
+
+
 _S = TypeVar("_S", bound=ManagedState)
 
 

@@ -79,7 +79,7 @@ def machine(name: str) -> Machine:
 
 @cache
 def _table() -> dict[str, Any]:
-    table: dict[str, object] = json.loads(_FILE.read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
     return table
 
 

@@ -124,7 +124,7 @@ def test_a_second_generation_compiles_nothing() -> None:
     assert found[0] == found[1]
 
 
-@full("draws")  # by default a second cache compiles nothing, above
+@full("draws")  # by default, a second generation and a second cache compile nothing
 @pytest.mark.parametrize(
     ("layers", "batch", "prompt", "last", "most", "count", "window"),
     [
