@@ -197,7 +197,7 @@ ROOMS = {
     "passes.quantized": "core errors passes.ir",
     "passes.fused": "passes.attention passes.canonical passes.ir passes.rewrite",
     "passes.dependence": "passes.ir",
-    "passes.canonical": "passes.attention passes.ir",
+    "passes.canonical": "passes.attention passes.dependence passes.ir",
     "passes.cost": "core errors passes.ir",
     "passes.sources": "codes core passes.attention passes.cost passes.dependence passes.ir passes.linear",
     "passes.proof": "core passes.attention passes.dependence passes.ir passes.linear passes.sources",

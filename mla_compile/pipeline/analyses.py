@@ -18,6 +18,7 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.blame.not_softmax import not_softmax
 from mla_compile.passes.canonical.heads import read_heads
+from mla_compile.passes.canonical.joins import join_rows
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.scatters import read_scatters
@@ -114,6 +115,7 @@ CANONICAL: dict[str, Callable[[Analyses], int]] = {
     "views": lambda known: canonicalize_views(known.program.gm.graph),
     "scatters": lambda known: read_scatters(known.program.gm.graph, known.program.fake_mode),
     "split_products": lambda known: split_products(known.program.gm.graph, known.get(weights), known.program.fake_mode),
+    "join_rows": lambda known: join_rows(known.program.gm.graph, known.get(weights), known.program.fake_mode),
     "write_softmax": lambda known: write_softmax(known.program.gm.graph, known.get(weights), known.program.fake_mode),
     "read_heads": lambda known: read_heads(known.program.gm.graph, known.get(weights), known.program.fake_mode),
 }

@@ -49,6 +49,7 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", canonical("views")),
     Pass("scatters", "scatters of whole rows", "these, to writes at positions", canonical("scatters")),
     Pass("split_products", "products beside a softmax", "products that also add", canonical("split_products")),
+    Pass("join_rows", "K and V joined from parts", "joins, before their projection", canonical("join_rows")),
     Pass("write_softmax", "exponentials between products", "a decomposed softmax", canonical("write_softmax")),
     Pass("read_heads", "scores of all heads, stacked", "heads that are selected again", canonical("read_heads")),
     Pass("latent_cache", "K and V that the caller keeps", "caches, to rows", latent_cache, once=True),

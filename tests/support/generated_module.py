@@ -72,7 +72,7 @@ class GeneratedMLA(nn.Module):
             return self.w_c.new_zeros(c.B, c.H, 0, c.N + c.R), self.w_c.new_zeros(c.B, c.H, 0, c.V)
         if c.cache == "joint":
             return (self.w_c.new_zeros(c.B, 0, latent + c.R),)
-        if c.cache == "tensors":
+        if c.cache in ("tensors", "apart"):
             return self.w_c.new_zeros(c.B, 0, latent), self.w_c.new_zeros(c.B, 0, c.R)
         if c.cache == "head_axis":
             return self.w_c.new_zeros(c.B, 1, 0, latent), self.w_c.new_zeros(c.B, 1, 0, c.R)
@@ -88,6 +88,8 @@ class GeneratedMLA(nn.Module):
             k, v = self._keys_values(*self._rows(x, positions), positions)
             k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
             state = (k, v)
+        elif c.cache == "apart":
+            k, v, state = self._joined_late(self._rows(x, positions), positions, state)
         else:
             latent, rope, state = self._cached(x, positions, state)
             everywhere = torch.arange(latent.shape[1], device=x.device)
@@ -183,6 +185,18 @@ class GeneratedMLA(nn.Module):
         return x if c.rope == "none" else rotate(x, positions, c.rope) if width else x
 
     # From rows to keys and values.
+
+    def _joined_late(
+        self, rows: tuple[Tensor, Tensor], positions: Tensor, past: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Keys and values of the cached tokens and of the new ones, made apart and joined; and what is cached."""
+        cached = torch.arange(past[0].shape[1], device=positions.device)
+        made = []
+        for (latent, rope), at in [(past, cached), (rows, positions)] if len(cached) else [(rows, positions)]:
+            rope = self._rotate(rope, at) if self.case.rotate == "on_read" else rope
+            made.append(self._keys_values(latent, rope, at))
+        k, v = (torch.cat(both, 2) for both in zip(*made, strict=True))
+        return k, v, tuple(torch.cat(both, 1) for both in zip(past, rows, strict=True))
 
     def _keys_values(self, latent: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B,H,T,N+R] and values [B,H,T,V]."""

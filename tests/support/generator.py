@@ -2,9 +2,9 @@
 
 What varies is what published code varies: sizes (equal ones on purpose), the layout of the up-projection, how the
 shared rotary key is rotated, broadcast and joined, the spelling of the attention core, where scale and mask stand, the
-cache protocol, images of other rows that are added, latents of groups of heads, what reads a token of V beside the
-attention, whether K and V are cut to a part of a static cache, biases, LoRA, dequantized weights. ``fault`` puts one
-step where absorption is illegal.
+cache protocol (``apart``: K and V of cached and of new tokens are made apart and joined), images of other rows that are
+added, latents of groups of heads, what reads a token of V beside the attention, whether K and V are cut to a part of a
+static cache, biases, LoRA, dequantized weights. ``fault`` puts one step where absorption is illegal.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
     core = pick("sdpa", "sdpa", "matmul", "einsum", "einsum_heads_last", "bmm")
     core = "matmul" if core == "sdpa" and fault == "softmax_over_heads" else core
     written = core != "sdpa"
-    cache = pick("none", "tensors", "joint", "head_axis", "index_copy", "slice")
+    cache = pick("none", "tensors", "apart", "joint", "head_axis", "index_copy", "slice")
     cache = "tensors" if fault == "expanded_cache" else cache
     fills = ("fill", "fill_min", "where", "compare", "visible_fill") if written else ()
     mask = pick("keep", "add", "add_min", *fills)
@@ -193,7 +193,8 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
     # product would be that makes a token of it alone.
     rounded = case.up in ("per_head", "blocks") and (case.lora or case.latent_scale == "constant")
     rounded = (rounded or case.beside in ("rows", "gated")) and case.dtype in ("bfloat16", "float16")
-    return replace(case, latents=1 if apart else case.latents, reads=case.reads and not rounded)
+    latents = 1 if apart or case.cache == "apart" else case.latents
+    return replace(case, latents=latents, reads=case.reads and not rounded)
 
 
 def drawn(count: int, start: int, what: st.SearchStrategy[T] | None = None) -> list[T]:

@@ -29,15 +29,14 @@ Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, to which ``k.zero_(
 
 After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which do not read the overwritten values
 
-Before: ``ones_like(k)``; ``k.new_zeros(size)``; ``type_as(q, k)`` for a ``k`` that the graph computes
+Before: ``ones_like(k)``; ``k.new_empty(size)``; ``type_as(q, k)`` for a ``k`` that the graph computes
 
-After: ``full(k's sizes, 1)``; ``full(size, 0)``; ``_to_copy(q, dtype)``, for which ``k`` need not be computed
+After: ``full(k's sizes, 1)``; ``empty(size)``; ``_to_copy(q, dtype)``, for which ``k`` need not be computed
 """
 
 from __future__ import annotations
 
 import operator
-from itertools import islice
 
 import torch
 from torch import fx
@@ -48,8 +47,8 @@ from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.moves import Assign, Dropout, Expand, Fill, Select, Slice, Stack, Write, WriteOne, WriteRows
 from mla_compile.passes.ir.operators import decode
-from mla_compile.passes.ir.sizes import same, same_sizes
-from mla_compile.passes.ir.walk import REACH, ancestors
+from mla_compile.passes.ir.sizes import same_sizes
+from mla_compile.passes.ir.walk import length_behind
 
 aten = torch.ops.aten
 
@@ -94,23 +93,21 @@ def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
         return builder.cast(given[0], made.dtype) if same else None
     if made.layout is not torch.strided:
         return None
-    sizes = given[1] if op in _NEW else [_length(builder, asked, dim) for dim in range(made.dim())]
-    value = _LIKE.get(op, _NEW.get(op))
-    filled = given[-1] if value is None else value
-    new = builder.call(aten.full.default, sizes, filled, dtype=made.dtype, device=made.device)
+    sizes = given[1] if op in _NEW else [length_behind(builder, asked, dim) for dim in range(made.dim())]
+    like = {"dtype": made.dtype, "device": made.device}
+    if op in _EMPTY:
+        new = builder.call(aten.empty.memory_format, sizes, **like)
+    else:
+        value = _LIKE.get(op, _NEW.get(op))
+        new = builder.call(aten.full.default, sizes, given[-1] if value is None else value, **like)
     return same_layout(builder, new, node)
 
 
-def _length(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
-    """Return an axis of ``node`` as an argument, read from the earliest tensor behind it that has that length."""
-    length, behind = shape(node)[dim], islice(ancestors(node), REACH)
-    having = [(n, k) for n in behind if is_tensor(n) for k, other in enumerate(shape(n)) if same(other, length)]
-    return builder.size(*min(having, default=(node, dim)))
-
-
-_LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None}
-_NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: None}
+_LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None, aten.empty_like: None}
+_NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: None, aten.new_empty: None}
 """Operators that create a filled tensor like another, and the fill value; None: it is the last argument."""
+_EMPTY = {aten.empty_like, aten.new_empty}
+"""Those that fill it with nothing."""
 
 
 def _is_computed(node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
             continue
         build = Builder(node, fake_mode)
         if node.target in _GATES:
-            if not _is_multiplied(node, weights):
+            if not is_multiplied(node, weights):
                 continue
             beta, alpha = 1, node.kwargs.get("value", 1)
             product = build.call(_GATES[node.target], left, right)
@@ -59,7 +59,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
     return found
 
 
-def _is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
+def is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
     """Whether a product of activations reads ``node`` or what is made of it, as it does keys and values."""
 
     def multiplies(user: fx.Node) -> bool:

@@ -14,13 +14,12 @@ from itertools import pairwise
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import Argument
 
+from mla_compile.passes.dependence.again import Repeater
 from mla_compile.passes.dependence.steps import BackwardStep, Blind, Joined, step
-from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
-from mla_compile.passes.ir.moves import Assign, Expand, Rearrange, Stack
+from mla_compile.passes.ir.graph import Builder, shape
+from mla_compile.passes.ir.moves import Assign, Stack
 from mla_compile.passes.ir.operators import decode
-from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import REACH, reachable
 
 aten = torch.ops.aten
@@ -185,7 +184,7 @@ def _long(node: fx.Node) -> int:
     return next((k for k, d in enumerate(shape(node)) if isinstance(d, int) and d > 1), 0)
 
 
-class PartMaker:
+class PartMaker(Repeater):
     """Adds the nodes that compute parts. It reuses existing parts and whole nodes."""
 
     def __init__(
@@ -195,8 +194,8 @@ class PartMaker:
         fake_mode: FakeTensorMode | None,
         core: Collection[tuple[fx.Node, int]],
     ) -> None:
+        super().__init__(Builder(anchor, fake_mode))
         self.parts = parts
-        self.builder = Builder(anchor, fake_mode)
         self.core = core
         self._made: dict[tuple[fx.Node, int, int, int], fx.Node] = {}
 
@@ -238,53 +237,9 @@ class PartMaker:
             n: self.make(n, p.dim, start // how.unit * p.inner, stop // how.unit * p.inner)
             for n, p in how.reads.items()
         }
-        if how.instead is not None:
-            (x,) = new.values()
-            return self._again(node, how.instead[0], (x, *how.instead[1]), {})
-        if how.reshaped:
-            return self._in_shape(node, dim, stop - start, next(iter(new.values()), None))
-        assert callable(node.target)
-        replaced = fx.map_arg((args_of(node), node.kwargs), lambda n: new.get(n, n))
-        return self._again(node, node.target, *replaced)
+        return self.repeat(node, how, dim, stop - start, new)
 
     def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         part = self.builder.call(aten.slice.Tensor, node, dim, start, stop)
         self.parts.cut(node, part)
         return part
-
-    def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
-        """Repeat ``node``, whose arguments give its shape, with another length of one axis."""
-        how = decode(node)
-        assert isinstance(how, Rearrange)
-        x = how.x if part is None else part
-        wanted = [self._size(node, k, x, how.told) for k in range(len(shape(node)))]
-        wanted[dim] = length
-        op = aten.expand.default if isinstance(how, Expand) else aten.reshape.default
-        return self._again(node, op, (x, wanted), {})
-
-    def _size(self, node: fx.Node, dim: int, x: fx.Node, told: Sequence[int | fx.Node] | None) -> int | fx.Node:
-        """Return a dimension of ``node`` from its arguments or from its operand ``x``, because the node may go away."""
-        known = size(val(node).shape[dim])
-        if isinstance(known, int):
-            return known
-        given = told[dim] if told is not None and len(told) == len(shape(node)) else None
-        if isinstance(given, fx.Node):
-            return given
-        # Size expressions are compared: an axis of the operand with the same expression has that length in every call.
-        at = next((k for k, d in enumerate(val(x).shape) if size(d) == known), None)
-        return self.builder.size(node, dim) if at is None else self.builder.size(x, at)
-
-    def _again(
-        self,
-        node: fx.Node,
-        op: Callable[..., object],
-        args: tuple[Argument, ...],
-        kwargs: dict[str, Argument],
-    ) -> fx.Node:
-        """Call ``op`` with the metadata of ``node``. It is not marked as ours, because it is the user's operator."""
-        with node.graph.inserting_before(self.builder.anchor):
-            new = node.graph.call_function(op, args, kwargs)
-        left = ("val", "tensor_meta", SPELLED, ORIGIN)
-        new.meta.update({k: v for k, v in node.meta.items() if k not in left})
-        new.meta["val"] = evaluate_fake(self.builder.fake_mode, op, args, kwargs)
-        return new

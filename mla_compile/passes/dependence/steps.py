@@ -74,6 +74,20 @@ def step(node: fx.Node, dim: int) -> BackwardStep | None:
     return _step(node, dim, length)
 
 
+def per_position(node: fx.Node, dim: int) -> Blind | None:
+    """Return the step along axis ``dim`` of an operator that does the same to each position, whatever their number.
+
+    Unlike :func:`step`, this names no positions, so the length may be symbolic. None if there is no such step, if the
+    axis has size 1, or if a unit of it has several positions.
+    """
+    if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
+        return None
+    found = _step(node, dim, shape(node)[dim])  # the symbolic length is only compared
+    if not isinstance(found, Blind) or found.unit != 1 or any(p.inner != 1 for p in found.reads.values()):
+        return None
+    return found
+
+
 def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     """Return the operands that have axis ``dim`` of ``node``, each with its number there, even if tokens are mixed.
 

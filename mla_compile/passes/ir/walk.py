@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from mla_compile.core.alike import each, number_of
-from mla_compile.passes.ir.graph import argument, is_virtual, packet
+from mla_compile.passes.ir.graph import Builder, argument, is_tensor, is_virtual, packet, shape
+from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import waits
+
+T = TypeVar("T")
 
 REACH = 48
 """The most operators that a search visits.
@@ -60,9 +65,7 @@ def remove_dead_code(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(stays)
 
 
-def reachable(
-    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], most: int | None = None
-) -> Iterator[fx.Node]:
+def reachable(start: Iterable[T], step: Callable[[T], Iterable[T]], most: int | None = None) -> Iterator[T]:
     """Yield ``start`` and every node to which ``step`` leads from there, each once, nearest first.
 
     With ``most``, no further steps are taken once that many nodes besides ``start`` are known.
@@ -95,6 +98,13 @@ def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iter
         return [n for n in computed_from(of) if is_virtual(n) or (oldest is not None and not n < oldest)]
 
     return reachable(step(node), step)
+
+
+def length_behind(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
+    """Return an axis of ``node`` as an argument, read from the earliest tensor behind it that has that length."""
+    length, behind = shape(node)[dim], islice(ancestors(node), REACH)
+    having = [(n, k) for n in behind if is_tensor(n) for k, other in enumerate(shape(n)) if same(other, length)]
+    return builder.size(*min(having, default=(node, dim)))
 
 
 def depends_on(node: fx.Node, others: Collection[fx.Node]) -> bool:

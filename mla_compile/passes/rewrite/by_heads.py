@@ -21,6 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import Argument
 
+from mla_compile.passes.dependence.again import Dim
 from mla_compile.passes.dependence.parts import PartMaker
 from mla_compile.passes.dependence.region import Region
 from mla_compile.passes.ir.arrange import same_layout
@@ -78,7 +79,7 @@ class _GroupMaker(PartMaker):
             return self.builder.call(aten.full.default, wanted, how.value, **like)
         return self._in_turn(super()._slice(node, dim, start, stop))
 
-    def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
+    def _in_shape(self, node: fx.Node, dim: int, length: Dim, part: fx.Node | None) -> fx.Node:
         # All heads share this rotary key. A compiler could write its copies for the heads of all groups at once.
         how = decode(node)
         if part is None and isinstance(how, Expand):

@@ -108,13 +108,13 @@ def test_columns_that_are_never_written():
 
 
 def test_tokens_joined_along_the_last_axis():
-    def fn(q, c, new, w, u):
+    def fn(q, c, new, w, u, other):
         v = F.linear(torch.cat([c, new], 1), u).unflatten(-1, (H, -1)).transpose(1, 2)
-        past, now = (F.linear(x, w).unflatten(-1, (H, -1)).permute(0, 2, 3, 1) for x in (c, new))
+        past, now = (F.linear(x, y).unflatten(-1, (H, -1)).permute(0, 2, 3, 1) for x, y in ((c, w), (new, other)))
         return (q @ torch.cat([past, now], -1)).softmax(-1) @ v
 
     data = [seeded(B, H, S, N), seeded(B, T, L), seeded(B, S, L, seed=3)]
-    stop = plan_of(fn, data, [seeded(H * N, L), seeded(H * V, L)])
+    stop = plan_of(fn, data, [seeded(H * N, L), seeded(H * V, L), seeded(H * N, L, seed=5)])
     assert isinstance(stop, Stop)
     assert (stop.code, stop.detail) == ("token_mixing", "rows of several tensors are joined after the up-projection")
 

@@ -1,0 +1,275 @@
+"""Moves joins of K and V along tokens before the projection that makes the parts.
+
+Before, where the cached latents ``old`` and those of new tokens are projected apart::
+
+    k = cat([view(linear(old, w), sizes), view(linear(new, w), sizes)], 1)
+
+After::
+
+    k = view(linear(cat([old, new], 1), w), sizes)
+
+This is done if the parts are made by the same operators with the same weights, which do the same to each token, and
+nothing else reads what lies between: otherwise it would be computed twice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from mla_compile.passes.canonical.products import is_multiplied
+from mla_compile.passes.dependence.again import Dim, Repeater
+from mla_compile.passes.dependence.steps import Blind, per_position
+from mla_compile.passes.ir.arrange import same_layout
+from mla_compile.passes.ir.graph import ORIGIN, Builder, args_of, is_tensor, is_tuple, shape, val
+from mla_compile.passes.ir.moves import Fill, Join, Rearrange, Select, Slice
+from mla_compile.passes.ir.operators import behind, decode, is_contraction
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.walk import REACH, first_equals, reachable, remove_dead_code
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """Tensors to be joined along axis ``dim``.
+
+    If ``how`` is given, they are made by one operator: its operands are joined instead, and it runs once. ``pattern``:
+    the part whose operator is repeated. ``operands``: the operands of the parts, by those of the pattern. ``fill``: the
+    parts are constant tensors, and a longer one is made instead.
+    """
+
+    parts: tuple[fx.Node, ...]
+    dim: int
+    how: Blind | None = None
+    pattern: fx.Node | None = None
+    operands: Mapping[fx.Node, _Joined] = field(default_factory=dict)
+    projected: bool = False
+    fill: Fill | None = None
+
+    def passed(self) -> set[fx.Node]:
+        """Return the nodes that are no longer needed."""
+        return {n for joined in self._all() if joined.how or joined.fill for n in _needed_for(joined.parts)}
+
+    def read(self) -> set[fx.Node]:
+        """Return the nodes that are joined as they are."""
+        return {n for joined in self._all() if not (joined.how or joined.fill) for n in joined.parts}
+
+    def _all(self) -> Iterable[_Joined]:
+        return reachable([self], lambda joined: joined.operands.values())
+
+
+def join_rows(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
+    """Move joins of K and V before the projection of their parts; return how many."""
+    count = 0
+    # A part may be made of another join, which has to be moved first.
+    while found := _movable(graph, weights):
+        maker = _Maker(Builder(next(iter(found)), fake_mode))
+        for node, joined in found.items():
+            maker.builder = Builder(node, fake_mode)  # what was made for an earlier join stands before this one
+            node.replace_all_uses_with(same_layout(maker.builder, maker.make(joined), node))
+        remove_dead_code(graph)
+        count += len(found)
+    return count
+
+
+def _movable(graph: fx.Graph, weights: Collection[fx.Node]) -> dict[fx.Node, _Joined]:
+    """Return the joins that can be moved without computing anything twice."""
+    joins: dict[fx.Node, Join] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        how = decode(node)
+        if not isinstance(how, Join) or len(how.parts) < 2 or any(x.op != "call_function" for x in how.parts):
+            continue
+        if node not in weights and is_multiplied(node, weights):
+            joins[node] = how
+    equals = cache(lambda: first_equals(graph))
+    ends: set[fx.Node] = set()
+    while True:
+        follower = _Follower(weights, equals, ends)
+        followed = {node: follower.follow(tuple(_parts(how, how.dim)), how.dim) for node, how in joins.items()}
+        found = {node: joined for node, joined in followed.items() if joined.projected}
+        passed = {n for joined in found.values() for n in joined.passed()}
+        read = {n for joined in found.values() for n in joined.read()}
+        going = passed | found.keys()
+        needed = {n for n in passed if n in read or any(_is_alive(user) for user in n.users.keys() - going)}
+        of_joins = [node for node, joined in found.items() if not (joined.passed() | joined.read()).isdisjoint(found)]
+        if not needed and not of_joins:
+            return found
+        ends |= needed
+        for node in of_joins:  # these are moved once the joins that they read are
+            del joins[node]
+
+
+def _parts(how: Join, dim: int) -> Iterator[fx.Node]:
+    """Yield the parts of a join along ``dim``, of which some may be written as a join of their own."""
+    for x in how.parts:
+        inner = decode(x)
+        if isinstance(inner, Join) and inner.dim == dim:
+            yield from _parts(inner, dim)
+        else:
+            yield x
+
+
+def _is_alive(node: fx.Node) -> bool:
+    return any(n.op == "output" for n in reachable([node], lambda n: n.users))
+
+
+class _Follower:
+    """Follows tensors that are joined back to what they are made of.
+
+    ``equals``: maps each node to the first that computes the same. ``ends``: nodes that are needed themselves.
+    """
+
+    def __init__(
+        self, weights: Collection[fx.Node], equals: Callable[[], Mapping[fx.Node, fx.Node]], ends: set[fx.Node]
+    ) -> None:
+        self.weights, self.equals, self.ends = weights, equals, ends
+        self._known: dict[tuple[tuple[fx.Node, ...], int, bool], _Joined] = {}
+
+    def follow(self, parts: tuple[fx.Node, ...], dim: int, depth: int = 0, *, rows: bool = False) -> _Joined:
+        """Follow ``parts`` to the operands of a projection; ``rows``, which are such operands, as far as it goes."""
+        key = (parts, dim, rows)
+        if key not in self._known:
+            self._known[key] = self._follow(parts, dim, depth, rows=rows)
+        return self._known[key]
+
+    def _follow(self, parts: tuple[fx.Node, ...], dim: int, depth: int, *, rows: bool) -> _Joined:
+        if not self.ends.isdisjoint(_needed_for(parts)):
+            return _Joined(parts, dim)
+        as_they_are = _Joined(parts, dim, fill=_fill_of(parts))
+        # The axis of a part with one token looks like one that broadcasts: a longer part tells where the tokens are.
+        pattern = next((x for x in parts if not same(shape(x)[dim], 1)), None)
+        how = None if pattern is None or depth == REACH else per_position(pattern, dim)
+        if pattern is None or how is None or not how.reads:
+            return as_they_are
+        given = self._operands(parts, pattern, dim, how)
+        projects = is_contraction(pattern)
+        if given is None or (projects and not any(n in self.weights for n in pattern.all_input_nodes)):
+            return as_they_are
+        below = rows or projects
+        operands = {own: self.follow(x, how.reads[own].dim, depth + 1, rows=below) for own, x in given.items()}
+        projected = projects or any(one.projected for one in operands.values())
+        if projected and not below:  # what stands beside a projection, a rotary key, is joined as rows
+            operands = {
+                own: one if one.projected else self.follow(given[own], one.dim, depth + 1, rows=True)
+                for own, one in operands.items()
+            }
+        return _Joined(parts, dim, how, pattern, operands, projected) if projected or rows else as_they_are
+
+    def _operands(
+        self, parts: Sequence[fx.Node], pattern: fx.Node, dim: int, how: Blind
+    ) -> dict[fx.Node, tuple[fx.Node, ...]] | None:
+        """Return the operands with the axis, of all parts, by those of ``pattern``; None if the operators differ."""
+        read = [_arguments(part, pattern, dim, how) for part in parts]
+        own = read[parts.index(pattern)]
+        if own is None or any(given is None or len(given) != len(own) for given in read):
+            return None
+        found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        for mine, *given in zip(own, *(g for g in read if g is not None), strict=True):
+            if isinstance(mine, fx.Node) and mine in how.reads:
+                place = how.reads[mine].dim
+                if not all(_fits(x, part, mine, place, dim) for x, part in zip(given, parts, strict=True)):
+                    return None
+                if found.setdefault(mine, tuple(given)) != tuple(given):
+                    return None
+            elif any(self._differs(mine, x) for x in given):
+                return None
+        return found
+
+    def _differs(self, mine: object, given: object) -> bool:
+        if isinstance(mine, fx.Node) and isinstance(given, fx.Node) and mine is not given:
+            return self.equals()[mine] is not self.equals()[given]
+        return mine != given
+
+
+def _fill_of(parts: Sequence[fx.Node]) -> Fill | None:
+    """Return the fill of constant tensors, or of slices of such, that have the same one; K may be written into them."""
+    first, *others = (decode(behind(x, (Slice, Select))[-1]) for x in parts)
+    if not isinstance(first, Fill) or isinstance(first.value, fx.Node) or any(one != first for one in others):
+        return None
+    return first if len({val(x).dtype for x in parts}) == 1 else None
+
+
+def _needed_for(parts: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the parts, and the splits through which members of splits are read."""
+    return [*parts, *(n for x in parts for n in x.all_input_nodes if is_tuple(n))]
+
+
+def _arguments(part: fx.Node, pattern: fx.Node, dim: int, how: Blind) -> list[object] | None:
+    """Return the operands of ``part`` and what else has to agree with ``pattern``; None if the operator differs."""
+    if how.instead is not None:
+        own = decode(part)
+        return [own.x, own.dim, *(own.bounds or ())] if isinstance(own, Slice) else None
+    if how.reshaped:
+        own = decode(part)
+        sizes = [n for k, n in enumerate(shape(part)) if k != dim]
+        return [own.x, type(own), *sizes] if isinstance(own, Rearrange) else None
+    if part.target != pattern.target or val(part).dtype != val(pattern).dtype:
+        return None
+    return pytree.tree_leaves((args_of(part), part.kwargs))
+
+
+def _fits(x: object, part: fx.Node, pattern: fx.Node, place: int, dim: int) -> bool:
+    """Whether ``x`` has the tokens of ``part`` along ``place``, and otherwise the shape and dtype of ``pattern``."""
+    if not is_tensor(x) or len(shape(x)) != len(shape(pattern)) or val(x).dtype != val(pattern).dtype:
+        return False
+    others = (same(a, b) for k, (a, b) in enumerate(zip(shape(x), shape(pattern), strict=True)) if k != place)
+    return same(shape(x)[place], shape(part)[dim]) and all(others)
+
+
+class _Maker(Repeater):
+    """Adds the operators over joined operands, each once for all joins."""
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__(builder)
+        self._made: dict[tuple[tuple[fx.Node, ...], int], fx.Node] = {}
+
+    def make(self, joined: _Joined) -> fx.Node:
+        key = (joined.parts, joined.dim)
+        if key not in self._made:
+            self._made[key] = self._new(joined)
+        return self._made[key]
+
+    def _new(self, joined: _Joined) -> fx.Node:
+        if joined.fill is not None:
+            return self._filled(joined, joined.fill.value)
+        if joined.how is None or joined.pattern is None:
+            return self._join(joined)
+        new = {own: self.make(operand) for own, operand in joined.operands.items()}
+        own, made = next(iter(new.items()))
+        length = self.builder.size(made, joined.how.reads[own].dim)
+        return self.repeat(joined.pattern, joined.how, joined.dim, length, new)
+
+    def _join(self, joined: _Joined) -> fx.Node:
+        """Return the join of the parts: the one that the model itself keeps, if there is one."""
+        for user in joined.parts[0].users:
+            how = decode(user)
+            if isinstance(how, Join) and how.parts == joined.parts and how.dim == joined.dim:
+                if not user < self.builder.anchor:
+                    self.builder.anchor.prepend(user)
+                # The untouched graph computes K and V from the parts, so a check has to draw these and not their join.
+                user.meta.pop(ORIGIN, None)
+                return user
+        return self.builder.call(aten.cat.default, list(joined.parts), joined.dim)
+
+    def _filled(self, joined: _Joined, value: object) -> fx.Node:
+        first, *others = joined.parts
+        sizes = [self.builder.size(first, k) for k in range(len(shape(first)))]
+        for x in others:
+            sizes[joined.dim] = self._added(sizes[joined.dim], self.builder.size(x, joined.dim))
+        like = {"dtype": val(first).dtype, "device": val(first).device}
+        if value is None:
+            return self.builder.call(aten.empty.memory_format, sizes, **like)
+        return self.builder.call(aten.full.default, sizes, value, **like)
+
+    def _added(self, one: Dim, two: Dim) -> Dim:
+        if isinstance(one, int) and isinstance(two, int):
+            return one + two
+        return self.builder.call(operator.add, one, two)
