@@ -222,7 +222,7 @@ CODES: dict[Code, CodeInfo] = {
         "the cache holds K and V per head, so the graph does not have the latent of the cached tokens",
         "cache the latent and the rotary key; or let K and V grow by cat from an empty cache (DynamicCache); or "
         "let a module own the buffers that they are written into, with zeros in them before "
-        "the first call, and use optimize() (the up-projection then has no bias); or export the model with its "
+        "the first call, and use optimize(); or export the model with its "
         'cache (buffers too) as inputs of its forward and optimize that program with cache="latent"',
     ),
     Code.NOT_MLA: CodeInfo("not_mla", f"K and V are not a linear image of a narrower latent: plain {PLAIN}"),

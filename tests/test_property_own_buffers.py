@@ -1,8 +1,7 @@
 """Generated layers that keep K and V in memory of their own, through both doors, two sessions each.
 
 Every call is compared with the same module in float64, and so is what is in the memory after it. Legal ones are
-absorbed, unless a bias stands where nothing was written. ``MLA_PROPERTY_OWN`` sets how many cases are drawn (8 by
-default) and ``MLA_PROPERTY_SEED`` draws others.
+absorbed. ``MLA_PROPERTY_OWN`` sets how many cases are drawn (8 by default) and ``MLA_PROPERTY_SEED`` draws others.
 """
 
 from __future__ import annotations
@@ -116,4 +115,4 @@ def may_be_rows(case: Case) -> bool:
     a constant, keys are images of the hidden state, which may be narrower than the latent or than the rotary key.
     """
     from_the_hidden_state = not case.latent_norm or case.D <= case.R
-    return case.legal and not case.bias and narrow(case) and case.V > 1 and not from_the_hidden_state
+    return case.legal and narrow(case) and case.V > 1 and not from_the_hidden_state

@@ -38,7 +38,7 @@ class CachedTensor:
     @property
     def kept(self) -> int:
         """Values per token in the new cache, without rows that another K or V holds."""
-        return sum(self.recipe.widths[i] for i in self.holds)
+        return sum(self.recipe.row_values(i) for i in self.holds)
 
 
 @dataclass(frozen=True)

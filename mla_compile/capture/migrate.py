@@ -98,9 +98,16 @@ def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> 
         start, stop = (start, stop) if part.added else (stop, stop + matrix.shape[-2])
         b = given.double().narrow(recipe.columns, start, stop - start)
         if part.bias is not None:  # only the first part of a sum has a bias
-            own = evaluate(part.bias, tensor.leaves, at_once, {}).double()
-            b = b - own.expand([own.shape[k] if k != recipe.columns else stop - start for k in range(own.dim())])
-        rows, flat = tensor.rows[part.rows], matrix.reshape(-1, part.width)
+            bias = evaluate(part.bias, tensor.leaves, at_once, {}).double()
+            bias = bias.expand([bias.shape[k] if k != recipe.columns else stop - start for k in range(bias.dim())])
+        else:
+            bias = b.new_zeros([1] * b.dim())
+        if recipe.is_marked(part.rows):  # the bias is a weight of the last column
+            column = bias.permute(*outer, *heads, recipe.columns)[(0,) * len(outer)]
+            matrix = torch.cat([matrix, column.expand(matrix.shape[:-1]).unsqueeze(-1)], -1)
+        else:
+            b = b - bias
+        rows, flat = tensor.rows[part.rows], matrix.reshape(-1, matrix.shape[-1])
         if part.added:
             known = found[-1].matrices
             known[rows] = known[rows] + flat if rows in known else flat

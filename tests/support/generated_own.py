@@ -54,7 +54,7 @@ def own_cases(draw: st.DrawFn) -> OwnCase:
     masks = ("keep", "add", "add_min") if case.mask in ("none", "is_causal") else (case.mask,)
     case = replace(
         case, fault=fault, cache="tensors", rotate="on_write", cut=False, mask=pick(*masks), door="optimize",
-        steps=2, chunk=min(case.chunk, 2), latents=1, reads=False, bias=pick(False, False, case.bias),
+        steps=2, chunk=min(case.chunk, 2), latents=1, reads=False,
     )  # fmt: skip
     written, held = pick(*WRITTEN), pick(*HELD)
     return OwnCase(

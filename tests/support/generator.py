@@ -192,7 +192,9 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
     # In half precision a sum of two products of one latent, or a product of rows with factors, is not rounded as one
     # product would be that makes a token of it alone.
     rounded = case.up in ("per_head", "blocks") and (case.lora or case.latent_scale == "constant")
-    rounded = (rounded or case.beside in ("rows", "gated")) and case.dtype in ("bfloat16", "float16")
+    # So is a product of a product, if no norm stands between the two and no cache.
+    rounded = rounded or case.beside in ("rows", "gated") or (case.cache == "none" and not case.latent_norm)
+    rounded = rounded and case.dtype in ("bfloat16", "float16")
     latents = 1 if apart or case.cache == "apart" else case.latents
     return replace(case, latents=latents, reads=case.reads and not rounded)
 

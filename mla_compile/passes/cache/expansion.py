@@ -58,10 +58,13 @@ def _expand_part(
 ) -> X:
     names = dict(zip(range(len(recipe.kinds)), _LETTERS, strict=False))
     outer, heads = recipe.outer, recipe.heads
+    mark: X | None = None
+    if recipe.is_marked(part.rows):
+        mark = call(aten.slice.Tensor, rows, len(outer), part.width, part.width + 1)
+        rows = call(aten.slice.Tensor, rows, len(outer), 0, part.width)
     if part.weight is None:
         present = sorted([*outer, recipe.columns])
-        order = [([*outer, recipe.columns]).index(k) for k in present]
-        x = rows if order == sorted(order) else call(aten.permute.default, rows, order)
+        x = _as_columns(recipe, rows, call)
     else:
         weight = evaluate(part.weight, leaves, call, memo)
         own = [k for k, there in zip(heads, part.heads, strict=True) if there]
@@ -81,9 +84,22 @@ def _expand_part(
     if part.factor is not None:
         x = call(aten.mul.Tensor, x, _cast(evaluate(part.factor, leaves, call, memo), recipe.dtype, call))
     if part.bias is not None:
-        x = call(aten.add.Tensor, x, _cast(evaluate(part.bias, leaves, call, memo), recipe.dtype, call))
+        bias = _cast(evaluate(part.bias, leaves, call, memo), recipe.dtype, call)
+        if mark is not None:
+            mark = _cast(_as_columns(recipe, mark, call), recipe.dtype, call)
+            for k in heads:
+                mark = call(aten.unsqueeze.default, mark, k)
+            bias = call(aten.mul.Tensor, mark, bias)
+        x = call(aten.add.Tensor, x, bias)
     sizes = [-1 if kind == "row" or k == recipe.columns else kind for k, kind in enumerate(recipe.kinds)]
     return x if all(k in present for k in heads) else call(aten.expand.default, x, sizes)
+
+
+def _as_columns(recipe: Recipe, rows: X, call: Call[X]) -> X:
+    """Return ``rows`` as columns of K for all heads: in the order of K's axes, without the axes of heads."""
+    axes = [*recipe.outer, recipe.columns]
+    order = sorted(range(len(axes)), key=axes.__getitem__)
+    return rows if order == sorted(order) else call(aten.permute.default, rows, order)
 
 
 def _cast(x: X, dtype: torch.dtype, call: Call[X]) -> X:

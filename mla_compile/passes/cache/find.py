@@ -14,7 +14,8 @@ A buffer of full length is the same, with a write in place of the join::
 
     K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
 
-This also holds for positions that were not written yet: without a bias, rows of zeros make zeros.
+This also holds for positions that were not written yet: rows of zeros make zeros, because a bias becomes the weight of
+one more column of the rows, which is one where something was written.
 
 K and V of the attention are then expanded from rows, and the other passes absorb them. This is legal if the contents of
 the past were made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`). Tensors that carry their
@@ -24,7 +25,7 @@ own outputs or a cache converted for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,6 +45,7 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 from mla_compile.passes.linear.rows import picked_of
 from mla_compile.passes.sources.along_tokens import computes
 from mla_compile.passes.sources.records import Side, pieces_of
+from mla_compile.passes.sources.row_slices import with_slices_of
 from mla_compile.passes.sources.selections import Selected, place_of
 from mla_compile.passes.sources.sources import choose_sources
 from mla_compile.passes.sources.writes import CacheWrite, is_zeros, write_of
@@ -169,7 +171,7 @@ class _Search:
             grows = self._grows(node)
             # An assumed past holds what this graph returned; a past that carries its recipe needs no assumption.
             known = node in self.pasts or (
-                grows and all(p in self.pasts for p in _joined(node) if p.op == "placeholder")
+                grows and all(p in self.pasts for p in _parts_of(node, Join) if p.op == "placeholder")
             )
             # A tensor that the caller neither gets back nor passes with its recipe is not a cache.
             if node not in self.returned and not known:
@@ -230,7 +232,7 @@ class _Search:
         # Heads that are stacked may be made by one weight; K and V may not.
         own = write.inner(tokens)
         one = all(not isinstance(make_recipe(p, self.maps.map(p), own), Stop) for p in write.parts)
-        new = tuple(tuple(n for part in parts for n in _stacked(part)) for parts in write.new)
+        new = tuple(tuple(n for part in parts for n in _parts_of(part, Stack)) for parts in write.new)
         return write if one else replace(write, new=new, stacked=(*write.stacked, dim))
 
     @cached_property
@@ -261,7 +263,7 @@ class _Search:
         return node in self.pasts or node in self.assumed
 
     def _grows(self, node: fx.Node) -> bool:
-        return any(map(self._is_past, _joined(node)))
+        return any(map(self._is_past, _parts_of(node, Join)))
 
     def keep(
         self,
@@ -276,12 +278,17 @@ class _Search:
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
         new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
-        cuts, _ = choose_sources(pieces_of([self.maps.map(p) for p in new]))
-        at_cuts = self.maps.with_sources(cuts)
+        # New rows may have a factor each, which moves before the weight. Slices of new tokens stay as they are.
+        gates = with_slices_of([new], self.maps).virtual.gates if new else {}
+        maps = self.maps.with_virtual(replace(self.maps.virtual, gates=gates)) if gates else self.maps
+        cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
+        at_cuts = maps.with_sources(cuts)
+        written = [p for write in writes.values() for p in write.parts if p in new]
+        marked = {p.source for part in written for p in at_cuts.map(part).pieces if p.bias is not None}
         kept: list[CacheOfRows] = []
         for node, tokens in tensors.items():
             made = {p: at_cuts.map(p) for p in parts[node] if p in new}
-            one = self._keep_one(node, sides[node], tokens, parts[node], made, writes.get(node))
+            one = self._keep_one(node, sides[node], tokens, parts[node], made, writes.get(node), marked)
             if one is None:
                 return None
             kept.append(one)
@@ -301,7 +308,7 @@ class _Search:
         """Return the past and the new tokens from which ``node`` is assembled, in order of time."""
         if write is not None:
             return [write.buffer, *write.parts]
-        return [node] if node in self.pasts or not self._grows(node) else _joined(node)
+        return [node] if node in self.pasts or not self._grows(node) else _parts_of(node, Join)
 
     def _keep_one(
         self,
@@ -311,6 +318,7 @@ class _Search:
         parts: Sequence[fx.Node],
         new: Mapping[fx.Node, LinearMap],
         write: CacheWrite | None = None,
+        marked: Collection[fx.Node | None] = (),
     ) -> CacheOfRows | None:
         known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
         taken: list[fx.Node | tuple[Ingredient, ...]] = []
@@ -322,9 +330,14 @@ class _Search:
                 taken += several
                 continue
             made = self._made(several, new, tokens, write)
-            if made is None or (write is not None and not _may_hold_rows(write, made[0])):
+            if made is None:
                 return None
             recipe, ingredients, leaves = made
+            if write is not None:
+                marks = tuple(i.node in marked for i in ingredients)
+                recipe = replace(recipe, marked=marks) if any(marks) else recipe
+                if not _may_hold_rows(write, recipe):
+                    return None
             known.add((recipe, leaves))
             dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
             taken.append(ingredients)
@@ -355,20 +368,14 @@ class _Search:
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
     """Whether the buffer that is written to can be a buffer of rows."""
-    # Unwritten positions are read as zeros, where a bias would appear instead. Rows have no heads to choose from, and
-    # packed ones cannot be multiplied.
-    plain = all(p.bias is None for p in recipe.parts) and not (any(recipe.packed) and computes(write.made))
+    # Rows have no heads to choose from, and packed ones have no place for a mark and cannot be multiplied.
+    plain = not any(recipe.packed) or not (any(recipe.marked) or computes(write.made))
     return plain and all(recipe.kinds[dim] == "row" for dim in write.dims)
 
 
-def _joined(node: fx.Node) -> list[fx.Node]:
+def _parts_of(node: fx.Node, kind: type[Join] | type[Stack]) -> list[fx.Node]:
     how = decode(node)
-    return list(how.parts) if isinstance(how, Join) else []
-
-
-def _stacked(node: fx.Node) -> tuple[fx.Node, ...]:
-    how = decode(node)
-    return tuple(how.parts) if isinstance(how, Stack) else ()
+    return list(how.parts) if isinstance(how, kind) else []
 
 
 def _likely_token_axis(node: fx.Node) -> int:
@@ -384,8 +391,8 @@ def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
     rows: dict[Hashable, int] = {}
     for k in kept:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
-        for index, width in enumerate(k.recipe.widths):
-            rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
+        for index in range(len(k.recipe.widths)):
+            rows[(k.node, index) if ingredients is None else ingredients[index].node] = k.recipe.row_values(index)
     # Every head multiplies whole rows, so if the other side stays, saving a few values is not worth that.
     held, values = sum(rows.values()) * (2 if alone else 1), sum(k.recipe.values for k in kept)
     return held < values or all(k.node in k.parts for k in kept)

@@ -82,6 +82,7 @@ class Recipe:
         parts: column blocks, each following the previous one along ``columns`` or added to it.
         widths: the widths of the rows, in values.
         packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
+        marked: which rows have a last column with a one in it. It carries the bias: rows of zeros then make zeros.
         dtype: the dtype of K.
         leaves: the number of weight tensors that the parts read.
         stacked: the axes of K along which tensors with columns of their own are stacked (K and V, or all layers).
@@ -96,6 +97,7 @@ class Recipe:
     leaves: int
     packed: tuple[bool, ...] = ()
     stacked: tuple[int, ...] = ()
+    marked: tuple[bool, ...] = ()
 
     @property
     def outer(self) -> list[int]:
@@ -145,9 +147,16 @@ class Recipe:
     def is_packed(self, index: int) -> bool:
         return self.packed != () and self.packed[index]
 
+    def is_marked(self, index: int) -> bool:
+        return self.marked != () and self.marked[index]
+
+    def row_values(self, index: int) -> int:
+        """The number of values of a row, with its mark."""
+        return self.widths[index] + self.is_marked(index)
+
     def held_width(self, index: int) -> int:
         """Return the width of the tensor that holds the rows ``index``: in values, or in bytes if they are packed."""
-        return packed_width(self.widths[index]) if self.is_packed(index) else self.widths[index]
+        return packed_width(self.widths[index]) if self.is_packed(index) else self.row_values(index)
 
     def held_dtype(self, index: int, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of that tensor, for rows that a graph computes in ``dtype``."""

@@ -98,7 +98,7 @@ class _Rewriter:
         self.zeros: dict[Hashable, fx.Node] = {}
         self.same = first_equals(graph)  # K and V may each have a mask of their own for the same positions
         self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
-        self.arranged: dict[tuple[fx.Node, tuple[Axis, ...]], fx.Node] = {}
+        self.arranged: dict[tuple[fx.Node, tuple[Axis, ...], bool], fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
@@ -250,12 +250,15 @@ class _Rewriter:
         return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
-        key = ingredient.node, ingredient.target  # K and V may take different axes of size 1 for an axis of the rows
+        # K and V may take different axes of size 1 for an axis of the rows.
+        key = ingredient.node, ingredient.target, recipe.is_marked(index)
         if key not in self.arranged:
             builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
             node = materialize(ingredient.node, builder, {})
             sizes = SizeSources(builder, [(node, ingredient.axes)])
             rows = arrange(builder, sizes, node, ingredient.axes, ingredient.target)
+            if recipe.is_marked(index):
+                rows = builder.call(aten.constant_pad_nd.default, rows, [0, 1], 1.0)
             if recipe.is_packed(index):
                 rows = pack(rows, recipe.widths[index], builder.call)
             self.arranged[key] = rows

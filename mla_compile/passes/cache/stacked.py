@@ -38,6 +38,7 @@ def stacked(parts: Sequence[FullRecipe], axes: Sequence[int], counts: Sequence[i
                 part,
                 rows=places[part.rows],
                 weight=_renumbered(part.weight, numbers),
+                bias=_renumbered(part.bias, numbers),
                 factor=_renumbered(part.factor, numbers),
                 stack=stack,
             )

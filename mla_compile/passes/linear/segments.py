@@ -110,7 +110,8 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
         if write.index == how.index:
             return unexplained(maps, node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
         x = write.base
-    return finish(_select(maps.map(x), how.dim, how.index, node), node)
+    source = _map_of(maps, x)
+    return source if isinstance(source, Stop) else finish(_select(source, how.dim, how.index, node), node)
 
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:

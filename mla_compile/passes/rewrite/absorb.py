@@ -66,7 +66,7 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths,
     )
     out = rewriter.run()
     views, weights = tuple(rewriter.views.values()), tuple(rewriter.weights)
-    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, views, weights)
+    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, views, weights, given=rewriter.given)
 
 
 class Operands(NamedTuple):

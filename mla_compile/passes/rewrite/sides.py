@@ -17,10 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.attention.site import Product
 from mla_compile.passes.cost.terms import cheapest, pays
 from mla_compile.passes.ir.arrange import SizeSources, aligned, arrange, einsum, spread
-from mla_compile.passes.ir.axes import Atom, Axis, flatten
+from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.expr import Expr, Factor, wide
-from mla_compile.passes.ir.graph import Builder, is_virtual, materialize, val
-from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.ir.graph import Builder, is_virtual, materialize, shape, val
+from mla_compile.passes.ir.moves import Slice
+from mla_compile.passes.ir.operators import decode
+from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import project
 from mla_compile.passes.sources.records import AbsorbPlan, Rows
@@ -41,6 +43,7 @@ class Sides:
         self.memo: dict[Expr, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
         self.joined: dict[Rows, fx.Node] = {}
+        self.wholes: dict[fx.Node, fx.Node] = {}
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
         # In graph order: a node must be defined before a product reads sizes from it.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
@@ -144,7 +147,9 @@ class Sides:
         """Return the rows as [B, T, width]."""
         if rows not in self.joined:
             if rows.parts:
-                node = self.builder.call(aten.cat.default, [self._rows(r) for r in rows.parts], -1)
+                node = self._beside(rows.parts) or self.builder.call(
+                    aten.cat.default, [self._rows(r) for r in rows.parts], -1
+                )
             else:
                 target = (self.plan.batch, self.site.keys, rows.width)
                 node, axes = self._in_graph(rows), rows.axes
@@ -155,6 +160,33 @@ class Sides:
                 node = arrange(self.builder, self.sizes, node, axes, target)
             self.joined[rows] = self.builder.cast(node, self.dtype)
         return self.joined[rows]
+
+    def _beside(self, parts: Sequence[Rows]) -> fx.Node | None:
+        """Return the tensor whose columns, in their order, are the ``parts``; None if they are no slices of one."""
+        whole, stop = None, 0
+        for part in parts:
+            how = None if is_virtual(part.node) else decode(part.node)
+            if not isinstance(how, Slice) or how.taken is None or how.taken.step != 1 or how.taken.start != stop:
+                return None
+            others = [own for k, own in enumerate(part.axes) if k != how.dim]
+            if part.heads or part.axes[how.dim] != part.width or whole not in (None, (how.x, how.dim, others)):
+                return None
+            whole, stop = (how.x, how.dim, others), how.taken.stop
+        if whole is None or not same(shape(whole[0])[whole[1]], stop):
+            return None
+        x, dim, others = whole
+        width = fresh_axis(stop)
+        axes = (*others[:dim], width, *others[dim:])
+        if not set(self.plan.batch) <= {*flatten(axes)}:
+            return None
+        self.wholes.update((part.node, x) for part in parts)
+        return arrange(self.builder, self.sizes, x, axes, (self.plan.batch, self.site.keys, width))
+
+    @property
+    def given(self) -> tuple[fx.Node, ...]:
+        """The rows that a check draws, if these are not the plan's sources: tensors that are read whole."""
+        sources = dict.fromkeys(self.wholes.get(source, source) for source in self.plan.sources)
+        return tuple(sources) if self.wholes else ()
 
     def _in_graph(self, rows: Rows) -> fx.Node:
         """Return the node of the rows, materialising a virtual source."""

@@ -17,7 +17,7 @@ from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, shape, val, whole_rows
 from mla_compile.passes.ir.moves import Fill
 from mla_compile.passes.ir.operators import decode
-from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.ir.sizes import same_sizes, size
 from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.sources.records import AbsorbPlan
 from mla_compile.passes.verify.comparison import BUDGET_BYTES, BUDGET_FLOPS, LONG, Comparison, Run
@@ -39,7 +39,7 @@ def site_comparison(
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: untouched[name] for name in nearest_known([*inputs, *beside], weights)}
     # The tensor that the plan's rows are cut from may have another length than the keys.
-    longer = all(node in plan.sources for node in given)
+    longer = all(any(same_sizes(shape(node)[:-1], shape(source)[:-1]) for source in plan.sources) for node in given)
     return compared(plan, untouched[old], new, boundary, longer=longer)
 
 

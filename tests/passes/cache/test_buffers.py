@@ -37,7 +37,7 @@ class Static(nn.Module):
     def __init__(self, write="index_copy", in_place=True, style="plain"):
         super().__init__()
         self.layer = Model(style).layers[0]
-        self.write, self.in_place = write, in_place
+        self.write, self.in_place, self.hides = write, in_place, True
 
     def made(self, x, at):
         b, s, _ = x.shape
@@ -66,7 +66,7 @@ class Static(nn.Module):
         k, v = self.made(x, at)
         k_buffer, v_buffer = self.put(k_buffer, k, at), self.put(v_buffer, v, at)
         k, v = self.read(k_buffer, v_buffer)
-        keep = torch.arange(k.shape[2]) <= at[:, None]
+        keep = (torch.arange(k.shape[2]) <= at[:, None]) | (not self.hides)
         y = self.layer.o(F.scaled_dot_product_attention(q, k, v, attn_mask=keep).transpose(1, 2).flatten(2))
         return y if self.in_place else (y, k_buffer, v_buffer)
 
@@ -237,9 +237,51 @@ def test_values_become_rows_where_keys_cannot(make, count):
         assert (theirs[0] - mine[0]).abs().max() < EXACT
 
 
-def test_a_bias_stays():
-    """Where nothing was written yet the buffer holds zeros, and zeros with a bias are none."""
-    stays(Static(style="bias"))
+@pytest.mark.parametrize("make", [Static, Adds])
+def test_a_bias_is_where_something_was_written(make):
+    """An attention that sees the whole buffer: zeros where nothing was written, and no bias."""
+
+    module = make(in_place=False, style="bias")
+    module.hides = False
+    program = latent(module)
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + 1 + R, 0]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in (0, 1, 5):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
+    rows, error = mla_compile.migrate_cache(program, mine)
+    assert error < 1e-13
+    for a, b in zip(pytree.tree_leaves(rows), pytree.tree_leaves(theirs), strict=True):
+        assert (a - b).abs().max() < EXACT
+
+
+class GatedBranch(Static):
+    """K and V have an image of narrow rows added, which have a factor each."""
+
+    def __init__(self, style):
+        super().__init__(in_place=False, style=style)
+        self.narrow, self.wide = nn.Parameter(seeded(2, L, seed=70)), nn.Parameter(seeded(H * (N + V), 2, seed=71))
+
+    def made(self, x, at):
+        k, v = super().made(x, at)
+        c = self.layer.norm(self.layer.down(x)[..., :L])
+        more = F.linear(F.linear(c, self.narrow), self.wide) * torch.sigmoid(c[..., :1])
+        more_k, more_v = more.unflatten(-1, (H, -1)).transpose(1, 2).split([N, V], -1)
+        return torch.cat([k[..., :N] + more_k, k[..., N:]], -1), v + more_v
+
+
+@pytest.mark.parametrize(("style", "marks"), [("plain", 0), *also("combination", ("bias", 1))])
+def test_a_factor_of_new_rows_goes_with_them(style, marks):
+    module = GatedBranch(style)
+    program = latent(module)
+    assert [t.kept for t in program.graph_module.meta["mla_cache"].inputs] == [L + marks + R + 2, 0]
+    assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in (0, 1, 5):
+        x, at = tokens(start, 1)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
 
 
 def test_a_buffer_that_the_caller_gets_a_view_of_stays():

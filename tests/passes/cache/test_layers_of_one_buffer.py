@@ -125,12 +125,21 @@ def latent(module, start=0, count=1, **options):
     ],
 )
 def test_the_layers_become_rows(put):
-    module = Layered(put)
+    _become_rows(Layered(put), L + R)
+
+
+@pytest.mark.parametrize("put", [assigned, *also("combination", *BOTH)])
+def test_layers_with_a_bias(put):
+    _become_rows(Layered(put, style="bias"), L + 1 + R)
+
+
+def _become_rows(module, kept):
+    put = module.put
     program = latent(module)
     change = program.graph_module.meta["mla_cache"]
     values = [2 * H * WIDE] if put in BOTH else [H * WIDE, H * V]
     assert [(t.values, t.kept) for t in change.inputs] == [
-        (LAYERS * n, 0 if k else LAYERS * (L + R)) for k, n in enumerate(values)
+        (LAYERS * n, 0 if k else LAYERS * kept) for k, n in enumerate(values)
     ]
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"] * LAYERS
     mine, theirs = buffers(put), program.example_inputs[0][1]
@@ -141,7 +150,7 @@ def test_the_layers_become_rows(put):
             (expected, *mine), (got, *theirs) = expected, got
         assert (got - expected).abs().max() < EXACT
     held = sum(t.numel() for t in pytree.tree_leaves(theirs))
-    assert held == LAYERS * B * CAPACITY * (L + R)
+    assert held == LAYERS * B * CAPACITY * kept
     rows, error = mla_compile.migrate_cache(program, mine)
     assert error < 1e-13
     for a, b in zip(pytree.tree_leaves(rows), pytree.tree_leaves(theirs), strict=True):
@@ -251,10 +260,4 @@ def test_layers_that_are_not_written_stay():
     exported = torch.export.export(module.double().eval(), (x, buffers(assigned, FEW + 1), at), strict=False)
     with pytest.warns(mla_compile.MlaCompileWarning):
         program = mla_compile.optimize(exported, cache="latent", forms="absorbed")
-    assert "mla_cache" not in program.graph_module.meta
-
-
-def test_layers_with_a_bias_stay():
-    with pytest.warns(mla_compile.MlaCompileWarning):
-        program = latent(Layered(assigned, FEW, style="bias"))
     assert "mla_cache" not in program.graph_module.meta

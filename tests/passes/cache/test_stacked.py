@@ -87,10 +87,18 @@ def of_a_mask(kv, k, v, at, axis):
     ],
 )
 def test_a_buffer_of_both_becomes_rows(write, axis):
-    module = Stacked(write, axis)
-    program = latent(module)
+    _becomes_rows(Stacked(write, axis), L + R)
+
+
+@pytest.mark.parametrize(("write", "axis"), [(at_positions, 0), *also("combination", (at_once, 1), (of_a_mask, 0))])
+def test_a_buffer_of_both_with_a_bias(write, axis):
+    _becomes_rows(Stacked(write, axis, style="bias"), L + 1 + R)
+
+
+def _becomes_rows(module, kept):
+    program, axis = latent(module), module.axis
     change = program.graph_module.meta["mla_cache"]
-    assert [(t.name, t.values, t.kept) for t in change.inputs] == [("kv", 2 * H * WIDE, L + R)]
+    assert [(t.name, t.values, t.kept) for t in change.inputs] == [("kv", 2 * H * WIDE, kept)]
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
     mine, theirs = buffer(axis), program.example_inputs[0][1]
     for start in (0, 1, 5):
@@ -156,12 +164,6 @@ def test_other_buffers_of_both_stay(write, axis):
     given = seeded(*buffer(axis).shape)
     for expected, got in zip(module(x, given.clone(), at), program.module()(x, given.clone(), at), strict=True):
         torch.testing.assert_close(got, expected)
-
-
-def test_a_bias_stays():
-    with pytest.warns(mla_compile.MlaCompileWarning):
-        program = latent(Stacked(at_positions, style="bias"))
-    assert "mla_cache" not in program.graph_module.meta
 
 
 def test_two_of_three_parts_are_not_the_buffer():

@@ -184,10 +184,21 @@ SEVERAL = [
 @pytest.mark.parametrize("in_place", [False, *also("combination", True)])
 @pytest.mark.parametrize(("write", "count"), [*((w, 1) for w in ONE), *((w, 3) for w in SEVERAL)])
 def test_buffers_become_rows_however_they_are_written_to(write, count, in_place):
-    module = Written(write, in_place)
-    program = latent(module, count=count)
+    _become_rows(Written(write, in_place), count, L + R)
+
+
+@pytest.mark.parametrize(
+    ("write", "count"),
+    [(multiplied, 1), (joined, 3), *also("combination", *((w, 1) for w in ONE), *((w, 3) for w in SEVERAL))],
+)
+def test_a_bias_goes_with_what_is_written(write, count):
+    _become_rows(Written(write, in_place=False, style="bias"), count, L + 1 + R)
+
+
+def _become_rows(module, count, kept):
+    program, in_place = latent(module, count=count), module.in_place
     change = program.graph_module.meta["mla_cache"]
-    assert [(t.name, t.kept) for t in change.inputs] == [("k_buffer", L + R), ("v_buffer", 0)]
+    assert [(t.name, t.kept) for t in change.inputs] == [("k_buffer", kept), ("v_buffer", 0)]
     assert [s.code for s in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
     mine, theirs = buffers(), program.example_inputs[0][1:3]
     for start in (1, 1 + count, 2):  # the last call overwrites
@@ -539,11 +550,6 @@ OTHERS = {divided: "nonlinear", rolled_as_one: "token_mixing"}
 )
 def test_buffers_that_are_written_to_otherwise_stay(write, code):
     assert stays(Written(write)).code == code
-
-
-@pytest.mark.parametrize("write", [multiplied, chosen, scattered, index_added, accumulated])
-def test_a_bias_stays_whatever_writes(write):
-    stays(Written(write, style="bias"))
 
 
 def test_what_is_written_into_zeros_is_no_buffer():

@@ -286,3 +286,22 @@ def count(gm, inputs, weights):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         gm(*inputs, *weights)
     return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "joins"),
+    [((0, L), (L, L + M), 0), ((M, L + M), (0, M), 1), ((0, L), (L - 1, L + M - 1), 1)],
+    ids=["in order", "the other order", "overlapping"],
+)
+def test_columns_beside_each_other_in_one_tensor_are_read_as_one(a, b, joins):
+    """A cache that holds both rows is read as it is."""
+
+    def fn(q, both, w_k, u_k, w_v, u_v):
+        one, two = both[..., slice(*a)], both[..., slice(*b)]
+        return attend(q, *(heads(F.linear(one, w) + F.linear(two, u)) for w, u in ((w_k, u_k), (w_v, u_v))))
+
+    inputs = [seeded(B, H, 1, N), seeded(B, T, L + M, seed=1)]
+    _, outcome = decide(fn, inputs, (H * N, L), (H * N, M), (H * V, L), (H * V, M))
+    assert [s.code for s in outcome.report.sites] == [Code.ABSORBED]
+    joined = outcome.program.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert sum(T in n.meta["val"].shape for n in joined) == joins
