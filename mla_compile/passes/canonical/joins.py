@@ -264,10 +264,7 @@ class _Maker(Repeater):
         sizes = [self.builder.size(first, k) for k in range(len(shape(first)))]
         for x in others:
             sizes[joined.dim] = self._added(sizes[joined.dim], self.builder.size(x, joined.dim))
-        like = {"dtype": val(first).dtype, "device": val(first).device}
-        if value is None:
-            return self.builder.call(aten.empty.memory_format, sizes, **like)
-        return self.builder.call(aten.full.default, sizes, value, **like)
+        return self.builder.filled(sizes, value, first)
 
     def _added(self, one: Dim, two: Dim) -> Dim:
         if isinstance(one, int) and isinstance(two, int):

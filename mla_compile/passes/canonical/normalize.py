@@ -94,20 +94,15 @@ def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
     if made.layout is not torch.strided:
         return None
     sizes = given[1] if op in _NEW else [length_behind(builder, asked, dim) for dim in range(made.dim())]
-    like = {"dtype": made.dtype, "device": made.device}
-    if op in _EMPTY:
-        new = builder.call(aten.empty.memory_format, sizes, **like)
-    else:
-        value = _LIKE.get(op, _NEW.get(op))
-        new = builder.call(aten.full.default, sizes, given[-1] if value is None else value, **like)
+    value = {**_LIKE, **_NEW}[op]
+    new = builder.filled(sizes, given[-1] if value is _LAST else value, node)
     return same_layout(builder, new, node)
 
 
-_LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None, aten.empty_like: None}
-_NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: None, aten.new_empty: None}
-"""Operators that create a filled tensor like another, and the fill value; None: it is the last argument."""
-_EMPTY = {aten.empty_like, aten.new_empty}
-"""Those that fill it with nothing."""
+_LAST = object()
+_LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: _LAST, aten.empty_like: None}
+_NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: _LAST, aten.new_empty: None}
+"""Operators that create a filled tensor like another, and the fill value: a number, their last argument, or none."""
 
 
 def _is_computed(node: fx.Node) -> bool:

@@ -157,6 +157,13 @@ class Builder:
         static = size(val(node).shape[dim])
         return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
+    def filled(self, sizes: Sequence[int | fx.Node], value: object, like: fx.Node) -> fx.Node:
+        """Return a tensor of one value, in the dtype and on the device of ``like``; of any values if it is None."""
+        own = {"dtype": val(like).dtype, "device": val(like).device}
+        if value is None:
+            return self.call(torch.ops.aten.empty.memory_format, sizes, **own)
+        return self.call(torch.ops.aten.full.default, sizes, value, **own)
+
     def on_device(self, node: fx.Node, device: torch.device) -> fx.Node:
         """Move a one-element ``node`` to ``device``: our operators, unlike torch's, accept no CPU scalars."""
         if val(node).device == device:

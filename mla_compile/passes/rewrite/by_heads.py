@@ -73,10 +73,7 @@ class _GroupMaker(PartMaker):
             # A constant tensor is made for this group alone: the whole one may be as large as K for all heads.
             wanted = [self.builder.size(node, k) for k in range(len(shape(node)))]
             wanted[dim] = stop - start
-            like = {"dtype": val(node).dtype, "device": val(node).device}
-            if how.value is None:
-                return self.builder.call(aten.empty.memory_format, wanted, **like)
-            return self.builder.call(aten.full.default, wanted, how.value, **like)
+            return self.builder.filled(wanted, how.value, node)
         return self._in_turn(super()._slice(node, dim, start, stop))
 
     def _in_shape(self, node: fx.Node, dim: int, length: Dim, part: fx.Node | None) -> fx.Node:

@@ -167,9 +167,18 @@ def _keys_beside(q, old, new, w):
     return torch.cat([out, made], 1)
 
 
-@pytest.mark.parametrize(("function", "moved"), [(_keys, 1), (_keys_beside, 0)])
-def test_nothing_is_computed_twice(function, moved):
-    data = [seeded(2, 3, 6), seeded(2, 5, 6, seed=1), seeded(2, 2, 6, seed=2)]
+def _keys_transposed_beside(q, old, new, w):
+    """Joined along the tokens, the transposed parts would need the projections of the parts themselves."""
+    k = torch.cat([x + x.permute(0, 2, 1) for x in (old @ w, new @ w)], 1)
+    return (q @ k.mT).softmax(-1) @ torch.cat([old, new], 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "tokens", "moved"),
+    [(_keys, (5, 2), 1), (_keys_beside, (5, 2), 0), (_keys_transposed_beside, (6, 6), 0)],
+)
+def test_nothing_is_computed_twice(function, tokens, moved):
+    data = [seeded(2, 3, 6), *(seeded(2, count, 6, seed=k) for k, count in enumerate(tokens, 1))]
     program = trace(function, data, [seeded(6, 6, seed=3)])
     weights = {program.gm.graph.find_nodes(op="placeholder")[-1]}
     before = calls(program).count("matmul.default")
