@@ -341,6 +341,13 @@ def test_kernels_know_no_graph_and_passes_know_no_triton():
                 assert not any(t == name or t.startswith(f"{name}.") for t in targets), f"{module} imports {name}"
 
 
+def test_a_function_of_a_gpu_kernel_has_at_most_150_lines():
+    sources = [path for path in MODULES.values() if path.stem.endswith(("_triton", "_gluon"))]
+    functions = [n for path in sources for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    assert len(functions) > 50
+    assert max(n.end_lineno - n.lineno + 1 for n in functions) <= 150
+
+
 TWICE = {"Sampling"}  # of a request for continuous batching, and of a run of exported files: both are public
 
 

@@ -24,7 +24,6 @@ _BITS = {"i32": 32, "i64": 64, "fp32": 32}
 # spills at most 16 bytes. A mask that differs between rows occupies registers beside the sums, and only calls with few
 # query tokens have one.
 SPILLED = {"none": 128, "listed": 128, "bool": 768, "float": 768}
-_KERNELS = ("decode_triton.py", "combine_triton.py", "tiles_triton.py")  # in kernels/triton
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,10 @@ class Cubin:
 
 @lru_cache(maxsize=1)
 def kernels_sha256() -> str:
-    """Hash the sources of the kernels."""
+    """Hash the sources of the kernels, with those that they import."""
     digest = hashlib.sha256()
-    for name in _KERNELS:
-        digest.update((Path(devices.__file__).parent / "triton" / name).read_bytes())
+    for path in sorted((Path(devices.__file__).parent / "triton").glob("*_triton.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -81,6 +82,19 @@ def test_the_library_holds_no_path_of_this_machine(built):
     content = built.read_bytes()
     for folder in (str(Path(__file__).parents[2]), sys.prefix, str(built.parent), os.path.expanduser("~/")):
         assert folder.encode() not in content
+
+
+def test_a_kernel_is_compiled_again_after_a_change_of_what_it_imports(tmp_path, monkeypatch):
+    kernels = Path(cubins.devices.__file__).parent
+    shutil.copytree(kernels / "triton", tmp_path / "triton")
+    monkeypatch.setattr(cubins.devices, "__file__", str(tmp_path / "devices.py"))
+    digest = cubins.kernels_sha256.__wrapped__
+    seen = {digest()}
+    for name in ("decode_triton.py", "operands_triton.py", "scores_triton.py"):
+        with (tmp_path / "triton" / name).open("a") as file:
+            file.write("# changed\n")
+        seen.add(digest())
+    assert len(seen) == 4
 
 
 def test_a_second_build_takes_its_kernels_from_the_cache(built, monkeypatch):

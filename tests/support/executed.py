@@ -12,6 +12,7 @@ processes execute does not count.
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import os
 import pickle
@@ -44,7 +45,8 @@ class Watch:
     """Lines by test, through the tool of ``sys.monitoring`` that coverage programs have."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lines, self.watched, self.modules = path, Lines(), set[types.CodeType](), 0
+        self.path, self.lines, self.watched = path, Lines(), set[types.CodeType]()
+        self.modules: set[str] = set()
         self.tool = sys.monitoring.COVERAGE_ID
 
     def pytest_collection_finish(self) -> None:
@@ -63,14 +65,15 @@ class Watch:
             pickle.dump((item.nodeid, time.perf_counter() - start, self.lines), file)
 
     def _line(self, code: types.CodeType, line: int) -> Any:
-        name = os.path.relpath(code.co_filename, ROOT)
+        name = _from_root(code.co_filename)
         self.lines[name] = self.lines.get(name, 0) | 1 << line
         return sys.monitoring.DISABLE
 
     def _watch_new(self) -> None:
-        if len(sys.modules) == self.modules:
+        modules = {name for name in sys.modules if name.startswith("mla_compile")}
+        if modules == self.modules:
             return
-        self.modules = len(sys.modules)
+        self.modules = modules
         package = str(ROOT / "mla_compile") + os.sep
         for thing in gc.get_objects():
             if type(thing) is types.FunctionType and thing.__code__.co_filename.startswith(package):
@@ -83,6 +86,11 @@ class Watch:
             for inner in code.co_consts:
                 if isinstance(inner, types.CodeType):
                     self._watch(inner)
+
+
+@functools.cache
+def _from_root(path: str) -> str:
+    return os.path.relpath(path, ROOT)
 
 
 def read(path: str | Path) -> dict[str, tuple[float, Lines]]:

@@ -48,8 +48,8 @@ def write_places(
     mask,
     places,
     bias,
-    start,
-    stop,
+    first,
+    last,
     length,
     own,
     window,
@@ -59,17 +59,19 @@ def write_places(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Write places (and biases) of up to COUNT entries of a query token's list, from ``start`` to ``stop``."""
-    i = start + tl.arange(0, COUNT)
-    n = tl.load(indices + i, mask=i < stop, other=-1)
-    seen = names(n, length, own, window, CAUSAL, WINDOW)
-    if mask is not None:
-        value = tl.load(mask + n.to(tl.int64) * mask_t, mask=seen, other=0)
-        if bias is None:
-            seen = seen & (value != 0)
-        else:
-            tl.store(bias + i, base_2(value), mask=i < stop)
-            seen = seen & (value != float("-inf"))
-    if PAGE > 0:
-        n = tl.load(table + n // PAGE, mask=seen, other=0) * PAGE + n % PAGE
-    tl.store(places + i, tl.where(seen, n, -1), mask=i < stop)
+    """Write places (and biases) of the entries [first, last) of a query token's list, COUNT at a time."""
+    for start in range(first, last, COUNT):
+        i = start + tl.arange(0, COUNT)
+        n = tl.load(indices + i, mask=i < last, other=-1)
+        seen = names(n, length, own, window, CAUSAL, WINDOW)
+        if mask is not None:
+            value = tl.load(mask + n.to(tl.int64) * mask_t, mask=seen, other=0)
+            if bias is None:
+                seen = seen & (value != 0)
+            else:
+                tl.store(bias + i, base_2(value), mask=i < last)
+                seen = seen & (value != float("-inf"))
+        if PAGE > 0:
+            n = tl.load(table + n // PAGE, mask=seen, other=0) * PAGE + n % PAGE
+        tl.store(places + i, tl.where(seen, n, -1), mask=i < last)
+    tl.debug_barrier()

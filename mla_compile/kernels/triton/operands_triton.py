@@ -4,6 +4,57 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from mla_compile.kernels.triton.tiles_triton import tile_rows
+
+
+@triton.jit
+def columns(BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The numbers of BLOCK columns; 64-bit with WIDE, where offsets inside a request or a page need that."""
+    c = tl.arange(0, BLOCK)
+    return c.to(tl.int64) if WIDE else c
+
+
+@triton.jit
+def inside(rows, c, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The mask [rows,BLOCK] of those ``rows`` and of the columns c below SIZE; [rows,1] if a block is as wide."""
+    if BLOCK == SIZE:
+        return rows[:, None]
+    else:
+        return rows[:, None] & (c < SIZE)[None, :]
+
+
+@triton.jit
+def load_tile(
+    x,
+    table,
+    start,
+    n,
+    seen,
+    length,
+    stride_b,
+    stride_t,
+    stride_c,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    LISTED: tl.constexpr,
+    OFFSETS_FIRST: tl.constexpr,
+):
+    """The rows of ``x`` of the tokens n that are ``seen`` [BLOCK_N,BLOCK], zeros elsewhere; see :func:`tile_rows`.
+
+    A base and its columns are added before the offsets of rows, because they are the same in every iteration, or for a
+    page. OFFSETS_FIRST adds the offsets first.
+    """
+    p, o = tile_rows(x, table, start, n, length, stride_b, stride_t, PAGE, BLOCK_N, WIDE, LISTED)
+    c = columns(BLOCK, WIDE)
+    mask = inside(seen, c, SIZE, BLOCK)
+    if OFFSETS_FIRST:
+        p = p + (o[:, None] + c[None, :] * stride_c)
+    else:
+        p = (p + c * stride_c)[None, :] + o[:, None]
+    return tl.load(p, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -44,6 +44,22 @@ def key_range(lengths, b, S, T, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def listed_tile(work, plane, valid):
+    """``(tile, word)``: the tile of the list at which ``work`` points, and its visible keys."""
+    return tl.load(work + TILE * plane, mask=valid, other=0), tl.load(work + WORD * plane, mask=valid, other=0)
+
+
+@triton.jit
+def keys_of(tile, length, begin, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """``(n, seen)``: the keys of a tile [BLOCK_N], and which of them some row of the request sees."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    seen = n < length
+    if WINDOW:
+        seen = seen & (n >= begin)
+    return n, seen
+
+
+@triton.jit
 def tile_rows(
     x,
     table,
