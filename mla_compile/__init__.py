@@ -1,4 +1,4 @@
-"""Absorbed decode for models with Multi-head Latent Attention that nobody prepared for it.
+"""Absorbed decode for unmodified models with Multi-head Latent Attention.
 
 All entry points run the same passes::
 

@@ -55,10 +55,9 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
 
     * ``nn.Module``: a new object of the same class with the same parameters, buffers and layers, whose forward is
       compiled on its first call. In that call, empty buffers of K and V become buffers of rows, and the modules that
-      hold them are copied. Methods that call the model, such as ``generate()``, run the compiled forward. Methods that
-      call a model within it do so too: such inner models are copied, and the copies share everything else. With
-      gradients enabled the original forward runs. ``mla_report`` says what has been done so far. A deep copy is
-      optimized as well.
+      hold them are copied. Methods that call the model, such as ``generate()``, run the compiled forward. A model
+      within it that methods call is copied and compiled, too; the copy shares everything else. With gradients enabled
+      the original forward runs. ``mla_report`` says what has been done so far. A deep copy is optimized as well.
     * ``ExportedProgram``: a new one with the same signature. ``lowering`` is "aten" by default, so that a package made
       from it loads where mla_compile is not installed; folded weights (``fold="always"``) become its constants.
     * ``GraphModule``: a new one, captured at the shapes of ``meta["val"]`` or of ``example_inputs``.
@@ -104,7 +103,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
         with one_at_a_time(), Compilations("the program", show=progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
-        if not called_within(obj):  # by methods
+        if not called_within(obj):  # no method calls a module within it
             _needs_forward(obj, "optimize()")
         return _optimize_module(obj, example_inputs, dict(options), progress=progress)
     raise InputError(
@@ -124,9 +123,9 @@ def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Repo
         model: an ``nn.Module``, an ``ExportedProgram`` or a ``GraphModule``.
         *example_inputs: the arguments of its forward; those of a decode step show what happens in decode. An
             ExportedProgram needs none, and a GraphModule only if its placeholders have no ``meta["val"]``.
-        **arguments: keyword arguments of its forward. A name of a field of ``Options`` sets that option, unless the
-            forward has an argument of that name and the value is not a legal one of the option (a ``cache`` that is not
-            a string).
+        **arguments: keyword arguments of its forward. One with the name of a field of ``Options`` sets that option,
+            unless the forward has an argument of that name and the value is not legal for the option (a ``cache`` that
+            is not a string).
 
     Returns:
         A report with one entry per attention site. A module that breaks into several graphs has one report for all of
@@ -157,7 +156,7 @@ def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Repo
 
 
 def migrate_cache(optimized: object, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
-    """Converts an existing cache of K and V to the rows that a program optimized with ``cache="latent"`` takes.
+    """Convert an existing cache of K and V to the rows that a program optimized with ``cache="latent"`` takes.
 
     Args:
         optimized: what ``optimize(program, cache="latent")`` returned.
@@ -230,7 +229,7 @@ def with_forward(
     *,
     progress: bool | None = None,
 ) -> Module:
-    """The optimized module of ``module``, which may be one itself; ``report``: what is known of it so far."""
+    """The optimized module of ``module``, which may be optimized already; ``report``: its report so far."""
     fast = plain_copy(module)
     forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
     if report is not None:
@@ -245,7 +244,7 @@ def with_forward(
 def plain_copy(module: Module) -> Module:
     """A module object that shares parameters, buffers and layers, including later replacements, with ``module``.
 
-    What its methods call is copied, too. A hook of the copy runs as long as ``module`` has that hook.
+    Modules that its methods call are copied, too. A hook of the copy runs as long as ``module`` has that hook.
     """
     fast = _copy_of_model(module)
     copy_called(fast, module, _copy_of_model, _shared_copy)
@@ -349,7 +348,7 @@ def _artifact(program: Program, options: Options) -> _Artifact:
 
 
 def _artifact_options(given: Mapping[str, object], **defaults: object) -> Options:
-    """Options for a saved program: nothing tracks its weights, so values derived from them are not kept by default."""
+    """Options for a saved program. Nothing tracks its weights, so by default no values derived from them are kept."""
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:
         raise OptionError(f"{', '.join(options.inductor)}: pass options of Inductor to the compiler of the program")

@@ -24,7 +24,7 @@ _KEPT = 64
 _told_of_models: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Model -> what users have been told about its graphs."""
 _told_of_functions = WeakTensorKeyDictionary()
-"""First weight of a graph -> the same, where a function is compiled and not a model."""
+"""First weight of a graph -> what users have been told, where a function is compiled and not a model."""
 _ATTENTION = "a graph of this model has an attention"
 _recent: deque[Report] = deque(maxlen=_KEPT)
 
@@ -38,12 +38,12 @@ def mla(
     **more: Any,
 ) -> Callable[..., object]:
     """The backend. Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor."""
-    from mla_compile.dynamo.compiler import Compiler  # on use: imports all passes
+    from mla_compile.dynamo.compiler import Compiler  # imported on use: loads all passes
     from mla_compile.dynamo.outside import outermost_call, told_in_a_later_call
     from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
-    if (outermost := outermost_call()) is not None:  # graphs behind a break have other weights
+    if (outermost := outermost_call()) is not None:  # not by weights: graphs after a break have others
         compiler.told = _told_of_models.setdefault(outermost.f_locals["self"], set())
     elif weights := parameters_of(gm, example_inputs):
         compiler.told = _told_of_functions.setdefault(weights[0], set())

@@ -65,7 +65,7 @@ class CodeInfo:
 
 
 PLAIN = "MHA, GQA or MQA"
-"""What an attention is that is not MLA."""
+"""The kinds of attention that are not MLA."""
 
 
 CODES: dict[Code, CodeInfo] = {
@@ -73,7 +73,7 @@ CODES: dict[Code, CodeInfo] = {
     Code.COST_PREFILL: CodeInfo(
         "kept",
         "this call has so many queries that expanding K and V once is cheaper",
-        'nothing to change; forms="absorbed" forces the absorbed form where all calls need the same numerics',
+        'forms="absorbed" forces the absorbed form; needed only where all calls need the same numerics',
     ),
     Code.COST_LATENT_WIDE: CodeInfo(
         "kept",
@@ -234,7 +234,7 @@ OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
 
 
 def section(code: Code | str) -> str:
-    """The documentation path of ``code``: the page has a small module that gets the code, and the fix.
+    """The path of the documentation on ``code``, which has a small module that gets the code, and the fix.
 
     Raises ``ValueError`` for a string that is not a code.
     """

@@ -35,7 +35,7 @@ class WeightError(MlaCompileError, RuntimeError):
 
 
 class StaleWeightError(WeightError):
-    """A folded weight has changed in a way that cannot be followed."""
+    """A weight has changed in a way that a fold or a cache cannot follow."""
 
 
 class VerificationError(MlaCompileError, RuntimeError):
@@ -43,7 +43,7 @@ class VerificationError(MlaCompileError, RuntimeError):
 
 
 class RankError(MlaCompileError, RuntimeError):
-    """Ranks that run one program compile different graphs, or one of them has failed; raised on all of them."""
+    """Ranks that run one program compile different graphs, or one of them has failed; raised on all ranks."""
 
 
 class SharedCacheError(MlaCompileError, RuntimeError):

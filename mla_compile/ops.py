@@ -18,7 +18,8 @@ attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 head.
 ``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. It does not
 read ``before``, which only orders calls that do not depend on each other.
-``mla_compile::call_layer(rows, weights, layer) -> y``: a layer of some library (:mod:`mla_compile.core.layers`).
+``mla_compile::call_layer(rows, weights, layer) -> y``: a layer of some library, and
+``mla_compile::layer_weight(weights, layer) -> W``: its rounded weight (:mod:`mla_compile.core.layers`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the CPU kernel, the CUDA kernels and the reference. Any other
 device runs the reference until a kernel is registered under its dispatch key in ``_register``. Schemas are registered
@@ -111,7 +112,7 @@ def _flops(
 ) -> int:
     """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum; T is k where indices choose k keys.
 
-    Hidden keys count, as in torch's own formulas.
+    Masked keys count, as in torch's own formulas.
     """
     B, S, H, K = query
     width = (latent if values is None else values)[2]

@@ -28,10 +28,11 @@ class Options:
 
     Attributes:
         forms: ``auto`` chooses the cheaper form for each call; ``absorbed`` and ``expanded`` use one form everywhere.
-        fold: where weights are multiplied ahead of time: where the cost model gains, nowhere, or wherever possible.
+        fold: which products of weights are computed ahead of time: ``auto`` takes those that the cost model finds
+            cheaper, ``never`` none, ``always`` all that are possible.
         lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves plain ATen, which runs without us.
         codegen: ``inductor`` compiles the rewritten graph, ``eager`` runs it as it is.
-        cache: how K and V per head are kept that the caller passes from call to call. ``latent`` keeps the rows from
+        cache: how K and V per head, which the caller passes from call to call, are kept. ``latent`` keeps the rows from
             which they are computed, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
             cache then holds tensors that still look like K and V to all other code. It is ``expanded`` for programs,
             because ``latent`` would change their signature.
@@ -41,14 +42,14 @@ class Options:
             with spare capacity, which doubles when it is full, and writes the new rows into it; the caller keeps a
             tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model does.
             ``auto`` is ``in_place`` for modules and ``copy`` for programs, which cannot reserve capacity.
-        quantized: how up-projections are treated whose rows are rounded to few bits in every call (W8A8 and the like).
+        quantized: what becomes of up-projections whose rows are rounded to few bits in every call (W8A8 and the like).
             ``absorb`` absorbs them with the dequantized weight and without that rounding, as serving engines do;
             ``exact`` leaves them unchanged. Weights that are only stored quantized are absorbed either way.
         dequantize: when the quantized weights of absorbed attentions are dequantized. ``once`` does it for each version
             of a weight, and keeps the result in the model's precision beside the stored weight; ``step`` does it in
             every step. ``auto`` takes for each weight the choice that moves fewer bytes in a step; for programs, whose
             weights may change unnoticed, it is ``step``.
-        sparse: how attentions are treated whose mask shows each query only the keys of an index list (the top k of an
+        sparse: what becomes of attentions whose mask shows each query only the keys of an index list (the top k of an
             indexer). ``auto`` reads only the rows of these keys where that is cheaper; ``never`` reads all rows and the
             mask.
         products: how a CPU multiplies a few rows by a weight, in graphs with an absorbed attention. ``native`` uses
@@ -112,7 +113,7 @@ class Options:
                 raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}{hint}")
 
     def _check_mesh(self, mesh: Any) -> None:
-        # On use: torch.distributed may be missing where no rows are shared.
+        # Imported on use: torch.distributed may be missing where no rows are shared.
         from torch import distributed as dist
 
         if not dist.is_available() or not isinstance(mesh, dist.device_mesh.DeviceMesh):
@@ -164,7 +165,7 @@ class Options:
 
 
 def _check_inductor(given: Mapping[str, object], ours: tuple[str, ...]) -> None:
-    # On use: imports all of Inductor, which is needed only if one of its options is set.
+    # Imported on use: loads all of Inductor, which is needed only if one of its options is set.
     from torch._inductor import config, list_options
 
     known = {name.replace("-", "_") for name in list_options()}

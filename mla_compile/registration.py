@@ -23,8 +23,8 @@ def register_quantized_linear(
     from then on, each such layer is one operator that runs its own forward; no compiler traces into it.
 
     Args:
-        op: the operator, its qualified name (``"bitsandbytes::gemm_4bit"``), or a class of layers. The operator of a
-            name need not exist yet, and a name may contain ``*`` where a namespace includes the hash of a build.
+        op: the operator, its qualified name (``"bitsandbytes::gemm_4bit"``), or a class of layers. An operator given by
+            name need not exist yet; the name may contain ``*``, for a namespace that includes the hash of a build.
         dequantize: for an operator, called with its other arguments by their names in its schema; for a class, called
             with the layer. It returns the weight [out, in] in float32 (or the widest dtype to which the format's own
             library dequantizes), or a tuple of the weight and the bias [out] or ``None``. It is traced, so it may call

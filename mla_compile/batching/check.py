@@ -1,7 +1,7 @@
 """Compare a server's graphs with the model before any request is served.
 
-Rewritten attentions have been compared in float64 already. This check covers what surrounds them: pages, a length per
-request, prompts read in pieces, and loops over experts that were traced as loops over all experts.
+Rewritten attentions have been compared in float64 already. This check covers the rest: pages, a length per request,
+prompts read in pieces, and loops over experts that were traced as loops over all experts.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> Any:
     """A model whose ``generate_batch`` and ``init_continuous_batching`` run on pages of latent rows.
 
-    The result is :func:`mla_compile.optimize` of the model, shares its weights, and can be driven by the scheduler of
-    transformers like any other model, also behind ``transformers serve --continuous-batching``. Each request gets the
-    tokens that ``generate()`` gives for it alone. Decoding reads the pages through
-    ``mla_compile::paged_decode_attention``; prompts are read in the scheduler's pieces. Its
+    The result is what :func:`mla_compile.optimize` returns for the model. It shares the model's weights, and the
+    scheduler of transformers can drive it like any other model, also behind ``transformers serve
+    --continuous-batching``. Each request gets the tokens that ``generate()`` gives for it alone. Decoding reads the
+    pages through ``mla_compile::paged_decode_attention``; prompts are read in the scheduler's pieces. A
     ``ContinuousBatchingConfig`` sets page size, number of blocks, memory budget, prefix sharing and eviction, counted
     in latent rows. The attribute ``mla_batching`` of the result (a :class:`Batching`) has the report, the bytes per
     token, and the compiled graphs.
@@ -98,7 +98,7 @@ def _warm_up(fast: PreTrainedModel, config: ContinuousBatchingConfig | None) -> 
 class Batching:
     """The serving side of an optimized model: ``model.mla_batching``. A copy of the model gets its own.
 
-    Calling it is the model's ``init_continuous_batching``.
+    It is also the model's ``init_continuous_batching``.
     """
 
     def __init__(self, model: PreTrainedModel, options: Options, steps: StepGraphs | None = None) -> None:
@@ -129,7 +129,7 @@ class Batching:
         return -(-self.steps.bytes_of_row() // self.steps.tokens_of_page(1))
 
     def install(self) -> None:
-        """Make this object the model's way into continuous batching."""
+        """Make this object the model's ``init_continuous_batching``."""
         vars(self.model)["init_continuous_batching"] = vars(self.model)["mla_batching"] = self
         vars(self.model)["mla_report"] = self.report
 
@@ -219,5 +219,5 @@ def _has_latent_attention(model: PreTrainedModel) -> bool:
     try:
         report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")
     except MlaCompileError:
-        return shared_weight(model) is not None  # a sharded model may be impossible to copy, so this cannot be told
+        return shared_weight(model) is not None  # not known otherwise: a sharded model may be impossible to copy
     return any(site.latent for site in report.sites)

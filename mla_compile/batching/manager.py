@@ -3,10 +3,10 @@
 * The pool and the execution of a step are ours. Queues, schedules, sharing, eviction, sampling and threads belong to
   transformers.
 * Ranks that hold the weights together run the same steps, and the first of them distributes the requests, as in
-  transformers. A failure on one rank alone ends all ranks.
-* A request that could never run is refused when it arrives, and a request whose id is taken gets a new id. If a request
-  fails or outgrows the pool, it fails alone. If the loop itself dies, all requests are answered and the loop restarts
-  with an empty pool.
+  transformers. A failure on only some ranks ends all ranks.
+* A request that could never run is refused when it arrives, and a request whose id is taken gets a new id. A request
+  that fails or outgrows the pool does not end the others. If the loop itself dies, all requests are answered and the
+  loop restarts with an empty pool.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mla_compile.errors import InputError, OptionError, RankError, brief
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
 _LONGEST_PIECE = 512
-"""The piece length in tokens up to which sizes are warmed up; the code for it also serves longer pieces."""
+"""The piece length in tokens up to which sizes are warmed up; the code for this length also serves longer pieces."""
 _MOST_REQUESTS = 256
 
 
@@ -70,7 +70,7 @@ class LatentProcessor(ContinuousBatchProcessor):
         )
 
     def prepare_next_batch(self) -> bool:
-        """Prepare a batch as transformers does, but fail one request alone where transformers would fail all of them.
+        """Prepare a batch as transformers does, but fail only one request where transformers would fail all of them.
 
         transformers raises if the pool is full and no request can be put back.
         """
@@ -111,7 +111,7 @@ class LatentProcessor(ContinuousBatchProcessor):
 
 
 class _OfOneKind:
-    """Presents a model to transformers as if all its layers were of one kind, because transformers refuses other kinds.
+    """Presents a model to transformers as one whose layers are all of one kind, because it refuses other models.
 
     The pools are ours, and tracing the step proved that no layer hides any cached token.
     """
@@ -157,7 +157,7 @@ class _Ranks:
 
 
 class _AlwaysAwake(threading.Event):
-    """Lets a rank wait where the first one calls it, and not asleep, for which all would wait."""
+    """Keeps a rank's loop from sleeping, for which all ranks would wait: it waits for the first rank's call instead."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
@@ -182,8 +182,8 @@ class LatentManager(ContinuousBatchingManager):
         if not self.is_tp_driver:
             self._wake_up_loop = _AlwaysAwake()
         self.logit_processor.supported_keys["mla_sampling"] = Sampling
-        # Steps are recorded if asked for, and by default if the device can: transformers decides by the mask, which is
-        # not needed here.
+        # If the device can, steps are recorded unless the config forbids it. By default transformers would decide by
+        # the mask, which is not needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
         alone = self.distributed_helper.tp_size == 1
         self._replays = Replayed if wanted and alone and can_record(model.device) else None
@@ -237,7 +237,7 @@ class LatentManager(ContinuousBatchingManager):
         self.warm_up()
 
     def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = 2) -> None:
-        """Compile for up to the number of requests that a step takes; ``told`` is called before each compilation."""
+        """Compile for up to ``requests`` requests and ``tokens`` prompt tokens; ``told`` is called before each size."""
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
         assert self._steps is not None
@@ -336,7 +336,7 @@ class LatentManager(ContinuousBatchingManager):
         # the others may still run, and transformers makes all of them stop.
         several = self.distributed_helper.tp_size > 1
         if several or batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
-            with suppress(RuntimeError):  # of ranks that cannot be told any more
+            with suppress(RuntimeError):  # if other ranks can no longer be reached
                 super()._handle_critical_error(error, batch_processor)
             return
         self._died = error

@@ -172,7 +172,7 @@ class LatentPages(PagedAttentionCache):
 
 
 class _BlockMemory(PagedAttentionMemoryHandler):
-    """Counts the blocks that fit as transformers does, but with the tensors that exist here."""
+    """Counts the blocks that fit as transformers does, but for the tensors that exist here."""
 
     def __init__(
         self,
@@ -199,11 +199,11 @@ class _BlockMemory(PagedAttentionMemoryHandler):
         self._to_read = graphs.bytes_to_read_token()
 
     def get_available_memory(self) -> int:
-        """Of a memory that is not a device's own, what falls to each rank of this machine."""
+        """The available memory; on a CPU, the share of each rank of this machine."""
         available: int = super().get_available_memory()
         return available // self._ranks_here
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """A prompt's next piece reads its earlier rows from the pages and expands K and V one layer at a time."""
+        """What a piece of a prompt reads per earlier token: rows from the pages, and K and V of one layer at a time."""
         return self._to_read

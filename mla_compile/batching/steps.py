@@ -1,7 +1,7 @@
 """Run one step of the scheduler: a batch of requests, some decoding and some reading a piece of their prompt.
 
 Requests with one new token run together, each over its own pages. Every piece of a prompt runs separately, because
-packed pieces would attend across requests. If a request makes the model fail, that request fails alone.
+packed pieces would attend across requests. If a request makes the model fail, only that request fails.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Steps:
             self.fails(error, part.future.state)
 
     def _on_all_ranks(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return or raise what ``run`` does, if all ranks agree on whether it failed.
+        """Return the result of ``run`` or raise its error, if it succeeds on all ranks or fails on all.
 
         Raises :class:`RankError` on all ranks if only some fail, because their collectives would no longer match.
         """

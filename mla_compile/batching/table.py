@@ -1,4 +1,4 @@
-"""The table of the passes that put a step over pages, after those of :mod:`mla_compile.pipeline.table`."""
+"""The passes that put a step over pages; they run after those of :mod:`mla_compile.pipeline.table`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ASSERTS = (
 
 @dataclass
 class PagesState(GraphState):
-    """What these passes work on, and what they leave.
+    """The input of these passes, and their results.
 
     Attributes:
-        lm: the model that the step is one of.
+        lm: the model that the step belongs to.
         pools: the pools [P,page,width] that the step reads and writes, one per cache.
         packed: whether latent rows are kept in float8.
         sharing: how ranks share the rows.

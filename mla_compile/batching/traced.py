@@ -82,7 +82,8 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
         program = trace_step(lm, one_token=one_token)
     own = replace(options, cache_dtype="model")
     if one_token:
-        # The decode step must read rows in place whatever the cost at the traced sizes, and it runs on this machine.
+        # The decode step must read rows in place, whatever that costs at the traced sizes. It runs on this machine, so
+        # it can use native products.
         products = "native" if options.products == "auto" else options.products
         own = replace(own, forms="absorbed", products=products)
     name, left = "a decode step" if one_token else "a piece of a prompt", dict[str, str]()

@@ -1,7 +1,7 @@
 """Writes the casts of ``torch.autocast`` into a graph.
 
-Autocast works inside the dispatcher: ``linear`` is called with float32 tensors, cast, and computed in bfloat16. A graph
-traced above the dispatcher shows the call and the dtype of the result, but no cast.
+Autocast works inside the dispatcher: ``linear`` is called with float32 tensors, casts them, and computes in bfloat16. A
+graph traced above the dispatcher shows the call and the dtype of the result, but no cast.
 
 Before: ``y = linear(x, w)`` with x and w float32, y bfloat16
 
@@ -86,7 +86,7 @@ def acting(gm: fx.GraphModule) -> Iterator[None]:
     finally:
         while entered:
             entered.pop().__exit__(None, None, None)
-        # A mode restores the setting that it found, which tracing had switched off and has restored by now.
+        # Tracing switches the cache off, so a mode that is left after the trace would leave it off.
         torch.set_autocast_cache_enabled(cached)
 
 

@@ -17,11 +17,12 @@ class CachedTensor:
     """One K or V of the old signature.
 
     Attributes:
-        name: of the input, or of the input that this output extends; ``output N`` if there is none.
+        name: the name of the input, or of the input that this output extends; ``output N`` if there is none.
         recipe: how it is computed from its rows.
         leaves: the weights that the recipe uses.
-        rows: the numbers of the program's row tensors from which it is computed; K and V of one attention share some.
-        holds: positions in ``rows`` of the tensors that replace it in the new signature; another K or V holds the rest.
+        rows: the indices of the program's row tensors from which it is computed; K and V of one attention share some.
+        holds: positions in ``rows`` of the tensors that replace this K or V in the new signature; another K or V holds
+            the rest.
     """
 
     name: str
@@ -45,7 +46,7 @@ class CachedTensor:
 class CacheChange:
     """The inputs and outputs that became rows: each is now a tuple of tensors ``[batch..., tokens, width]``.
 
-    ``dtypes`` has the dtypes of the row tensors, by number. ``written`` names the inputs that the program writes to:
+    ``dtypes`` has the dtypes of the row tensors, by index. ``written`` names the inputs that the program writes to:
     buffers of full length, whose rows are zero where nothing has been written yet.
     """
 

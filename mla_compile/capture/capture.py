@@ -43,7 +43,7 @@ _WRITES = {op.default for op in (aten.slice_scatter, aten.select_scatter, aten.i
 
 
 def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
-    """``capture``, which also records its time in the program."""
+    """Wrap ``capture`` so that it also records its time in the program."""
 
     @functools.wraps(capture)
     def timed(*args: _Given.args, **kwargs: _Given.kwargs) -> Program:
@@ -59,8 +59,8 @@ def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
     """The program of a graph that Dynamo gives to a backend; the backend has to call this first.
 
-    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Those that the graph writes to or
-    :func:`replaces <replaced>` and those of symbolic size are no weights: caches are often buffers. Tensors that a
+    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Caches are often buffers, so inputs
+    that the graph writes to or :func:`replaces <replaced>` and buffers of symbolic size are no weights. Tensors that a
     module holds in other ways are weights if the graph uses them like one (:mod:`mla_compile.capture.held_weights`).
     Raises :class:`CaptureError` with the reason.
     """
@@ -296,7 +296,7 @@ def _is_module_state(source: object) -> bool:
 def replaced(program: Program) -> set[str]:
     """The inputs that the program returns with other values in some positions.
 
-    So do ``k = k.index_copy(...)``, and windows that move: ``k = cat([k[:, 1:], new], 1)``.
+    Examples are ``k`` in ``k = k.index_copy(...)`` and in a window that moves, ``k = cat([k[:, 1:], new], 1)``.
     """
     found: set[str] = set()
     for value in program.outputs[len(program.mutations) :]:

@@ -44,7 +44,7 @@ def step_to_trace(
 ) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]], list[dict[int, int]]]:
     """The model as a module of ``(input_ids, position_ids, caches)``, its inputs, and the dynamic axes of each input.
 
-    An entry maps each dynamic axis to its size in the trace: ``BATCH``, ``QUERY`` or ``PAST``.
+    The axes of an input are a dict from dynamic axis to its size in the trace: ``BATCH``, ``QUERY`` or ``PAST``.
     """
     device = next(lm.model.parameters()).device
     B, S = (BATCH, 1) if one_token else (1, QUERY)

@@ -1,8 +1,8 @@
 """Graphs over tensors of several ranks (DTensor): before capture they become graphs over one rank's local tensors.
 
-A DTensor is this rank's local tensor, and a spec that says which part of the whole it is. The specs alone determine
-what an operator on DTensors runs: operators on local tensors, and collectives. So these replace the operator, and a
-node of the local tensor replaces that of each DTensor. Weights are read as ``_local_tensor``, which is the same object
+A DTensor consists of this rank's local tensor and a spec that says which part of the whole it is. The specs determine
+which operators on local tensors, and which collectives, an operator on DTensors runs. These replace the operator, and a
+node for the local tensor replaces that of each DTensor. Weights are read as ``_local_tensor``, which is the same object
 in every call.
 """
 
@@ -31,7 +31,7 @@ LOCAL = "_local_tensor"
 
 @dataclass
 class Localized:
-    """The inputs of a graph of one rank, in place of those of the original."""
+    """The inputs of a graph over one rank's tensors, which replace the inputs of the original graph."""
 
     values: list[Any]
     opened: list[Opened] = field(default_factory=list)
@@ -95,7 +95,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
         def leave(node: fx.Node, value: Any, found: dict[fx.Node, object] = found) -> Any:
             if is_dtensor(value):
                 found[node], value = value._spec, value._local_tensor
-            # The alias gives each its own node: one tensor may be both the local part of a DTensor and a plain tensor.
+            # An alias gives each result its own node: a DTensor's local part may also be a plain tensor of the graph.
             return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
 
         outputs = [n for n in region if any(user not in set(region) for user in n.users)]
@@ -149,7 +149,7 @@ def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
 
 
 def _whole(local: torch.Tensor, spec: object) -> object:
-    from torch.distributed.tensor import DTensor  # on use: all of torch.distributed
+    from torch.distributed.tensor import DTensor  # imported on use: loads all of torch.distributed
 
     # Built like the results of DTensor's own dispatcher: `from_local` would compute sizes that the spec already has.
     return DTensor(local, spec, requires_grad=False)
@@ -210,6 +210,6 @@ def _is_more(node: fx.Node) -> bool:
     value: Any = node.meta.get("example_value")
     if not is_dtensor(value):
         return isinstance(value, (tuple, list))
-    from torch.distributed.tensor import Partial, Replicate, Shard  # on use: all of torch.distributed
+    from torch.distributed.tensor import Partial, Replicate, Shard  # imported on use: loads all of torch.distributed
 
     return any(type(p) not in (Partial, Replicate, Shard) for p in value.placements)

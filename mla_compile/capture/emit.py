@@ -35,7 +35,7 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     assert isinstance(original, fx.GraphModule)
     origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
     folded = {fold.placeholder for fold in program.folds}
-    # A cache may have been a user's buffer at a static address; rows with spare capacity are not.
+    # A cache may have been a user's buffer at a static address; rows with spare capacity may move.
     moving = {one.input for one in program.appends}
     for node in gm.graph.find_nodes(op="placeholder"):
         origin = origins.get(node.name)
@@ -94,7 +94,7 @@ def to_plain_graph_module(
     output.args = (pytree.tree_unflatten(flat, spec),)
     if program.capture.autocast:
         _switch_autocast_off(gm.graph)
-    _check_inputs(gm, original)  # before the nodes that disable autocast: a failed check leaves autocast as it was
+    _check_inputs(gm, original)  # run before autocast is disabled: a failed check leaves autocast as it was
     gm.graph.set_codegen(original.graph._codegen)
     _keep_state(gm, original)
     gm.meta = dict(original.meta)
@@ -241,7 +241,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
 
 
 def _write_at_once(program: Program) -> None:
-    """Write appended rows where they are computed: nothing reads that part of the buffer before, so no copy is made."""
+    """Write appended rows where they are computed. Nothing has read that part of the buffer, so no copy is needed."""
     graph, named = program.gm.graph, program.named()
     for one in program.appends:
         if one.input is None or not one.grows:
@@ -258,7 +258,7 @@ def _write_at_once(program: Program) -> None:
 
 
 def _return_shares(program: Program) -> None:
-    """Return only this rank's rows of the buffers that begin in this call, in memory of their own."""
+    """Let the graph return only this rank's rows of caches that begin in this call, as separate tensors."""
     graph, outputs = program.gm.graph, list(program.outputs)
     gone = [one.output for one in program.appends if one.input is not None and one.output is not None]
     for one in program.appends:

@@ -1,4 +1,4 @@
-"""The signature of a program whose K and V became rows: a tuple of the rows it holds replaces each K or V."""
+"""The signature of a program whose K and V became rows: a tuple of the rows that it holds replaces each K or V."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def new_calls(
     inputs: dict[str, list[fx.Node]],
     outputs: Sequence[object],
 ) -> list[ModuleCallEntry]:
-    """The call signatures; that of the whole program gets new trees of inputs and outputs."""
+    """The call signatures, with new trees of inputs and outputs for the whole program."""
     top, *others = entries
     assert top.signature is not None
     in_spec = _with_tuples(top.signature.in_spec, [inputs.get(name) for name in user_inputs])

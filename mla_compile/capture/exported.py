@@ -1,8 +1,8 @@
 """Functional exported programs: in-place writes to inputs become results, as the signature describes.
 
-A graph whose operators write nothing is already functional. For any other graph ``run_decompositions`` runs it twice,
-as ``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies, the graph is traced
-once here instead, and the program is rebuilt around it.
+A graph whose operators write nothing is already functional. ``run_decompositions`` runs any other graph twice, as
+``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies, the graph is traced once
+here instead, and the program is rebuilt around the result.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _decomposed(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> t
 def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
     """``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
 
-    With nested inputs, ``run_decompositions`` would build their containers. What these compute when they are built (the
-    DynamicCache of transformers appends to empty tensors) would become constants that nothing owns.
+    With nested inputs, ``run_decompositions`` would build their containers. What a container computes when it is built
+    (the DynamicCache of transformers appends to empty tensors) would become constants that nothing owns.
     """
     first, *rest = exported.module_call_graph
     assert first.signature is not None  # the first entry is the whole program's

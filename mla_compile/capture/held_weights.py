@@ -1,12 +1,12 @@
 """Weights that modules hold in plain attributes: tensors that are neither parameters nor buffers.
 
-Serving code splits an up-projection once after loading and keeps the halves like that (``self.w_uk = w[:, :N]``). A
+Serving code splits an up-projection once after loading and keeps the halves that way (``self.w_uk = w[:, :N]``). A
 trace cannot tell such a tensor from a cache in an attribute, except by its use in the graph. A weight is only
 multiplied by rows of this call, as a matrix or feature by feature. A cache is written to, joined to new rows,
 returned, read by an attention, or multiplied by queries before a softmax and by probabilities after it.
 
-A held weight is read anew in every call, like a parameter: the next call reads the tensor that is in the attribute
-then, and values computed ahead of time from it are checked against it.
+A held weight is read anew in every call, like a parameter: each call reads the tensor that the attribute holds at the
+time, and checks values that were computed ahead of time against it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _is_weight(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _readers(node: fx.Node, constant: Collection[fx.Node]) -> Iterable[fx.Node]:
-    """The nodes of this call that read ``node``, or that read a node computed from it and constants alone."""
+    """The nodes that are not constant and read ``node``, or a node computed only from it and constants."""
     found: dict[fx.Node, None] = {}
     queue = [node]
     for one in queue:

@@ -72,7 +72,7 @@ def _check_shape(tensor: CachedTensor, given: torch.Tensor) -> None:
 
 
 class _Equation(NamedTuple):
-    """``sum(A rows) = b``, with ``A`` [values of one token, width] for each of the rows, and ``b`` [..., values]."""
+    """``sum(A rows) = b``, with ``A`` [values of one token, width] for each row tensor, and ``b`` [..., values]."""
 
     matrices: dict[int, torch.Tensor]
     target: torch.Tensor
@@ -89,7 +89,7 @@ def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
 
 
 def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
-    """The equations of a tensor, or of one of those that are stacked in it."""
+    """The equations of a tensor, or of one of the tensors stacked in it."""
     heads, outer = recipe.heads, recipe.outer
     found: list[_Equation] = []
     start = stop = 0
@@ -122,7 +122,7 @@ def _matrix(recipe: Recipe, part: ColumnBlock, leaves: Sequence[torch.Tensor]) -
     matrix: torch.Tensor
     if part.weight is None:
         matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)
-        if part.factor is not None:  # of size 1 along the axes of the rows
+        if part.factor is not None:  # its size is 1 along the axes of the rows
             factor = evaluate(part.factor, leaves, at_once, {}).double()
             factor = factor.permute(*recipe.outer, *recipe.heads, recipe.columns)
             matrix = matrix * factor[(0,) * len(recipe.outer)].unsqueeze(-1)

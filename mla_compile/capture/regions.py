@@ -1,6 +1,6 @@
 """Replaces a part of a Dynamo graph by the operators that it runs below the dispatcher.
 
-This serves values that exist only there: the batched tensors of ``torch.func``, and DTensors.
+It is used for values that exist only below the dispatcher: the batched tensors of ``torch.func``, and DTensors.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A trace takes milliseconds per operator, and the layers of a model are two or three kinds of the same code. Equal calls
 on equal inputs (:func:`mla_compile.repeats.find.form`: dtypes, sizes with their symbols, places in memory) make equal
 traces with equal guards. Because stretches are traced separately, a write is visible only in the stretch that writes.
-The written value therefore has to be an input of the graph, and no other value passed between stretches may show its
+The written value therefore has to be an input of the graph, and no other value passed between stretches may share its
 memory.
 """
 
@@ -151,7 +151,7 @@ class _Unrolled:
         returned = Counter(_memory(one.steps[place]) for place in one.outputs)
         for place, value in zip(piece.traced.written, new, strict=False):
             node = one.inputs[place]
-            # Results of this stretch show its write; values that other stretches receive of that memory do not.
+            # Results of this stretch include its write; values in that memory that other stretches receive do not.
             if not self._is_alone(node, returned):
                 return False
             self.values[node] = self.written[self.inputs[node]] = value
@@ -160,7 +160,7 @@ class _Unrolled:
         return True
 
     def _is_alone(self, node: fx.Node, returned: Counter[int | None]) -> bool:
-        """Whether a memory is shown only by an input of the graph and by the results of the current stretch."""
+        """Whether the memory of ``node`` is used only by one input of the graph and results of the current stretch."""
         memory = _memory(node)
         if node not in self.inputs or memory is None or not self.told:
             return False
@@ -172,7 +172,7 @@ class _Unrolled:
         return self._labelled(self.graph.node_copy(node, inside.__getitem__), node, one, piece)
 
     def _size(self, node: fx.Node, inside: dict[fx.Node, Any]) -> fx.Node:
-        """The node of a size; like one trace, it is emitted once if it follows from the input sizes."""
+        """The node of a size. As in a trace of the whole graph, a size that follows from input sizes gets one node."""
         size = node.meta["val"].node.expr
         known = all(inside[given] in self.known for given in node.all_input_nodes)
         if known and size in self.sizes:
@@ -217,7 +217,7 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _as_traced(name: str, value: Any) -> object:
-    """A label of a node in the form of a trace, in which classes of modules are names."""
+    """A label of a node as a trace writes it, with names in place of module classes."""
     if name != "nn_module_stack":
         return value
     return {

@@ -59,9 +59,9 @@ def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[
 
 
 def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
-    """Return the operators that write to a buffer or show parts of it on the way to its new value; None if others do.
+    """Return the writes and views that lead from a buffer to its new value; None if other operators do.
 
-    What is written may be made of what the buffer held, as the keys of a layer are of what the layers before it read.
+    The written rows may depend on what the buffer held, as the keys of a layer depend on what earlier layers read.
     """
     if not isinstance(new, fx.Node) or new is buffer or buffer.op != "placeholder":
         return None
@@ -75,7 +75,7 @@ def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
 
 
 def _repeat(graph: fx.Graph, buffer: fx.Node, twin: fx.Node, chain: list[fx.Node]) -> fx.Node:
-    """Write to ``twin`` what is written to ``buffer``, and let the twin's new value be read; return that value."""
+    """Write to ``twin`` what is written to ``buffer``, let readers read the twin instead; return its new value."""
     copies = {buffer: twin}
     for node in chain:
         with graph.inserting_after(node):

@@ -2,8 +2,9 @@
 
 Mixture-of-experts layers that are written as a loop ask which experts have tokens (``nonzero``), and which tokens each
 of them has (``where``). An export has no values to answer that. An expert without tokens adds nothing, so the loop may
-visit every expert. Its products have no rows then, so code that skips this case may run as if there were some. Neither
-can be proved from the outside, so a program that is exported in this mode is compared with the original.
+visit every expert. Products of an expert without tokens have no rows, so code that skips this case may run as if there
+were some. Neither assumption can be proved from the outside, so a program that is exported in this mode is compared
+with the original.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _MOST_CONTEXT = 2**27
 
 
 class _Plain(TyperCommand):
-    """A command with options whose names are too long for the columns of a table, which would cut them."""
+    """A command whose help is plain text: in the columns of a table, the names of its options would be cut."""
 
     def format_help(self, *how: Any) -> None:
         self.rich_markup_mode = None

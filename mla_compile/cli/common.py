@@ -147,6 +147,6 @@ class Stages:
         self._bar, self._task, self._begun = bar, bar.add_task("", total=total), False
 
     def __call__(self, stage: str) -> None:
-        """Advance past the stage before, which has ended."""
+        """Advance past the previous stage, and show this one's name."""
         self._bar.update(self._task, description=stage, advance=int(self._begun))
         self._begun = True

@@ -194,7 +194,7 @@ def _show(result: DeploymentPlan) -> None:
         table.add_column(name, justify="right")
     rows = result.layouts
     _fits(table, request, rows)
-    if result.fits:  # what does not fit has no floors
+    if result.fits:  # floors are shown only if something fits
         _step(table, request, rows)
         _prompts(table, request, rows)
     show_table(table)

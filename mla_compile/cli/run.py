@@ -53,7 +53,7 @@ def run(
         prompts = [_ids(text) for text in prompt_ids]
         if max_new_tokens > _MOST_TOKENS:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected a whole number from 1 to {_MOST_TOKENS:,}")
-        # Imported on use: they need the extra onnx, which the other commands do not.
+        # Imported on use: they need the extra ``onnx``, which most commands do not.
         from mla_compile.onnx.generation import Generation
         from mla_compile.onnx.sampling import Sampling
         from mla_compile.onnx.session import Session

@@ -88,7 +88,7 @@ def serve(
     Exits with 0 after SIGTERM, and with 2 if the model or the options cannot be used or one of several ranks fails.
     """
     with ending():
-        # Imported on use: they need the extra server, which the other commands do not.
+        # Imported on use: only this command needs the extra ``server``.
         from mla_compile.errors import OptionError
         from mla_compile.serving.ranks import ServerRanks
         from mla_compile.serving.server import Server, follow

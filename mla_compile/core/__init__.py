@@ -1,1 +1,1 @@
-"""Basic records and helpers that every package may import; they import nothing of ours but the errors."""
+"""Basic records and helpers that every package may import; of ours they import only errors, codes and the version."""

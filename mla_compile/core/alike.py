@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types of constants that are equal if their values are."""
+"""Types of constants for which ``==`` of the values is the right comparison."""
 
 
 def known_of(value: object, *, begins: bool = True) -> Hashable:
@@ -42,7 +42,7 @@ def constant_of(value: object) -> Hashable:
 
 
 class Itself:
-    """Equals only what holds the same object, which it keeps, so that no later object can have its ``id``."""
+    """The key of one object, equal only to keys of it. It keeps the object alive, so that no other gets its ``id``."""
 
     def __init__(self, value: object) -> None:
         self.value = value

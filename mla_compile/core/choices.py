@@ -1,4 +1,4 @@
-"""The values of the options that passes read as well as doors."""
+"""The values of options that both the passes and the entry points read."""
 
 from __future__ import annotations
 

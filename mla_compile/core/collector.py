@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def pause() -> None:
-    """Disable the cycle collector until :func:`resume` was called as often; reference counting goes on."""
+    """Disable the cycle collector until :func:`resume` has been called as often; reference counting goes on."""
     with _lock:
         if not _State.inside:
             _State.ran = gc.isenabled()

@@ -16,7 +16,7 @@ class DrawnNode:
     Attributes:
         name: the name of the node in the graph, or of the last node of a chain.
         label: its operators, or the origin of an input or a weight.
-        shape: sizes as they are written, symbols included.
+        shape: its sizes as text, symbols included.
         dtype: the dtype of its value.
         role: its role in the attention.
         source, code: the line of the user's source, if the trace recorded it.

@@ -16,8 +16,8 @@ from mla_compile.errors import TargetError
 def new_folder(target: Path, mode: int = 0o777) -> Iterator[Path]:
     """Create a folder beside ``target`` that takes its place if the block ends without an error.
 
-    If anything fails, the previous contents of ``target`` stay. The folder gets the permissions of ``mode`` that the
-    process gives new folders.
+    If anything fails, the previous contents of ``target`` stay. The folder gets the permissions of ``mode``, less the
+    process's umask.
 
     Raises:
         TargetError: the folder cannot be written.

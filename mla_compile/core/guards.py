@@ -1,8 +1,8 @@
 """The guards of a graph with dynamic sizes, as a predicate on other sizes.
 
-torch has the same as ``ShapeEnv.produce_guards_expression``, which joins its guards with ``and`` without parentheses. A
-guard that contains ``or`` then splits the whole expression: all guards before it, or all after it (torch 2.13 and
-2.15).
+torch's own ``ShapeEnv.produce_guards_expression`` joins the guards with ``and`` without parentheses. A guard that
+contains ``or`` then splits the whole expression: only the guards before it or those after it have to hold (torch 2.13
+and 2.15).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What holds other values without being of a user's class: collections, bound methods, partials, closures."""
+"""Holders, which hold other values but are not of a user's class: collections, bound methods, partials, closures."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BOUND = (MethodType, partial)
 
 
 def is_collection(value: object) -> bool:
-    """Whether a value is a collection of Python's own, or a named tuple, and of no class that extends one."""
+    """Whether a value is of one of Python's own collection classes (not of a subclass), or is a named tuple."""
     return type(value) in COLLECTIONS or (is_a(value, tuple) and hasattr(type(value), "_make"))
 
 
 def is_closure(value: object) -> bool:
-    """Whether a value is a function with variables of a function around it.
+    """Whether a value is a function with variables of an enclosing function.
 
-    Functions of torch do not count: they are what it compiled, and keep books on what they were made for.
+    Functions of torch do not count: they belong to compiled code, and record what it was made for.
     """
     return is_a(value, FunctionType) and value.__closure__ is not None and not is_torchs(value)
 
@@ -34,7 +34,7 @@ def is_torchs(function: FunctionType) -> bool:
 
 
 def variables(function: FunctionType) -> dict[str, Any]:
-    """The variables of the functions around a function that it names and that are set."""
+    """The variables of enclosing functions that a function names and that are set, by name."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -45,7 +45,7 @@ def variables(function: FunctionType) -> dict[str, Any]:
 
 
 def items_of(value: object) -> dict[Any, Any] | None:
-    """What a holder holds, by key; None if the value is none."""
+    """The values in a holder, by key; None if ``value`` is not a holder."""
     if is_collection(value):
         return dict(value if is_a(value, dict) else enumerate(value))  # type: ignore[arg-type]
     if is_a(value, MethodType):
@@ -74,9 +74,9 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
 
 
 def _with_variables(function: FunctionType, new: Mapping[str, Any]) -> FunctionType:
-    """The function with other variables; those that stay the same are shared with the functions around it.
+    """A copy of the function with other variables; unchanged ones stay shared with the enclosing functions.
 
-    Where it is its own variable, it calls itself.
+    A variable that holds the function itself holds the copy instead.
     """
     now = variables(function)
     changed = {name: CellType(one) for name, one in new.items() if one is function or one is not now[name]}

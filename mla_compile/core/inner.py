@@ -1,9 +1,10 @@
-"""Modules within a model that its methods may call on their own, and copies of them.
+"""Modules within a model that its methods may call directly, and copies of them.
 
-These are models, which have layers, and whatever a method names as an attribute: modules with submodules, and those in
-a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure (:mod:`mla_compile.core.holders`), or
-in an object of any other class (:mod:`mla_compile.core.objects`). What the method of one module names may also be an
-attribute of a module or an object below it, as in ``for layer in self.layers: layer.attention(x)``.
+These are models (modules with layers), and modules with submodules that a method names as an attribute. Such a module
+may also be in a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure
+(:mod:`mla_compile.core.holders`), or in an object of any other class (:mod:`mla_compile.core.objects`). What the method
+of one module names may also be an attribute of a module or an object below it, as in ``for layer in self.layers:
+layer.attention(x)``.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINE
 def copy_called(
     root: nn.Module, original: nn.Module, model: Callable[[nn.Module], nn.Module], other: Callable[[Any], Any]
 ) -> None:
-    """Replace each module within ``root``, a copy of ``original``, that methods may call on their own by a copy.
+    """Within ``root``, a copy of ``original``, replace each module that methods may call directly by a copy.
 
-    ``model`` copies a module with layers, ``other`` any other. ``root``, the copies and the containers and objects on
-    the way get attributes of their own and share everything else. Methods of copied modules and objects that were set
-    as attributes become those of the copies.
+    ``model`` copies a module with layers, ``other`` any other module. The containers and objects that lead to copies
+    are copied, too; everything else is shared. Attributes that are bound methods of copied modules or objects are bound
+    to the copies instead.
     """
     copies: dict[int, Any] = {id(original): root, id(root): root}
     found = _Finding.of(root, original)
     _Copying(found, copies, model, other).visit(root, "", found.names[id(root)])
     for owner in copies.values():
         own = vars(owner) if isinstance(owner, nn.Module) else attributes(owner)
-        # The forward of a copy is another's affair, and so is what wrappers keep of it.
+        # The forward of a copy, and what wrappers keep of it, are set elsewhere.
         rebound = {name: _rebound(value, copies) for name, value in own.items() if "forward" not in name}
         changed = {name: value for name, value in rebound.items() if value is not own[name]}
         set_attributes(owner, changed)
 
 
 def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
-    """A method of what was copied, also within a ``partial``, as a method of the copy."""
+    """Return a method of a copied object, also inside a ``partial``, bound to the copy instead."""
     if is_a(value, MethodType) and id(value.__self__) in copies:
         return MethodType(value.__func__, copies[id(value.__self__)])
     if type(value) is partial:
@@ -72,31 +73,31 @@ def called_within(root: nn.Module) -> dict[nn.Module, str]:
 
 
 def models_within(root: nn.Module) -> list[nn.Module]:
-    """Those of :func:`called_within` that have layers."""
+    """The modules of :func:`called_within` that have layers."""
     return [module for module in called_within(root) if _has_layers(module)]
 
 
 class _Visit:
-    """Goes through what the methods of a module name, to the modules that they may call on their own."""
+    """Follows what the methods of a module name to the modules that they may call directly."""
 
     def __init__(self, roots: tuple[nn.Module, nn.Module]) -> None:
         self.roots = roots
         self.within_functions: list[FunctionType] = []
 
     def module(self, module: nn.Module, path: str, names: Names) -> Any:
-        """What takes the place of a module that is called; ``names``: what the methods above it name."""
+        """The replacement of a called module; ``names``: what the methods of its owners name."""
         raise NotImplementedError
 
     def other(self, value: Any, path: str, names: Names) -> Any:
-        """What takes the place of an object of any other class."""
+        """The replacement of any other object."""
         raise NotImplementedError
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """What takes the place of a container or a bound method that has ``items`` now."""
+        """The replacement of a container or a holder, with ``items``."""
         raise NotImplementedError
 
     def below(self, owner: nn.Module, path: str, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The submodules and the attributes of ``owner`` that are, or hold, modules that are called; replaced."""
+        """The replacements of the submodules and the attributes of ``owner`` that are or hold called modules."""
         names = named_by(type(owner), names)
         names |= {name for name, value in vars(owner).items() if is_closure(value) and not name.startswith("_")}
         own = {name: value for name, value in vars(owner).items() if name != "_modules"}
@@ -107,12 +108,12 @@ class _Visit:
         return self.each(modules, path, names), self.each(others, path, names)
 
     def within(self, value: Any, path: str, names: Names) -> dict[Any, Any]:
-        """The attributes of an object that are, or hold, modules that are called; replaced."""
+        """The replacements of those attributes of an object that are or hold called modules."""
         names = named_by(type(value), names)
         return self.each({key: (one, key in names) for key, one in attributes(value).items()}, path, names)
 
     def each(self, held: Mapping[Any, tuple[Any, bool]], path: str, names: Names) -> dict[Any, Any]:
-        """Those of some values that are replaced. With each comes whether a method names it."""
+        """The replacements of values in ``held``; each comes with whether a method names it."""
         made = {
             key: self.replaced(value, f"{path}.{key}" if path else str(key), names, named=named)
             for key, (value, named) in held.items()
@@ -120,9 +121,9 @@ class _Visit:
         return {key: value for key, value in made.items() if value is not held[key][0]}
 
     def replaced(self, value: Any, path: str, names: Names, *, named: bool) -> Any:
-        """``value`` with each module in it that is called replaced; the same object if there is none.
+        """``value`` with each called module in it replaced; the same object if there is none.
 
-        Dicts of models are looked through in any case.
+        A ``ModuleDict`` is searched for models even if no method names it.
         """
         items: Mapping[Any, Any] | None
         if is_a(value, nn.Module):
@@ -147,9 +148,10 @@ class _Visit:
 
 
 def _may_lead(name: str, value: Any, *, named: bool) -> bool:
-    """Whether an attribute of a module, which is none itself, may lead to modules.
+    """Whether an attribute that is not a module may lead to modules.
 
-    What wrappers keep does not, nor does a function in the place of a method that every module has.
+    Functions that wrappers keep do not (their names contain ``forward``), nor does a closure in the place of a method
+    of ``nn.Module``.
     """
     if type(value) in BOUND or is_closure(value):
         return "forward" not in name and (type(value) in BOUND or (named and not hasattr(nn.Module, name)))
@@ -157,13 +159,13 @@ def _may_lead(name: str, value: Any, *, named: bool) -> bool:
 
 
 class _Finding(_Visit):
-    """Finds what is called, and changes nothing.
+    """Finds the called modules, and changes nothing.
 
     Attributes:
-        modules: those that are called, with their paths.
-        objects: those that lead to them, by identity, without those in ``staying``.
-        functions: those with variables that lead to them, by identity.
-        names: what the methods on all ways to a module or an object name, by identity.
+        modules: the called modules, with their paths.
+        objects: the objects that lead to called modules, by identity, without those in ``staying``.
+        functions: the closures that lead to called modules, by identity.
+        names: for each module or object, by identity, what the methods on all ways to it name.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module, staying: Collection[int]) -> None:
@@ -176,7 +178,7 @@ class _Finding(_Visit):
 
     @classmethod
     def of(cls, root: nn.Module, original: nn.Module) -> _Finding:
-        """The search from ``root``, without the objects that something holds which is not copied."""
+        """The search from ``root``, without objects that are also held by something uncopied."""
         staying: set[int] = set()
         while True:
             search = cls(root, original, staying)
@@ -187,7 +189,7 @@ class _Finding(_Visit):
             staying |= more
 
     def _all(self) -> None:
-        """Search until nothing new is found: an object may lead to modules through one that holds it."""
+        """Search until nothing new is found: objects may hold each other, and one search does not find all of these."""
         before = -1
         while len(self.objects) > before:
             before = len(self.objects)
@@ -213,19 +215,19 @@ class _Finding(_Visit):
         return _FOUND if id(value) in self.objects else value
 
     def _is_news(self, value: object, names: Names) -> bool:
-        """Whether something was not visited yet with all of these names, which are noted."""
+        """Note ``names`` for a value. Return whether it was not visited yet with all of them."""
         known = self.names.get(id(value))
         self.names[id(value)] = names | (known or frozenset())
         return known is None or not names <= known
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """A container of what was found is found."""
+        """A holder of something found is found."""
         if is_a(value, FunctionType):
             self.functions[id(value)] = value
         return _FOUND
 
     def _held_elsewhere(self) -> set[int]:
-        """The identities of found objects that something holds which keeps them: its state has to be theirs."""
+        """The identities of found objects that are also held by something uncopied, which has to see their state."""
         copied = {*self.roots, *self.modules}
         own = [value for module in copied for value in vars(module).values()]
         own += [value for one in self.objects.values() for value in attributes(one).values()]
@@ -245,7 +247,7 @@ _FOUND = object()
 
 
 class _Copying(_Visit):
-    """Copies what is called, and the objects that lead there."""
+    """Copies the called modules, and the objects that lead to them."""
 
     def __init__(
         self,
@@ -259,7 +261,7 @@ class _Copying(_Visit):
         self.copy_of_model, self.copy_of_other = model, other
 
     def visit(self, owner: nn.Module, path: str, names: Names) -> None:
-        """Replace what a copy leads to."""
+        """Replace the called modules that a copy leads to."""
         modules, others = self.below(owner, path, names)
         if modules:
             vars(owner)["_modules"] = copy.copy(owner._modules)
@@ -283,7 +285,7 @@ class _Copying(_Visit):
         return self.copies[id(value)]
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """A container of the same kind with other items."""
+        """A container or holder of the same kind with ``items``."""
         if isinstance(value, nn.Module):
             container = shallow(value)
             vars(container)["_modules"] = items
@@ -292,16 +294,16 @@ class _Copying(_Visit):
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module, which has no layers, may have an attention: it has submodules, and is no product of rows.
+    """Whether a module without layers may have an attention: it has submodules, and is not a linear layer.
 
-    A product's state, such as the adapter that is active, stays that of the original.
+    The state of a linear layer, such as its active adapter, stays that of the original.
     """
     product = isinstance(getattr(module, "in_features", None), int)
     return _can_be_copied(module) and any(module.children()) and not product
 
 
 def _can_be_copied(module: nn.Module) -> bool:
-    # FSDP2 puts a class of its own over a module's class, and identifies the module by its identity.
+    # FSDP2 gives a module a class with a __new__ of its own, and looks the module up by identity.
     return not (isinstance(module, NOT_COPIED) or type(module).__new__ is not object.__new__ or is_parametrized(module))
 
 

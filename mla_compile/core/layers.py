@@ -4,8 +4,8 @@
 returns y [..., out] in the dtype of the rows. ``layer`` is the layer's name in this process. Its tensors are in the
 graph as ``weights``, so that the passes can identify the weight.
 
-``mla_compile::layer_weight(weights, layer) -> W`` is the weight [out, in] that a layer rounds in each call. The layer's
-library computes it, since another precision would round it to other numbers.
+``mla_compile::layer_weight(weights, layer) -> W`` is the rounded weight [out, in] of a layer that rounds it in each
+call. The layer's library computes it, since another precision would round it to other numbers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class CalledLayer:
 
     def __deepcopy__(self, memo: dict[int, object]) -> CalledLayer:
         layer, plain = copy.deepcopy((self.layer, self.plain), memo)
-        return CalledLayer(layer, plain, self.inner, self.width, self.parts)  # the copies are still incomplete
+        # parts are passed on: the copies are still incomplete
+        return CalledLayer(layer, plain, self.inner, self.width, self.parts)
 
     def __reduce__(self) -> tuple[object, ...]:
         return CalledLayer, (self.layer, self.plain, self.inner, self.width, self.parts)

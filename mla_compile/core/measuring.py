@@ -54,7 +54,7 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 def require_compiler() -> None:
     """Raise :class:`InputError` if Inductor, the baseline, has no C++ compiler for the CPU."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # on use: imports all of Inductor
+    from torch._inductor.cpp_builder import get_cpp_compiler  # imported on use: loads all of Inductor
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:

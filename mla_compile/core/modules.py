@@ -17,8 +17,8 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 def shallow(module: Module) -> Module:
     """A new object of the class of ``module`` with the same attributes, as ``copy.copy`` makes it.
 
-    ``copy.copy`` calls ``__new__``. FSDP2 puts a class over the module's own whose ``__new__`` returns modules of the
-    class below; in that case the object is made with ``object.__new__``.
+    ``copy.copy`` calls ``__new__``. FSDP2 gives a module a class whose ``__new__`` returns modules of the original
+    class; such an object is made with ``object.__new__`` instead.
     """
     if type(module).__new__ is object.__new__:
         return copy.copy(module)
@@ -28,9 +28,9 @@ def shallow(module: Module) -> Module:
 
 
 class Added:
-    """What an optimized module has in its attributes and its original has not: it leads to no other module.
+    """An attribute that an optimized module has and its original does not. It leads to no other module.
 
-    ``replaced``: the function of the model whose place it takes, if that was set on the object itself.
+    ``replaced``: the function whose place it takes, if the model had set that on the module object itself.
     """
 
     replaced: Callable[..., Any] | None = None
@@ -46,7 +46,7 @@ def remember_original(made: nn.Module, original: nn.Module) -> None:
 
 
 def is_copy_of(made: nn.Module, module: nn.Module) -> bool:
-    """Whether :func:`remember_original` was told that ``made`` is a copy of ``module``."""
+    """Whether :func:`remember_original` has recorded ``made`` as a copy of ``module``."""
     known = _originals.get(made)
     return known is not None and known() is module
 
@@ -68,7 +68,7 @@ def share_marks(copies: Iterable[nn.Module]) -> None:
 class HookOf:
     """A hook in a copy of a module: it runs the original's hook as long as that exists.
 
-    Hooks may remove themselves.
+    A hook may remove itself from the original.
     """
 
     hooks: dict[int, Callable[..., object]]

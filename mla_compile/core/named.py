@@ -1,7 +1,7 @@
-"""What the methods of a class name: by this, modules are found that a method may call on its own.
+"""The names that the methods of a class use, by which modules are found that a method may call directly.
 
-Only names are read. A method reaches what an attribute or a global of such a name holds, and by some names
-(:data:`WAYS`) or operators all submodules.
+Only names are read. A method may reach what an attribute or a global of such a name holds, and all submodules by some
+names (:data:`WAYS`) or by operators.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Names = frozenset[str]
 
 
 def methods_of(kind: type) -> dict[str, FunctionType]:
-    """The methods of a class, inherited ones included.
+    """The methods of a class, inherited ones included, except those of ``nn.Module``.
 
-    Without ``forward`` and the methods of ``nn.Module`` if it is a module, and without the special ones that no call
-    and no operator runs, such as ``self[i]``.
+    Also left out are a module's ``forward`` and its overrides of special methods of ``nn.Module`` (but ``__call__``),
+    and ``__init__`` and ``__post_init__`` of any other class.
     """
     is_module = issubclass(kind, nn.Module)
     last = kind.__mro__.index(nn.Module if is_module else object)
@@ -42,14 +42,14 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
 
 
 def is_special(name: str) -> bool:
-    """Whether a method runs by an operator, and not by its name."""
+    """Whether a name is that of a special method, which an operator runs."""
     return name.startswith("__") and name.endswith("__")
 
 
 def is_container(kind: type) -> bool:
-    """Whether the methods of a class of modules reach all submodules by operators, as in ``self[i]``.
+    """Whether the methods of a class of modules may reach all submodules by operators, as in ``self[i]``.
 
-    torch's own containers have no methods that call what they hold.
+    A subclass of torch's containers needs a method of its own: torch's do not call what they hold.
     """
     methods = methods_of(kind)
     if issubclass(kind, CONTAINERS):
@@ -63,17 +63,17 @@ def names_in(method: FunctionType, kind: type) -> Names:
 
 
 def outside(function: FunctionType) -> Iterator[object]:
-    """The values of the globals and of the variables of other functions that a function names."""
+    """The values of the globals, and of the variables of enclosing functions, that a function names."""
     yield from variables(function).values()
     yield from (function.__globals__[name] for name in _names(function) if name in function.__globals__)
 
 
 def functions_of(method: FunctionType, kind: type) -> list[FunctionType]:
-    """A method of ``kind`` and the functions that are its code as well.
+    """A method of ``kind`` and the functions whose code counts as its own.
 
-    These are the properties and static methods of ``kind`` that it names, functions that it names of the same file, and
-    what it decorates. Functions of other files are not asked: what they name is rarely the model's. Those of torch name
-    all modules.
+    These are the function that it decorates and, in the same file, functions that it names or has in its closure, and
+    properties, static and class methods of ``kind`` that it names. Functions of other files are left out: what they
+    name is rarely the model's, and those of torch name all modules.
     """
     found, left = list[FunctionType](), [method]
     while left:
@@ -109,7 +109,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def named_by(kind: type, names: Names) -> Names:
-    """``names``, what the public methods of a class name, and the private ones that they or ``names`` name."""
+    """``names``, with what a class's public methods name, and its private methods that these or ``names`` name."""
     methods = methods_of(kind)
     found = set(names)
     left = [name for name in methods if is_special(name) or not name.startswith("_") or name in names]

@@ -1,4 +1,4 @@
-"""Plain Python objects that hold modules: their attributes, and which of them a shallow copy can stand in for."""
+"""Plain Python objects that hold modules: their attributes, and whether a shallow copy can take an object's place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEANT_OTHERWISE = (
     "__setattr__",
     "__getattribute__",
 )
-"""Methods with which a class says that its objects are not ordinary: shared on purpose, or proxies, or closed once."""
+"""Methods by which a class shows that its objects are special: shared on purpose, proxies, or closed only once."""
 
 
 def is_plain(value: object) -> bool:
@@ -37,8 +37,8 @@ def is_plain(value: object) -> bool:
 def can_be_copied(value: object) -> bool:
     """Whether a shallow copy of a plain object does what the object does.
 
-    Objects of torch's own classes keep books on the modules that they were made for, a thread runs what it was made
-    with, and a metaclass with a call of its own may make one object only.
+    Three kinds cannot: objects of torch's own classes, which record the modules that they were made for; threads, which
+    run what they were made with; and objects of a metaclass with its own ``__call__``, which may allow only one object.
     """
     kind = type(value)
     if kind is SimpleNamespace:
@@ -46,13 +46,13 @@ def can_be_copied(value: object) -> bool:
     if not is_plain(value) or is_a(value, Thread) or kind.__module__.partition(".")[0] == "torch":
         return False
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
-    names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))  # which only raises
+    names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))  # which only raises if frozen
     ordinary = all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
     return ordinary and type(kind).__call__ is type.__call__
 
 
 def attributes(value: object) -> dict[str, Any]:
-    """The attributes of a plain object, those in slots included; the object itself is not asked."""
+    """The attributes of a plain object, those in slots included, read without running code of its class."""
     found = {}
     for kind in type(value).__mro__:
         for name, slot in vars(kind).items():
@@ -73,7 +73,7 @@ def shallow_object(value: Any) -> Any:
 
 
 def set_attributes(value: object, new: Mapping[str, Any]) -> None:
-    """Set attributes of a plain object, whatever its class does when one is set (a frozen dataclass raises)."""
+    """Set attributes of a plain object without its class's ``__setattr__`` (which raises in a frozen dataclass)."""
     for name, one in new.items():
         slot = inspect.getattr_static(type(value), name, None)
         if isinstance(slot, MemberDescriptorType):

@@ -38,7 +38,7 @@ class Place:
         return ".".join((*self.modules, str(self.keys[0]))) + "".join(f"[{key!r}]" for key in self.keys[1:])
 
     def links(self, model: nn.Module) -> list[Link]:
-        """Each link on the way from the model to the tensor, which is the last; fewer if the path is broken."""
+        """The links from the model to the tensor; the last has the tensor. If the path is broken, there are fewer."""
         links: list[Link] = []
         owner = model
         for name in self.modules:
@@ -132,10 +132,10 @@ def _is_only(model: nn.Module, place: Place, modules: Counter[int], memory: Coun
 
 
 def _memory(value: object) -> tuple[int, ...]:
-    """The identities of the memory of a tensor: tensors that share memory have equal ones."""
+    """The identities of a tensor's memory: tensors that share memory have one in common."""
     if not is_a(value, torch.Tensor):
         return ()
-    if is_traceable_wrapper_subclass(value):  # two of them may share inner tensors
+    if is_traceable_wrapper_subclass(value):  # two wrapper tensors may share inner tensors
         names, _ = value.__tensor_flatten__()
         return tuple(memory for name in names for memory in _memory(getattr(value, name)))
     # Sparse and lazy tensors have no memory that a view could share.

@@ -32,7 +32,7 @@ class FoldedWeight:
 
     ``compute`` maps the live tensors of ``weights`` (names of :attr:`Program.weights`) to the value of ``placeholder``.
     ``stored`` is set if the value is the dequantized form of quantized weights. It is a key that is equal for equal
-    computations: graphs with equal keys share the value, and detect changes only by the versions of the weights.
+    computations: graphs with equal keys share the value, and detect changes by versions and addresses of the weights.
     """
 
     placeholder: str
@@ -49,8 +49,8 @@ class Append:
         input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: the
             cache begins with this call. The program then returns its rows as before, and its caller allocates the room
             behind them.
-        output: the position of all rows among the values that the program returned before, and that its caller still
-            gets. None: the rows are a buffer that the caller has and the program writes to.
+        output: the position of all rows, old and new, among the values that the program returned before this change
+            and that its caller still gets. None: the rows are a buffer of the caller, and the program writes to it.
         axis: the axis of the tokens.
         count: the number of rows that a call writes.
         shared: whether each rank of the program's ``sharing`` keeps its share of the rows. The placeholder then takes
@@ -175,7 +175,7 @@ def graph_module(root: torch.nn.Module | dict[str, object], graph: fx.Graph) -> 
 
 def view_source(node: object) -> fx.Node | None:
     """The tensor (or tuple of views) of which ``node`` is directly a view; ``None`` if ``node`` is no view."""
-    # This reads the schema and does not use the passes' decoder: these graphs are as captured, in any spelling.
+    # Decided by the schema, not by the passes' decoder: these graphs are as captured, not canonical.
     if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
         return None
     source = node.args[0]

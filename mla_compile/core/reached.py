@@ -24,9 +24,10 @@ _MANY = 1_000_000
 
 
 def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[IsA]:
-    """Whether a value is of one of some classes, by its type alone.
+    """Whether the type of a value is one of ``kinds`` or a subclass.
 
-    ``isinstance`` also asks the value, and a proxy answers with the class of another object, or raises if that is gone.
+    ``isinstance`` also reads the value's ``__class__``: a proxy returns that of another object, or raises if that is
+    gone.
     """
     return issubclass(type(value), kinds)
 
@@ -34,8 +35,8 @@ def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[I
 def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[object]:
     """Yield what can be reached from ``values``, themselves included, without passing through a module or a tensor.
 
-    Near ones come first. The ways lead through attributes, collections, closures, bound methods, hooks and weak
-    references, and end at proxies. What has its ``id`` in ``but`` is yielded, and what it holds is not.
+    The search is breadth first, through attributes, collections, closures, bound methods, hooks and weak references; it
+    does not follow proxies. An object whose ``id`` is in ``but`` is yielded, but not searched.
     """
     seen: dict[int, object] = {}
     left = deque(values)

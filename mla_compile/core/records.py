@@ -80,7 +80,7 @@ class SiteReport:
         graph: the name of the graph, in a report of several graphs.
         stands_for: the number of equal attentions of the model that this traced one represents.
         decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add), or per cached row where
-            heads share rows (``shared_rows``), which may each stand for several tokens. So are the figures below.
+            heads share rows (``shared_rows``): a row may stand for several tokens. The figures below count alike.
         decode_flops_after: the same in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
         decode_bytes_after: the same in the absorbed form.

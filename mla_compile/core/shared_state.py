@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _SETS = ("set_", "shallow_copy_data_")
-"""What ``a.data = b`` is in a graph of Dynamo: the second from torch 2.14 on."""
+"""The calls that stand for ``a.data = b`` in a graph of Dynamo; the second since torch 2.14."""
 
 
 def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:

@@ -38,7 +38,7 @@ class Sharing:
         return (tokens + self.size - 1) // self.size
 
     def owned(self, tokens: Any) -> Any:
-        """The number of these rows that belong to this rank's tokens."""
+        """The number of this rank's rows that hold one of ``tokens`` tokens."""
         return (tokens + self.size - 1 - self.rank) // self.size
 
     def all_rows(self, own: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ def one_at_a_time() -> Iterator[None]:
 
     The caller must not hold another lock that a thread could acquire while it traces.
     """
-    from torch._dynamo.convert_frame import compile_lock  # on use: imports all of Dynamo
+    from torch._dynamo.convert_frame import compile_lock  # imported on use: loads all of Dynamo
 
     with compile_lock:
         yield

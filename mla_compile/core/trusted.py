@@ -22,9 +22,10 @@ class NotWholeError(Exception):
 def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctypes.CDLL:
     """Load a compiled library after checking it.
 
-    ``built_since`` (s): the library must have a valid seal. One without a seal is accepted, and sealed, only if it was
-    built after that time, by this process or by one that it waited for. Raises :class:`PermissionError` for a file that
-    others may write, :class:`NotWholeError` for a truncated one, and :class:`OSError` for one that cannot be loaded.
+    With ``built_since`` (s), the library must have a valid seal. One without a seal is accepted, and sealed, only if it
+    was built after that time, by this process or by one that it waited for. Raises :class:`PermissionError` for a file
+    that others may write, :class:`NotWholeError` for a truncated one, and :class:`OSError` for one that cannot be
+    loaded.
     """
     if (told := refusal(path)) is not None:
         raise PermissionError(told)

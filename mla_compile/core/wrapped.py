@@ -2,8 +2,8 @@
 
 Two kinds of wrappers are removed. Some only place tensors (accelerate's hooks, the offloading of compressed-tensors):
 if everything is on one device already, they move nothing, and the forward below them runs instead. Others compute
-(roundings of compressed-tensors, functions under ``torch.compiler.disable``): a layer of rows with such a wrapper is
-called as one operator, :mod:`mla_compile.core.layers`.
+(roundings of compressed-tensors, functions under ``torch.compiler.disable``): a layer of rows (it has ``in_features``
+and ``out_features``) with such a wrapper is called as one operator, :mod:`mla_compile.core.layers`.
 
 The originals are not changed. A copy shares the dicts of tensors and hooks with its original, so that a change to
 either affects both.
@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 IsKnown = Callable[[nn.Module, Function], bool]
 """Whether the function that replaces a layer's forward is known to be one that Dynamo cannot trace."""
 IsCaptured = Callable[[Function, Tensor], bool]
-"""Whether the forward of a layer of rows is captured as one graph; called with a row."""
+"""Whether the forward of a layer of rows, called with the given row, is captured as one graph."""
 
 
 class OwnForward(Added):
@@ -54,7 +54,7 @@ class Unwrapped:
     """The result of unwrapping a model.
 
     Attributes:
-        device: the device of all tensors, if wrappers that place tensors were removed: inputs belong there.
+        device: the device of all tensors, if wrappers that place tensors were removed: inputs have to be there.
         left: the wrappers that remain and that Dynamo cannot trace, described in words, and the number of modules with
             each.
     """
@@ -220,7 +220,7 @@ class _Copier:
             if called is None:
                 self.found.note(_who(module, inner or forward))
             return called or module
-        if inner is None:  # the function may hold the original module: its submodules stay as they are
+        if inner is None:  # its forward may hold the original module, which therefore stays as it is
             return module
         children = self._children(module)
         if wrapper is None and children is None:
@@ -333,7 +333,7 @@ def _maps_a_row(module: nn.Module, inner: Function | None, width: int) -> bool:
 
 
 def _of_library(module: nn.Module) -> tuple[type, ...]:
-    """The classes of its tensors that a library defines: whether Dynamo can trace a forward may depend on them."""
+    """The library classes among those of its tensors: whether Dynamo can trace a forward may depend on them."""
     return tuple(type(t) for t in (*module._parameters.values(), *module._buffers.values()) if is_of_library(t))
 
 

@@ -44,9 +44,9 @@ class Rewritten:
 
 
 def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -> Rewritten | None:
-    """Rewrite ``program`` with an added input, a twin, for each buffer that becomes rows; return None if none does.
+    """Rewrite ``program`` with an added input, a twin, for each buffer that gets rows beside it; None if none does.
 
-    ``run`` applies the passes, which decide which buffers become rows. A buffer that stays K needs no twin.
+    ``run`` applies the passes, which decide which twins become rows. The other twins are dropped.
     """
     given = {node.name: value for node, value in zip(program.placeholders, example_inputs, strict=True)}
     written = {name: given[name] for name in program.mutations if isinstance(given.get(name), torch.Tensor)}

@@ -78,7 +78,7 @@ def changed_source(reason: str, *, of_axis: bool = False) -> str | None:
     """The int attribute or the tensor whose guard failed; ``None`` for any other guard.
 
     The result is a regular expression for Dynamo's own name (``L['model'].layers[0].pos``) with any layer number;
-    ``of_axis``: of a tensor with the axis whose size differed, ``:1``.
+    ``of_axis``: a tensor's name is followed by the axis whose size differed, as ``:1``.
     """
     guard = _guard(reason)
     found = _SIZE.match(guard) or _NUMBER.fullmatch(guard)
@@ -107,7 +107,7 @@ def is_within(name: str) -> bool:
 
 
 def failed(reason: str) -> tuple[str, str]:
-    """The source whose guard failed, and the value it was compiled for; together they identify the guard."""
+    """The source whose guard failed, and the value that code was compiled for; together they identify the guard."""
     guard = _guard(reason)
     if found := _SIZE.match(guard):
         return f"{found['name']}:{found['axis']}", found["old"]

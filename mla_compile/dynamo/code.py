@@ -30,7 +30,7 @@ class CodeGenerator:
             return gm
         self.compilations.stage("code" if layers == 1 else f"code of {layers} equal layers")
         count("compilations", graph="forward")
-        from torch._inductor import compile_fx, exc  # on use: all of Inductor
+        from torch._inductor import compile_fx, exc  # imported on use: loads all of Inductor
 
         try:
             code: object = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
@@ -78,7 +78,7 @@ class CodeGenerator:
 
         A CUDA graph holds the addresses of one layer's weights, and folded constants belong to one layer.
         """
-        from torch._inductor import config  # on use: all of Inductor
+        from torch._inductor import config  # imported on use: loads all of Inductor
 
         settings = ((config.triton.cudagraphs, "triton.cudagraphs"), (config.freezing, "freezing"))
         return any(self.patches.get(name, default) for default, name in settings)
@@ -90,7 +90,7 @@ def _inductor_patches(mode: str | None, options: Options) -> dict[str, object]:
     if mode is not None and not isinstance(mode, str):
         raise OptionError(f"mode is {mode!r}, expected a string")
     if mode is not None and mode != "default":
-        from torch._inductor import list_mode_options  # on use: all of Inductor
+        from torch._inductor import list_mode_options  # imported on use: loads all of Inductor
 
         try:
             patches.update(list_mode_options(mode))

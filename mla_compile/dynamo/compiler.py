@@ -2,8 +2,8 @@
 
 A graph that is not rewritten (it has no attention, gradients are needed, nothing can be absorbed, or something failed)
 reaches Inductor unchanged, with the user's mode and Inductor options. There are two exceptions: equal layers are
-compiled once (:mod:`mla_compile.dynamo.code`), and the first rows of a cache that the graph returns may be moved to
-memory with spare capacity after it ran (:mod:`mla_compile.runtime.growing`).
+compiled once (:mod:`mla_compile.dynamo.code`), and after a run, the first rows of a cache that the graph returns may be
+moved to memory with spare capacity (:mod:`mla_compile.runtime.growing`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Compiler:
         self.failures: list[Exception] = []
         self.code = CodeGenerator(options, mode, self.compilations)
         self.compilations.on_end = self._add_seconds
-        self._timed = 0  # reports that have the seconds of all stages
+        self._timed = 0  # the number of reports that have the seconds of all stages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """Compile a graph. Our own failures raise only with ``strict``; else the original graph is compiled."""
@@ -224,7 +224,7 @@ class Compiler:
         return done
 
     def _add_seconds(self) -> None:
-        """Add the time that a compilation took outside of our capture and passes to its report."""
+        """Add to a compilation's report the seconds of the stages other than our capture and passes."""
         if len(self.reports) == self._timed:
             return
         self._timed = len(self.reports)
@@ -234,7 +234,7 @@ class Compiler:
             self.on_report()
 
     def _rows_of_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> set[str]:
-        """The inputs that are buffers of the module which are, or may be, kept as rows."""
+        """The inputs that are buffers of the module and that are, or may be, kept as rows."""
         known = {name for name, tensor in latents.items() if tensor.is_own and tensor.recipe is not None}
         if self.buffers is not None:
             named = zip(program.placeholders, example_inputs, strict=True)
@@ -273,7 +273,8 @@ class Compiler:
     def _assembled(self, gm: fx.GraphModule, done: Rewritten, *, alone: bool) -> Call | None:
         """Compile the rewritten graph; ``None`` after a warning if Inductor fails.
 
-        ``alone``: no other rank takes part. Another rank would continue with a form, or with rows, that this one lacks.
+        ``alone``: no other rank takes part. If only this rank fell back, the others would go on with the rewritten form
+        or its rows.
         """
         try:
             return self._assemble(gm, done)

@@ -16,7 +16,7 @@ def examples_of(
 ) -> list[object]:
     """Example inputs of a rewritten program: those of the captured one, and fake tensors for added inputs.
 
-    ``layouts``: the order of the axes in memory of inputs that were made by another graph.
+    ``layouts``: the memory order of the axes of inputs that another graph made.
     """
     given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
     grown = {one.input for one in program.appends if one.input is not None}

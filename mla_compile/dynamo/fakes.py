@@ -1,7 +1,7 @@
-"""Remembers, during one trace, what an operator made of fake tensors, for the same operator in the next layer.
+"""Remembers, during one trace, an operator's result on fake tensors, for the same operator in the next layer.
 
-Dynamo runs each operator on fake tensors to learn the sizes of its result. That takes a millisecond, a quarter of its
-time, and the layers of a model repeat the same operators on the same sizes.
+Dynamo runs each operator on fake tensors to learn the sizes of its result. That takes a millisecond per operator, a
+quarter of Dynamo's time, and the layers of a model repeat the same operators on the same sizes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def remember_results(output: Any) -> None:
 
 
 def _key(node: torch.fx.Node, args: object, kwargs: object) -> tuple[Hashable | None, list[FakeTensor]]:
-    """All that the metadata of a result follow from, None if more than that might matter; the tensors in it."""
+    """Return what determines the metadata of a result (None if more might matter), and the tensors in it."""
     if not _is_of_torch(node) or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
         return None, []
     values: list[object] = []
@@ -76,7 +76,7 @@ def _is_of_torch(node: torch.fx.Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is described by its key: a tensor of known sizes and unknown numbers, or a constant."""
+    """Whether its key describes a value fully: a plain fake tensor without known values, or a number or constant."""
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided and not value.is_quantized
         return type(value) is FakeTensor and value.constant is None and strided
@@ -84,7 +84,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _kernels() -> Hashable:
-    """The kernels of attention that may be chosen, of which strides of its result depend."""
+    """The attention kernels that torch may choose; the strides of an attention's result depend on the choice."""
     kinds = torch.backends.cuda
     return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
 
@@ -95,7 +95,7 @@ def _read(values: list[object], value: object) -> Hashable:
 
 
 def _maker(result: object, given: list[FakeTensor]) -> _Made | None:
-    """What makes the same result of other tensors; None for a result that is not made of metadata alone."""
+    """Return a function that makes the same result from other tensors; None if metadata do not determine it."""
     leaves, tree = pytree.tree_flatten(result)
     if not leaves or not all(isinstance(one, torch.Tensor) and _is_plain(one) for one in leaves):
         return None
@@ -104,7 +104,7 @@ def _maker(result: object, given: list[FakeTensor]) -> _Made | None:
     fresh: set[int] = set()
     for one in leaves:
         memory, shared = _memory(one), memories.count(_memory(one))
-        offset = one.storage_offset()  # to ask whether a symbolic one is 0 would compile a graph for each answer
+        offset = one.storage_offset()  # comparing a symbolic one with 0 would add a guard, and so a graph per answer
         whole = isinstance(offset, int) and offset == 0 and memory not in fresh
         if any(one is tensor for tensor in given) or shared > 1 or (not shared and not whole):
             return None
@@ -122,9 +122,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _like(one: FakeTensor, place: int | None) -> _Made:
-    """What makes a tensor like ``one``, in new memory or in that of a given tensor, as torch's cache of results does.
+    """Return a function that makes a tensor like ``one``, in new memory or in that of the given tensor at ``place``.
 
-    ``one`` itself may get another shape later, by a method that writes.
+    torch's cache of fake tensors does the same. A method that writes may later change the shape of ``one`` itself.
     """
     mode, env, dtype, device = one.fake_mode, one.fake_mode.shape_env, one.dtype, one.device
     shape, stride, offset = tuple(one.shape), one.stride(), one.storage_offset()

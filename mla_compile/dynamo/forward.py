@@ -46,8 +46,8 @@ class CompiledForward(OwnForward):
     A deep copy and an unpickled copy are optimized with the same options, and compile anew.
 
     ``outer``: the optimized module that contains ``module``. If a method of ``outer`` calls ``module`` directly
-    (``generate()`` of a wrapper), ``module`` is compiled separately. Within a call of ``outer``, its plain forward
-    runs.
+    (``generate()`` of a wrapper), ``module`` is compiled separately. Within a call of ``outer``, the plain forward of
+    ``module`` runs.
     """
 
     name = "forward"
@@ -99,7 +99,7 @@ class CompiledForward(OwnForward):
         self._buffers = self._own_buffers()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the module's forward; compiled, unless gradients are needed or another compiler is tracing it."""
+        """Run the module's forward: compiled, unless gradients are needed, it is traced, or a global hook exists."""
         if is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
         device = self._device_of_all()
@@ -124,7 +124,7 @@ class CompiledForward(OwnForward):
     def _device_of_all(self) -> torch.device | None:
         """The device to which removed wrappers moved inputs; None if there are none.
 
-        Wrappers are removed in the first call and not earlier, because libraries finish a model by hooks that run then.
+        Wrappers are removed in the first call and not earlier, because libraries finish a model in hooks of that call.
         """
         if self.outer is not None:
             outer = vars(self.outer).get("forward")
@@ -172,7 +172,7 @@ class CompiledForward(OwnForward):
     def use(self, run: Callable[..., object], *, buffers: bool = False) -> None:
         """From now on, call ``run(module, args, kwargs, forward)`` instead of the code that Dynamo compiled.
 
-        ``buffers``: rows may still replace buffers of K and V, which may take a trace of a call.
+        ``buffers``: rows may still replace buffers of K and V; finding these may require a trace of a call.
         """
         self._run = run
         self._buffers = self._buffers if buffers else None
@@ -213,7 +213,7 @@ class CompiledForward(OwnForward):
             model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
     def below(self, forward: Callable[..., object] | None) -> None:
-        """Set the module's own forward; None stands for that of its class."""
+        """Set the forward that this one compiles; None stands for that of the module's class."""
         self.replaced = forward
         self._buffers = self._own_buffers()
 
@@ -338,7 +338,7 @@ def _kept_buffers(options: Options) -> FindKept:
 
 
 class CompiledMethod(CompiledForward):
-    """Another method of an optimized module, whose own code runs an attention."""
+    """A method of an optimized module, other than its forward, whose code runs an attention itself."""
 
     def __init__(
         self,

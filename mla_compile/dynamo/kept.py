@@ -32,11 +32,12 @@ class Kept:
 
     Args:
         counts: ints that the traced code writes into objects, dicts and lists that outlive it.
-        empty: tensors that have no row along an axis when the code has run, with ``:axis``.
-        rows: tensors that the code reads or writes, with each ``:axis`` along which it made another tensor with as many
-            axes longer or shorter.
-        left: the sizes of tensors that the code reads or writes when it has run, by Dynamo's names.
-        waits: the code made a tensor without rows where tensors that it keeps grow: rows that come in some calls only.
+        empty: tensors that are empty after the code has run along an axis other than the first, with ``:axis``.
+        rows: tensors that the code reads or writes, with each ``:axis`` along which the code lengthened or shortened
+            a kept tensor with as many axes.
+        left: the sizes, after the code has run, of the tensors that it reads or writes, by Dynamo's names.
+        waits: whether the code made a tensor that is empty along an axis along which kept tensors change: its rows come
+            only in some calls.
     """
 
     counts: frozenset[str]
@@ -91,7 +92,7 @@ def _axes(shapes: Mapping[str, Shape], wanted: Callable[[Shape, int], bool]) -> 
 
 
 def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
-    """Return the sizes, in this call, of tensors inside arguments by Dynamo's names, without those of parameters."""
+    """Yield Dynamo's name and the sizes in this call of each tensor inside an argument, except parameters."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source, value = getattr(node, "_dynamo_source", None), node.meta.get("example_value")
         if source is None or not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
@@ -101,7 +102,7 @@ def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
 
 
 def _shape(value: object) -> Shape | None:
-    """Return the sizes that a tensor which the code writes has in this call."""
+    """Return the sizes, in this call, of a tensor that the code writes; None for any other value."""
     made = value.as_proxy().node.meta.get("example_value") if isinstance(value, TensorVariable) else None
     return tuple(map(seen, made.shape)) if isinstance(made, torch.Tensor) else None
 

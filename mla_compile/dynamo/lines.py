@@ -1,4 +1,4 @@
-"""Formats each source line of a trace once: the layers of a model have them in common."""
+"""Formats each source line of a trace once, because the layers of a model share their source lines."""
 
 from __future__ import annotations
 

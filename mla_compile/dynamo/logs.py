@@ -1,6 +1,6 @@
 """Omits messages that libraries log once per process (``logger.warning_once``) from compiled code.
 
-Dynamo breaks the graph at a call of a logger. A break within an attention prevents its absorption, for a line that is
+Dynamo breaks the graph at a call of a logger. A break within an attention prevents its absorption, even if the line is
 written at most once. A call that logs every time is part of the model's behaviour and keeps its break.
 """
 

@@ -1,8 +1,8 @@
 """Warns when Dynamo gives up on code that this package compiled.
 
 Dynamo keeps a limited number of compiled variants of a function (8 by default), and beyond that runs the function
-uncompiled. Results stay the same, decode becomes slow, and only a log line says so. As there is no hook for that, a
-handler on that logger serves as one. If logging is off, the warning comes with the last variant below the limit.
+uncompiled. Results stay the same, decode becomes slow, and only a log line says so. Dynamo has no hook for this, so a
+handler on its logger serves as one. If logging is off, the warning comes with the last variant that the limit allows.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _attention = threading.Event()
 def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attention: bool) -> int:
     """Called inside a backend: warn if Dynamo later gives up on the function that it is compiling now.
 
-    A function without attention counts as soon as any graph has one, because Dynamo also gives up on the functions that
-    it calls. Returns the number of layers or models for which the function was compiled so far.
+    A function without attention counts as soon as any graph has one, because Dynamo also gives up on the functions
+    called by a function that it gives up on. Returns the number of layers or models for which the function was compiled
+    so far.
     """
     if attention:
         _attention.set()

@@ -1,7 +1,7 @@
-"""Lets a trace read the name of a class of torch, with which libraries recognise their own classes of tensors.
+"""Lets a trace read the name of a class, by which libraries recognise their own classes of tensors.
 
 ``type(weight).__module__.startswith(...)`` breaks Dynamo's graph where ``weight`` is an ordinary ``nn.Parameter``:
-Dynamo knows the class, and calls no method of its attributes (torch 2.13 and 2.14).
+Dynamo knows the class, but does not call methods of its attributes (torch 2.13 and 2.14).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 from torch._dynamo.variables import ConstantVariable, GetAttrVariable
 
 FIX = "call mla_compile.optimize(model), which reads the name of a class without a graph break"
-"""What to do about :func:`is_of_a_name`: other traces are not ours to change."""
+"""What to do if :func:`is_of_a_name` holds: a trace of ``torch.compile`` is not ours to change."""
 
 _BREAK = re.compile(r"method `\w+` of class `str`")
 
 
 def is_of_a_name(why: str) -> bool:
-    """Whether a graph break, in Dynamo's words, is that of a method of a string that Dynamo did not read."""
+    """Whether ``why`` is Dynamo's message about a graph break at a method of a string that Dynamo did not read."""
     return _BREAK.search(why) is not None
 
 
 def read_names(output: Any) -> None:
-    """From now on, the trace that writes into Dynamo's ``output`` calls methods of strings that a class holds."""
+    """From now on, the trace that writes into Dynamo's ``output`` can call methods of a class's string attributes."""
     call = GetAttrVariable.call_method
 
     def call_method(self: GetAttrVariable, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

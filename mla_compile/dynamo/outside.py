@@ -111,8 +111,8 @@ class _Mark:
 def _this_call() -> Callable[[], object]:
     """Return a function that says whether the present outermost call of a module is still running.
 
-    A mark is kept among the keyword arguments of that call, which nothing reads any more. Where a function was
-    compiled, the first question is taken for the last one of its call.
+    A mark is kept among the keyword arguments of that call, which nothing reads any more. If no module is being called
+    (a function was compiled), only the first query counts as within the call.
     """
     mark, frame = _Mark(), outermost_call()
     if frame is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_compile.dynamo.causes import drained, failed
 
 PHASES = 4
-"""The number of values for which code is compiled before a guard counts as one that fails in every call.
+"""A guard that failed for more values than this counts as one that fails in every call.
 
 A tensor that fills and drains is empty, has one row, is full, or is anything between. Several such tensors together
 need several times as many graphs as Dynamo's limit, all of them in the first tokens."""

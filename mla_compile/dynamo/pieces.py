@@ -1,4 +1,4 @@
-"""Functions that run piece by piece, generators and coroutines, each piece within a context of ours."""
+"""Runs generators and coroutines with each piece (up to the next yield or await) within a context of ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def runs_in_pieces(function: Callable[..., Any]) -> bool:
 
 
 def in_pieces(function: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """A function of the same kind as ``function``, a method that runs in pieces, with each piece ``around``."""
+    """Return a method of the same kind as ``function``, which runs in pieces, with each piece within ``around``."""
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
@@ -61,7 +61,7 @@ def in_pieces(function: Callable[..., Any], around: Around) -> Callable[..., Any
 
 @types.coroutine
 def driven(steps: Any, around: Around, owner: object) -> Generator[Any, Any, Any]:
-    """Do what ``steps``, a generator or an awaitable, does."""
+    """Do what ``steps`` (a generator or an awaitable) does, with each piece within ``around(owner)``."""
     send, value = steps.send, None
     while True:
         try:

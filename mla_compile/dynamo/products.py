@@ -1,8 +1,8 @@
-"""Keeps products from asking whether a size that changes is 1.
+"""Keeps traces of products from specialising on a dynamic size that is 1.
 
 A product of batched operands reshapes them, and whether an operand may be reshaped in place depends on its layout. A
-transposed operand of one column is contiguous and one of two is not, so a step with one row in a cache would have a
-graph of its own. A copy is contiguous whatever its sizes are.
+transposed operand is contiguous with one column but not with two, so a step with one row in a cache would have a graph
+of its own. A copy is contiguous whatever its sizes are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PRODUCT = torch.ops.aten.matmul.default
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """Within, traces of ``matmul`` copy an operand with a symbolic size that is 1 in this call."""
+    """In this context, traces of batched ``matmul`` copy an operand with a symbolic size that is 1 in this call."""
     product: Any = _PRODUCT
     given = product.py_kernels[DispatchKey.CompositeImplicitAutograd]
 

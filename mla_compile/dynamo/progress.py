@@ -32,7 +32,7 @@ _ALL_KEPT = (
     "capture",
     "passes",
     "guards",
-)  # objects of these stages are mostly kept; code generation makes and drops tensors
+)  # objects of these stages are usually kept; code generation makes and drops tensors
 _TOLD_SECONDS = 1.0  # no line is printed for compilations that were faster
 
 
@@ -45,7 +45,7 @@ class Compilations:
             ``None``: only on a terminal.
 
     Attributes:
-        seconds: those of each stage of the last compilation.
+        seconds: the time of each stage of the last compilation.
         on_end: called when a compilation has ended.
     """
 
@@ -79,7 +79,7 @@ class Compilations:
         try:
             yield
         finally:
-            if self._thread == thread:  # a reset of Dynamo within the call drops the callbacks
+            if self._thread == thread:  # needed if a reset of Dynamo within the call dropped the callbacks
                 self.end()
             for callbacks, ours in (
                 (callback_handler.start_callbacks, started),
@@ -90,7 +90,7 @@ class Compilations:
 
     @contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """Record a compilation of one stage."""
+        """Record the block as a compilation of one stage."""
         self.begin(stage)
         try:
             yield
@@ -149,7 +149,7 @@ class Compilations:
         return self.show is True or (hasattr(stream, "isatty") and stream.isatty())
 
     def _show(self) -> None:
-        # On use: only a terminal needs this import.
+        # Imported here, because only a terminal needs it.
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

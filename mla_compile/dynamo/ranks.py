@@ -1,11 +1,11 @@
 """Agreement between the ranks of a distributed program when they compile a graph.
 
 An attention is absorbed only if every rank absorbs it: each rank verifies it with its own part of the weights, and may
-come to another verdict. Ranks exchange their decisions through the store of torch.distributed, and run no collective
-for it. If only one rank compiles, because only its guards failed, it must not wait in a collective that the others
-answer with a collective of the model.
+come to another verdict. Ranks exchange their decisions through the store of torch.distributed. A collective would not
+do: if a rank compiles because only its guards failed, the others would answer with a collective of the model.
 
-Ranks exchange decisions only about graphs with collectives or with tensors of several ranks.
+Ranks exchange decisions only about graphs with collectives or tensors of several ranks, and with the option
+``context_parallel``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mla_compile.pipeline.outcome import Outcome
 from mla_compile.version import __version__
 
 Told = dict[int, dict[str, Any]]
-"""Global rank -> what the rank said."""
+"""Global rank -> the message of that rank."""
 
 _SLICE = timedelta(seconds=5)
 """The longest single wait on the store, during which Python handles no signal."""
@@ -76,13 +76,13 @@ def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> 
     """How this rank shares rows with those of ``options.context_parallel``; None if rows are not shared.
 
     Ranks that share tensors or collectives of the graph may compute different heads. For other ranks, a comparison of
-    the weights decides that (:meth:`Meeting.alike`).
+    the weights decides whether they do (:meth:`Meeting.alike`).
     """
     return _sharing(_groups(gm, example_inputs), options)
 
 
 def sharing_of_model(model: torch.nn.Module, options: Options) -> Sharing | None:
-    """As :func:`sharing_of`, for the ranks that run a model: ranks that share its weights may differ in heads."""
+    """Like :func:`sharing_of`, for a whole model: ranks that share its weights may compute different heads."""
     return _sharing(_groups_of(model), options)
 
 
@@ -121,7 +121,7 @@ def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.Process
 
 
 class Meeting:
-    """The ranks that compile one graph: ``groups`` that share its collectives, in the order in which it names them.
+    """The ranks that compile one graph: ``groups`` share its collectives, in the order in which the graph names them.
 
     Each rank sends its decision to its first group, then everything it has received so far to the next one. The groups
     of a program are the axes of a mesh, so after the last group all ranks have heard from all others.
@@ -140,9 +140,9 @@ class Meeting:
         }
 
     def refused(self, outcome: Outcome) -> dict[str, str] | None:
-        """The attentions to leave, by their names in ``outcome.sites``, because another rank does; None if all agree.
+        """The attentions (names in ``outcome.sites``) to leave, with what the other ranks decided; None if all agree.
 
-        Every rank gets None in the same round. Otherwise it has to call again with its new decisions.
+        All ranks get None in the same round. Until then, each has to call again with its new decisions.
 
         Raises:
             OtherRankFailedError: another rank failed.

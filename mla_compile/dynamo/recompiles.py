@@ -5,8 +5,8 @@ buffers that grow by ``cat``. Under torch's own settings Dynamo takes both for c
 an optimized module runs, both are treated like any other size: constant until seen to change, then symbolic.
 
 Code that several layers share after a graph break does settle, but may be compiled once per layer, so that a deep model
-exceeds the limit before its first token. Each layer therefore gets the full limit. So do layers that are compiled one
-by one with ``torch.compile``, for which none of the user's settings is changed (:func:`guard_module`).
+exceeds the limit before its first token. Each layer therefore gets the full limit. Layers that are compiled one by one
+with ``torch.compile`` get it, too, without a change of the user's settings (:func:`guard_module`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Recompiles:
         on_note: called when Dynamo gives up on code of the module.
 
     Attributes:
-        drains: whether a call left something empty that it keeps, so that later calls will find other sizes.
+        drains: whether a tensor that the module keeps fills and drains, so that later calls will find other sizes.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Recompiles:
             _thread.running = outer
 
     def add(self, gm: fx.GraphModule, example_inputs: Inputs) -> None:
-        """Count a graph that is compiled during such a call."""
+        """Count a graph that is compiled during a call of the module."""
         traced = TracingContext.get_traced_code()
         layer = tuple(map(id, parameters_of(gm, example_inputs)))
         if not traced or not layer:
@@ -161,7 +161,7 @@ class Recompiles:
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        """The user's limit per layer, as Dynamo counts per shared code object; a higher one for what has phases."""
+        """The user's limit times the layers that share code, or more for buffers that fill and drain."""
         given = user_value("recompile_limit")
         limit = self._phases.room(given)
         if limit == given and self._layers == 1:

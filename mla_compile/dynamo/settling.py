@@ -1,17 +1,18 @@
 """Declares dynamic what caused recompilations of functions with attention, for ``optimize`` and ``torch.compile``.
 
 Dynamo takes int attributes of modules and the sizes of buffers for constants, compiles a step eight times, and then
-runs it uncompiled. An optimized module changes settings against that during its own calls; with ``torch.compile`` the
-settings belong to the user. So the sources that caused a recompilation of a function with attention are declared
-dynamic while Dynamo compiles that function, and at no other time. So are, for both entry points, the counts that the
-function writes and the axes along which what it keeps is empty, before they were seen to change.
+runs it uncompiled. An optimized module changes settings against that during its own calls. With ``torch.compile`` the
+settings belong to the user, so the sources that caused a recompilation of a function with attention are declared
+dynamic only while Dynamo compiles that function. For both entry points, the counts that the function writes are
+declared, too, before they were seen to change.
 
 Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and have one row in others.
 Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor has been
 seen, 0 and 1 are treated like other sizes for both entry points, sizes share a symbol only if they were equal in all
-graphs so far, and the limit allows several times as many variants. An optimized module raises the limit during its own
-calls. With ``torch.compile`` the limit is raised when Dynamo asks its hooks for the context of a recompilation, just
-before it looks at the limit, and restored as soon as it has looked.
+graphs so far, and the limit allows several times as many variants. An optimized module also declares the axes along
+which kept tensors are empty or change, and raises the limit during its own calls. With ``torch.compile`` the limit is
+raised when Dynamo asks its hooks for the context of a recompilation, just before the check of the limit, and restored
+right after that check.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from mla_compile.dynamo.sizes import History
 
 @dataclass
 class _Settling:
-    """What made Dynamo recompile a function, or is about to.
+    """What made Dynamo recompile a function, or is expected to.
 
-    ``counts``, ``rows``, ``changed``: names that are dynamic from now on, of what the function keeps and of what made
-    it be compiled again; ``rows`` only where something drains. ``sizes``: the sizes of its inputs in each graph.
+    ``counts``, ``rows``, ``changed``: names to declare dynamic: ints and axes of tensors that the function keeps, and
+    what caused a recompilation. ``rows`` is used only if a tensor drains. ``sizes``: the inputs' sizes in each graph.
     """
 
     phases: Phases = field(default_factory=Phases)
@@ -86,7 +87,7 @@ def settle(gm: fx.GraphModule) -> None:
     reason = why_again()
     if not (known.phases.drains and reason is not None and config.automatic_dynamic_shapes):
         return
-    # The sizes for which this graph was traced will not come again. Both are found once.
+    # Trace again with the new settings, because the sizes of this graph will not come again.
     if not drained_before or (module is not None and known.rows > rows_before):
         _open(known, reason)
         raise TensorifyScalarRestartAnalysis("what the traced code keeps fills and drains")
@@ -129,7 +130,7 @@ def _asked() -> str:
         return ""
     known.phases.add(reason)
     allowed, variants = variants_allowed(), current.frame_compile_id or 0
-    # Only where Dynamo goes on, and so takes the room away again.
+    # Only if Dynamo goes on to compile: the start of that compilation restores the limit.
     if config.recompile_limit <= variants < min(allowed, config.accumulated_recompile_limit):
         _thread.room = ExitStack()
         _thread.room.enter_context(config.patch(recompile_limit=allowed))
@@ -141,7 +142,7 @@ def _started(what: CallbackArgs) -> None:
     if what.callback_trigger is not CallbackTrigger.DYNAMO:
         return
     known, reason = _functions.get(_forget_others(what.compile_id)), why_again()
-    # the user chose dynamic=False
+    # automatic_dynamic_shapes is off if the user chose dynamic=False
     if known is None or reason is None or not config.automatic_dynamic_shapes:
         return
     _open(known, reason)
@@ -156,11 +157,11 @@ def _open(known: _Settling, reason: str) -> None:
         patches.enter_context(sizes.patch(backed_size_oblivious=True, use_duck_shape=False))
         patches.enter_context(of_any_size())
     module = running()
-    # Beside sizes that may be 0, torch would not join tensors of width 0 whose width is a symbol.
+    # Where sizes may be 0, only the axis is named: torch would not join tensors of width 0 whose width is a symbol.
     found = changed_source(reason, of_axis=known.phases.drains) if module is None else None
     if found is not None:
         known.changed.add(found)
-    # Only where a module is entered through our own function is one token traced as one, beside sizes that may be 1.
+    # Needs an entry through our own function, which keeps one token a constant beside other sizes that may be 1.
     rows = known.rows if known.phases.drains and module is not None else set[str]()
     names = sorted(known.counts | rows | known.changed)
     if names and (module is None or module.dynamic is None):

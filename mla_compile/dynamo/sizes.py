@@ -27,12 +27,12 @@ from mla_compile.passes.ir.graph import argument
 
 
 def begin_apart(ctx: ComptimeContext, history: History) -> None:
-    """For ``comptime``, before the trace reads a tensor that fills and drains: its layout is as open as its length.
+    """For ``comptime``, before the trace reads a tensor that fills and drains: its layout is as dynamic as its length.
 
-    What is left of a tensor is a view with an offset, and with the strides of the whole. Dynamo takes the strides of
-    the tensor that it sees for those of all lengths, and an offset of 0 or 1 for a constant, so each layout would have
-    a graph of its own. The first row of a batch lies as it was made, and later ones token by token, so the stride along
-    the length is open, too. One token, or one request, stays a constant.
+    A tensor that was partly drained is a view with an offset and the strides of the whole. Dynamo takes the strides in
+    this call for those of all lengths, and an offset of 0 or 1 for a constant, so each layout would have a graph of its
+    own. The first row of a batch is stored as it was made, and later ones token by token, so the stride along the
+    length is dynamic, too. A size of 1 of an argument (one token, one request) stays a constant.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -57,7 +57,7 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
             return fake(tensor, **given)
         name = source_name(given["source"])
         for axis in axes:
-            # Code asks whether there is a row at all. What has never had one is what it is, empty.
+            # Code tests whether there is a row at all, so 0 stays a constant for a tensor that never had one.
             if tensor.shape[axis] == 0 and not history.filled(name, axis):
                 context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
         for axis in range(max(axes) + 1):
@@ -73,7 +73,7 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
 
 
 def _loose_axes(tensor: Tensor) -> list[int]:
-    """The axes of a part of other memory whose strides are those of the whole, as of a window that was cut."""
+    """The axes whose strides are not those of a contiguous tensor, as in a window cut from a larger tensor."""
     found, step = [], 1
     for axis in reversed(range(tensor.dim())):
         if tensor.stride(axis) != step:
@@ -134,7 +134,7 @@ def _open_axes(context: StatefulSymbolicContext) -> list[int]:
 
 
 class History:
-    """The sizes of the inputs of one function, in each of its graphs, and those that its code leaves."""
+    """The sizes of one function's inputs before and after each of its graphs."""
 
     def __init__(self) -> None:
         self._graphs: list[dict[str, tuple[int, ...]]] = []
@@ -154,7 +154,7 @@ class History:
         return any(sizes[name][axis] for sizes in self._graphs if axis < len(sizes.get(name, ())))
 
     def of(self, node: fx.Node, axis: int) -> tuple[int | None, ...]:
-        """The sizes of an input along one axis, before and after each graph; ``None`` where one does not have it."""
+        """The sizes of an input along one axis, before and after each graph; ``None`` for a graph without it."""
         shapes = (sizes.get(_name(node), ()) for sizes in (*self._graphs, *self._left))
         return tuple(shape[axis] if axis < len(shape) else None for shape in shapes)
 
@@ -169,7 +169,7 @@ def share_lengths(gm: fx.GraphModule, history: History | None = None) -> None:
 
     Sizes are compared between floating-point inputs with equal numbers of axes, along the same axis. If such sizes
     diverge later, as the length of a full window does from that of the text, the guard fails once, and the graph is
-    compiled with a symbol for each. Sizes with a ``history`` have to be equal in all graphs so far: where tensors fill
+    compiled with a symbol for each. With a ``history``, sizes have to be equal in all graphs so far: where tensors fill
     and drain, every step finds other sizes that happen to be equal.
     """
     first: dict[tuple[int, int, Any], torch.SymInt] = {}

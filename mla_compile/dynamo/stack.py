@@ -1,4 +1,4 @@
-"""The calls that are being made: which method of a module could be compiled in place of what runs an attention."""
+"""Finds, among the calls that are running, a method of a module that could be compiled with its attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mla_compile.dynamo.pieces import runs_in_pieces
 
 
 def frames_below(watches: Collection[CodeType]) -> list[FrameType]:
-    """The frames below the outermost one that runs one of some codes, outer ones first."""
+    """The frames called from the outermost frame that runs code of ``watches``, outer ones first."""
     found, below, frame = list[FrameType](), 0, sys._getframe(1)
     while frame is not None:
         if frame.f_code in watches:
@@ -31,12 +31,12 @@ def modules_called(frames: list[FrameType]) -> list[nn.Module]:
 
 
 def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
-    """The name of the outermost method of a module, among the frames of a call, that no loop repeats within the call.
+    """The name of the outermost method of a module, among the frames of a call, that is inside all of their loops.
 
-    What a loop repeats is a step, and compiling the loop would write out all of its steps.
+    Such a method is one step. Compiling a method that loops over steps would write out all of them.
     """
     methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
-    methods = {code: name for code, name in methods.items() if not is_special(name)}  # the class has those
+    methods = {code: name for code, name in methods.items() if not is_special(name)}  # looked up on the class
     numbers = [n for n, one in enumerate(frames) if one.f_code in methods and _has(one, module)]
     if not numbers:
         return None
@@ -47,12 +47,12 @@ def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
 
 
 def _has(frame: FrameType, module: nn.Module) -> bool:
-    """Whether a module is among the variables of a frame, none of which is asked whether it equals another."""
+    """Whether the module is among a frame's variables, by identity: ``==`` would run the variables' own code."""
     return any(value is module for value in frame.f_locals.values())
 
 
 def _is_in_a_loop(frame: FrameType) -> bool:
-    """Whether a jump back leads over what the frame is executing."""
+    """Whether a backward jump encloses the instruction that the frame is executing."""
     jumps = {*dis.hasjrel, *dis.hasjabs}
     targets = ((one.argval, one.offset) for one in dis.get_instructions(frame.f_code) if one.opcode in jumps)
     return any(target <= frame.f_lasti < offset for target, offset in targets)

@@ -1,8 +1,8 @@
 """Trace a step of a model whose weights are spread over ranks. This takes Dynamo: ``torch.export`` takes no DTensors.
 
 The result is like that of :func:`mla_compile.capture.capture.from_exported` for other models: a graph of this rank's
-part, with its collectives. It takes tokens, positions, caches and the ranks' own tensors of the weights, and no sizes
-as separate inputs.
+part, with its collectives. The inputs are tokens, positions, caches and this rank's tensors of the weights; sizes are
+no separate inputs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _CapturedError(Exception):
 
 
 def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
-    """Trace this rank's part of a step, like :func:`mla_compile.capture.causal_step.export_step`. No rank waits.
+    """Trace this rank's part of a step, like :func:`mla_compile.capture.causal_step.export_step`, without other ranks.
 
-    Raises :class:`CaptureError` for a model that cannot be traced like that, or not for all sizes.
+    Raises :class:`CaptureError` for a model that cannot be traced that way, or only for some sizes.
     """
     step, inputs, opened = step_to_trace(lm, one_token=one_token)
     tensors = [*inputs[:2], *inputs[2]]
@@ -90,7 +90,7 @@ def _like_exported(program: Program, values: Sequence[object], named: Mapping[in
     given = {named.get(id(v)): node for node, v in zip(program.placeholders, values, strict=True)}
     for node, value in zip(program.placeholders, values, strict=True):
         if id(value) not in named and node.name not in program.capture.parts and isinstance(value, torch.Tensor):
-            program.weights[node.name] = value  # includes what modules hold beside parameters and buffers
+            program.weights[node.name] = value  # includes tensors that are neither parameters nor buffers
     for whole, parts in program.capture.parts.items():
         for name in parts:
             with graph.inserting_before(program.node(whole)):

@@ -30,7 +30,7 @@ def tell(report: Report, told: set[str]) -> None:
     if all(site.verdict == "not_mla" for site in report.sites):
         message = f"nothing was absorbed: this is {not_mla()}"
     broken = [site for site in report.sites if site.code in (Code.GRAPH_BREAK, Code.WRAPPED_FORWARD)]
-    if broken and len(broken) == len(report.sites):  # where, and what to do, are not in the summary
+    if broken and len(broken) == len(report.sites):  # the summary does not say where, nor what to do
         message = f"{message}: {broken[0].reason}; {broken[0].fix}"
     if message not in told:
         told.add(message)
@@ -47,7 +47,7 @@ def add_to_trace(report: Report) -> None:
 
 
 def _all_kept_by_choice(report: Report) -> bool:
-    """Whether every site was left because that is cheaper, was asked for, or because nothing can be absorbed."""
+    """Whether each site was left because that is cheaper, because the user asked for it, or has nothing to absorb."""
     choices = (
         Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
     )  # fmt: skip

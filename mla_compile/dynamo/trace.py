@@ -43,7 +43,7 @@ class PassFailedError(CaptureError):
 def explain_module(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
 ) -> Report:
-    """The report on one forward. Raises :class:`InputError` for inputs that do not fit, else :class:`CaptureError`."""
+    """The report on one forward. Raises :class:`InputError` if inputs do not fit, :class:`CaptureError` otherwise."""
     return trace(module, args, kwargs, options, empty_buffers(module, dict(tensors_of(module)))).report()
 
 
@@ -67,11 +67,11 @@ class Trace:
                 raise PassFailedError(f"{type(failure).__name__}: {failure}") from failure
 
     def report(self) -> Report:
-        """The report on its attentions."""
+        """The report on the attentions of the traced forward."""
         report = Report.merged(self.compiler.reports)
         problems = tuple(f"a graph could not be examined: {failure}" for failure in self.compiler.failures)
-        # An attention that a break cuts in two, or in a frame that Dynamo skips, is in no graph and so not among the
-        # sites.
+        # An attention that a break cuts in two, or that runs in a frame that Dynamo skips, is in no graph and so not
+        # among the sites.
         broken = tuple(f"Dynamo broke the graph: {reason}" for reason in self.breaks)
         return replace(report, messages=report.messages + problems + broken)
 
@@ -125,7 +125,7 @@ def trace(
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
     """The module, or a copy without the wrappers that Dynamo cannot trace."""
     made = shallow(module)
-    if isinstance(vars(made).get("forward"), OwnForward):  # it belongs to another module
+    if isinstance(vars(made).get("forward"), OwnForward):  # it is bound to the original module
         del vars(made)["forward"]
     found = take_off(made)
     return (module if made._modules is module._modules else made), found

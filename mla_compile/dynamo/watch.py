@@ -1,8 +1,8 @@
 """Finds the attentions that a method of an optimized module runs outside of everything that is compiled.
 
-What a method calls is compiled where its code names the way to it (:mod:`mla_compile.core.inner`). If an attention is
-in the code of the module's own methods, the one that is a step is compiled when it has been seen. Any other attention
-runs as it came, and a warning says so.
+A module that a method calls is compiled if the method's code names attributes that lead to it
+(:mod:`mla_compile.core.inner`). If the code of the module's own methods runs an attention, the method that is one step
+is compiled once the attention was seen. Any other attention runs uncompiled, and a warning says so.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from mla_compile.dynamo.stack import frames_below, modules_called, step_among
 from mla_compile.report.report import LEFT_OUT
 
 _CALLS = 8
-"""How often a method is watched. One that runs no attention by then is taken for one that never does."""
+"""How many calls of a method are watched. If none of them runs an attention, later ones are not expected to."""
 
 _NEAR = 1000
-"""How many objects that a value holds are looked at."""
+"""How many of the objects that a value holds are searched for a module."""
 
 _left: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-"""How often the methods of a module are watched from now on."""
+"""Module -> method -> how many more of its calls are watched."""
 
 
 class _ThreadWatch(threading.local):
@@ -64,7 +64,7 @@ class OwnMethod(Added):
         self.__signature__ = inspect.signature(MethodType(function, module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method; its result."""
+        """Call the method and return its result."""
         method = getattr(type(self.module), self.name)
         if is_traced():
             return method(self.module, *args, **kwargs)
@@ -105,10 +105,10 @@ def _watched(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def _compile_or_tell(module: nn.Module, name: str, ran: Sequence[nn.Module], step: str | None) -> bool:
-    """Compile the method that is a step, or say what ran in ``name``; whether the next call is to be watched.
+    """Compile the method that is a step, or say what ran in ``name``; return whether to watch the next call.
 
-    It is compiled from the next call of ``name`` on and not from the next step on: the cache that this one made has not
-    the form that a compiled step gives its own.
+    The step is compiled from the next call of ``name`` on, not from the next step on: the cache of the present call
+    does not have the form that compiled steps give a cache.
     """
     forward: Any = vars(module)["forward"]
     can = step is not None and isinstance(vars(module).get(step), (OwnMethod, NoneType))
@@ -120,7 +120,7 @@ def _compile_or_tell(module: nn.Module, name: str, ran: Sequence[nn.Module], ste
 
 
 def _is_within_forward(module: nn.Module) -> bool:
-    """Whether the forward of the class calls the method: whoever called that wanted what is not compiled."""
+    """Whether the forward of the class calls the method: the caller then chose to run this forward uncompiled."""
     forward, frame = inspect.unwrap(type(module).forward), sys._getframe()
     while frame.f_back is not None and frame.f_code is not getattr(forward, "__code__", None):
         frame = frame.f_back
@@ -128,10 +128,10 @@ def _is_within_forward(module: nn.Module) -> bool:
 
 
 def watch_methods(module: nn.Module) -> None:
-    """Watch the methods of an optimized module whose code names what holds modules, or such a method.
+    """Watch the methods of an optimized module whose code names something that holds modules, or another such method.
 
-    What holds them may be an attribute of the object or of its class, a global, or a variable of another function. If
-    the class has operators, such as ``self[i]``, all are watched: nothing shows where these run.
+    The holder may be an attribute of the object or of its class, a global, or a variable of another function. If the
+    class has operators, such as ``self[i]``, all methods are watched, because code runs an operator without its name.
     """
     of_class = ChainMap(*(dict(vars(kind)) for kind in type(module).__mro__))
     holding = {"forward", *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
@@ -164,7 +164,7 @@ _IN_PIECES = "_mla_in_pieces"
 
 
 def unwatch(module: nn.Module) -> None:
-    """Undo :func:`watch_methods`, and what came of it."""
+    """Undo :func:`watch_methods`, and remove the methods that were compiled since."""
     for name, value in list(vars(module).items()):
         later = is_a(value, MethodType) and hasattr(value.__func__, _IN_PIECES)
         if name != "forward" and (later or is_a(value, (OwnMethod, OwnForward))):
@@ -173,7 +173,7 @@ def unwatch(module: nn.Module) -> None:
 
 @contextmanager
 def compiled() -> Iterator[None]:
-    """Surrounds a call of something that is compiled: its method, if there is one, has nothing to tell."""
+    """Surrounds a call of something compiled, so that the watched method that calls it, if any, is not reported."""
     watch, within = _thread.current, _thread.within
     _thread.current, _thread.within = None, True
     try:
@@ -192,7 +192,7 @@ class _Watch(TorchFunctionMode):
         wanted: whether the forward calls the method.
         compiled: whether something compiled was called.
         ran: the modules, outer ones first, in whose forwards an attention ran; None if none did.
-        step: the method of ``module`` that can be compiled for it, if no module ran.
+        step: the method of ``module`` to compile if the attention ran in no forward; None if there is none.
     """
 
     def __init__(self, module: nn.Module, *, wanted: bool) -> None:
@@ -205,7 +205,7 @@ class _Watch(TorchFunctionMode):
         self._weights: set[torch.Size] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Call the function, and look at what it is."""
+        """Call the function, and note whether it is an attention."""
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling() and self.ran is None and self._is_attention(func, args, result):
             frames = frames_below((OwnMethod.__call__.__code__, driven.__code__))
@@ -214,7 +214,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _is_attention(self, func: Any, args: Sequence[Any], result: Any) -> bool:
-        """Whether a function is an attention, or a product with what a softmax made of scores."""
+        """Whether a function is an attention, or a product with the result of a softmax."""
         name = str(getattr(func, "__name__", "")).lower()
         if "softmax" in name and isinstance(result, Tensor) and result.dim() > 2:
             self._weights.add(result.shape)
@@ -250,5 +250,5 @@ def _holds_a_module(value: object) -> bool:
 
 
 def _is_near_a_module(value: object) -> bool:
-    """The same, but not of all that many objects hold: loggers and the like hold much of a program."""
+    """The same for the first objects that a value holds: loggers and the like hold much of a program."""
     return any(is_a(one, nn.Module) for one in islice(reached([value]), _NEAR))

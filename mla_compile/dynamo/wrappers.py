@@ -40,9 +40,10 @@ def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
 
 
 def told(report: Report, left: Mapping[str, int], last: str | None, *, optimized: bool) -> Report:
-    """The report, in which attentions cut off by a graph break name the wrappers ``left`` with their number of modules.
+    """The report, which names the wrappers that remain at each attention that a graph break cut off.
 
-    If there are none, it names ``last``, the last break. ``optimized``: the graph is ``optimize``'s.
+    ``left``: wrapper -> its number of modules. If it is empty, the report names ``last``, the last break, instead.
+    ``optimized``: the graph comes from ``optimize``.
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK

@@ -13,9 +13,9 @@ In addition there may be a ``mask`` [B,H,S,T] from the caller. Its values are ar
 
 because two different numbers of that magnitude are so far apart that the smaller one gets weight 0.
 
-Such queries are mostly padding, and most calls have none, so ``v`` is read only if there is one. On a CPU a check comes
-first. On a GPU the kernel itself checks, so that nothing waits for the device. (With a mask, a GPU always reads ``v``
-for now.)
+Such queries are usually padding, and most calls have none, so ``v`` is read only if a call has one. On a CPU a check
+comes first. On a GPU the kernel itself checks, so that nothing waits for the device. (With a mask, a GPU always reads
+``v`` for now.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def weigh_alike(
     ``mask`` [B,H,S,T] of floats (B, H, S may be 1) requires ``indices`` int32 [B,S,k], with -1 for no key, and
     ``fill``.
 
-    Raises :class:`InputError`: shapes that do not fit together, or a row width of ``values`` that is not ``out``'s.
+    Raises :class:`InputError`: shapes that do not fit together, or ``values`` of another width than ``out``.
     """
     check(out, lse, values, mask, indices)
     hidden = lse <= lowest
@@ -70,11 +70,11 @@ def mean_of(values: Tensor) -> Tensor:
 
 
 def _greatest(values: Tensor, mask: Tensor, indices: Tensor, fill: float) -> Tensor:
-    """[B,S,H|1,Lv]: the mean of the rows with the greatest number."""
+    """[B,S,H|1,Lv]: the mean of the rows whose number ``n`` (see the module) is the greatest."""
     (B, S, k), T = indices.shape, values.shape[1]
     given = mask.expand(B, mask.shape[1], S, T)
     others = torch.full_like(given, fill)
-    # A column before the first stands for the entries that name no key.
+    # An extra first column takes the entries that name no key.
     at = torch.where(indices < T, indices.long() + 1, 0).clamp(min=0)[:, None].expand(B, mask.shape[1], S, k)
     before = others[..., :1]
     listed = torch.cat([before, given], 3).gather(3, at)

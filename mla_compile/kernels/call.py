@@ -38,7 +38,7 @@ class DecodeCall(NamedTuple):
     rope           [B,T,R] or None (R = 0); latent's dtype, with fp8 also half precision (on a CPU float32, too)
     values         [B,T,Lv] or None: the latent rows are the values
     mask           bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
-    seq_lens       int32 [B]: keys from this position on are hidden; more than T counts as T. None: T
+    seq_lens       int32 [B]: keys from this position on are hidden; a length above T counts as T. None: T
     sinks          float [H]: a score without a value, in the softmax's denominator only
     kv_scale       float32 [], [B,T] or [B,T,G], any strides: the factor of fp8 rows (of rope only if it is fp8, too).
                    With G, each group of L/G latent columns, a power of two, has a scale of its own, and rope is not
@@ -141,7 +141,7 @@ class DecodeCall(NamedTuple):
 
 
 class IndexCall(NamedTuple):
-    """Scores of keys by the indexer of a sparse attention: how much J small heads want a query to see each key.
+    """Scores of keys by the indexer of a sparse attention: a weighted sum over J small heads.
 
         score[b,s,t] = sum_j weights[b,s,j] max(0, scale * sum_d query[b,s,j,d] keys[b,t,d])
 

@@ -143,7 +143,7 @@ def _check_widths_and_dtypes(call: DecodeCall) -> None:
     for name, rows in (("latent", latent), ("rope", rope), ("values", call.values)):
         if rows is None:
             continue
-        # Float32 with fp8 is for CPUs, where models of that dtype run.
+        # Float32 rope beside fp8 is only for CPUs, where float32 models run.
         beside = (*HALF, torch.float32) if rows.is_cpu else HALF
         if rows.dtype != dtype and not (fp8 and name == "rope" and rows.dtype in beside):
             expected = f"{dtype} as latent" + (" (or half precision)" if fp8 and name == "rope" else "")

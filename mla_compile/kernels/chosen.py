@@ -15,7 +15,7 @@ from mla_compile.kernels.call import DecodeCall, rows_at
 
 
 def decode_attention(call: DecodeCall, run: Callable[[DecodeCall], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of a call with indices; ``run`` computes a call without."""
+    """``(out, lse)`` of a call with indices; ``run`` computes a call without indices."""
     B, S, H, _ = call.query.shape
     out, lse = run(gathered(call))
     return out.view(B, S, H, -1), lse.view(B, S, H)
@@ -73,7 +73,7 @@ def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask(call: DecodeCall, at: Tensor, seen: Tensor) -> Tensor:
-    """[B*S,H|1,1,k]: the call's mask at the keys ``at``, with all keys hidden that are not ``seen``."""
+    """[B*S,H|1,1,k]: the call's mask at the keys ``at``; keys that are not ``seen`` are hidden."""
     B, S, k = at.shape
     if call.mask is None:
         return seen.reshape(B * S, 1, 1, k)

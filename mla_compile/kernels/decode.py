@@ -1,12 +1,12 @@
 """Absorbed decode attention for custom servers: plain functions over tensors.
 
-:func:`decode_attention` reads a contiguous (or strided) cache, :func:`paged_decode_attention` one of pages. On a GPU
+:func:`decode_attention` reads a contiguous (or strided) cache, :func:`paged_decode_attention` a paged one. On a GPU
 from sm_80 on they run the Triton kernels (on Hopper the Gluon kernel where it fits), elsewhere a CPU kernel or the
 reference. Both return ``(out, lse)``: ``lse`` is the natural logarithm of the sum of the exponentials of the scores, so
 that :func:`merge` can merge results over disjoint keys.
 
-They never wait for the device, allocate by shapes only and launch on the current stream: after one call outside of it
-with the same shapes, a call can be captured in a CUDA graph. Wrong arguments raise :class:`InputError` before any
+They never wait for the device, allocate by shapes only and launch on the current stream: after one call with the same
+shapes outside a capture, a call can be captured in a CUDA graph. Wrong arguments raise :class:`InputError` before any
 launch. Inside ``torch.compile`` they become the operators ``mla_compile::decode_attention`` and
 ``mla_compile::paged_decode_attention``.
 
@@ -57,8 +57,8 @@ def decode_attention(
 
     :class:`mla_compile.kernels.call.DecodeCall` describes the arguments. In addition, ``latent``, ``rope`` and
     ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only; not with a
-    ``schedule``, which is made for the planner's plan). ``topk_length`` is int32 [B] or [B,S]: only the first so many
-    entries of ``indices`` are used (fewer than 1: none, more than k: all).
+    ``schedule``, which is made for the planner's plan). ``topk_length`` is int32 [B] or [B,S]: how many entries of
+    ``indices`` are used, from the first on (below 1: none, above k: all).
 
     Returns ``out`` [B,S,H,Lv] (Lv = L without ``values``) contiguous in query's dtype, and ``lse`` [B,S,H] float32
     (float64 for float64). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees does not
@@ -107,11 +107,11 @@ def paged_decode_attention(
     """Attention over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
 
     ``kv_pages`` is [P,page,L+R] or [P,page,1,L+R] with ``latent_width`` = L (as in FlashMLA and vLLM), or a tuple
-    ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Alternatively its rows are bytes (uint8 or
-    float8_e4m3fn) in FlashMLA's packing for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``: L values
-    in e4m3, then G float32 scales for L/G of them each, then R values in bfloat16. G follows from the width of a row, L
-    + 4 G + 2 R bytes: 656 bytes for 512, 4 and 64. :class:`mla_compile.kernels.call.DecodeCall` describes the other
-    arguments; results and errors are those of :func:`decode_attention`.
+    ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Alternatively, rows are bytes (uint8 or float8_e4m3fn)
+    in FlashMLA's packing for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``: L values in e4m3, then
+    G float32 scales, one for every L/G values, then R values in bfloat16. G follows from the width of a row, L + 4 G +
+    2 R bytes: 656 bytes for 512, 4 and 64. :class:`mla_compile.kernels.call.DecodeCall` describes the other arguments;
+    results and errors are those of :func:`decode_attention`.
 
     ``check``: also compare the *values* of seq_lens and block_table with the sizes, which waits for the device. Without
     it, only values on the CPU are checked. On a GPU, a length beyond the table then counts as the table's end, and a
@@ -133,7 +133,7 @@ def paged_decode_attention(
 
 
 def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = False) -> tuple[Tensor, Tensor]:
-    """Check a call and run it on the kernel of its device. The operators call this and refuse gradients themselves."""
+    """Check a call and run it on the kernel of its device. Callers refuse gradients themselves."""
     launched = launch.suits(call)
     if check_values or not launched:  # the launch itself checks, once per kind of call
         checks.check(call)
@@ -218,7 +218,7 @@ def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tu
 def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``(latent_pages, rope_pages, kv_scale)``, views of rows of bytes for a query of K = L + R columns.
 
-    Rows of width K hold values alone and lack a scale, which the checks report.
+    Rows of width K hold only values, so the scale is None, which the checks report.
     """
     pages = _three(kv_pages)
     width = pages.shape[-1]

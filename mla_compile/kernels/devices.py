@@ -1,4 +1,4 @@
-"""The properties of a GPU that a launch plan needs, read once per device, and presets for planning without one.
+"""The properties of a GPU that a launch plan needs, read once per device, and presets for planning without a GPU.
 
 This file has every number of the plan's formula that depends on the card, with its source.
 """
@@ -15,7 +15,7 @@ _KB = 1024
 
 
 class Pace(NamedTuple):
-    """The latencies of one block, which do not depend on other blocks, in microseconds.
+    """The latencies of one block in microseconds, whatever other blocks do.
 
     latency  from the request for a tile to its last byte, while the memory is busy. Times the bandwidth, it gives the
              bytes that must be in flight to keep the memory busy (Little's law): 4.3 MB for an H200, 33 KB per SM
@@ -44,14 +44,14 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """The description of a CUDA device, read once. For any other device (Triton's interpreter): that of an A100."""
+        """The description of a CUDA device, read once. For any other device (Triton's interpreter), that of an A100."""
         if device.type != "cuda":
             return PRESETS["sm_80"]
         return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 # Shared memory: CUDA programming guide, technical specifications per compute capability. SMs and bandwidth: the
-# vendors' datasheets, except that a copy on an H200 reached its bandwidth here. Paces: estimates, to be fitted by
+# vendors' datasheets, except for the H200's bandwidth, which a copy reached here. Paces: estimates, to be fitted by
 # benchmarks/gpu/tune.py. They assume a microsecond until a tile arrives; at the cards' boost clocks, 33 cycles for an
 # mma.sync m16n8k16 that depends on the previous one, and 940 for the rest of a tile, counted from the instructions.
 # mla_compile/onnx/csrc/plan.c has the same bandwidths and paces.

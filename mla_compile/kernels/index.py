@@ -25,7 +25,7 @@ _bound: dict[object, Launch] = {}
 
 
 def run(call: IndexCall) -> Tensor:
-    """[B,S,T] float32 (float64 for float64 keys).
+    """Return the scores, [B,S,T] float32 (float64 for float64 keys).
 
     Raises :class:`InputError` if the arguments do not fit together.
     """
@@ -72,9 +72,9 @@ def _form(x: Tensor) -> tuple[object, ...]:
 
 
 def _grown(keys: Tensor) -> tuple[object, ...]:
-    """The same for keys, of which a growing cache holds more in every call (kernels/kinds.py)."""
+    """The same for the keys, whose number grows from call to call (kernels/kinds.py)."""
     (B, T, D), (outer, *inner) = keys.shape, keys.stride()
-    # Strides of 0 and 1 are constants to the compiler; of others it knows divisibility by 16 and whether they need 64
-    # bits.
+    # Strides of 0 and 1 are constants to the compiler. Of other strides it knows whether 16 divides them and whether
+    # they need 64 bits.
     told = outer if outer in (0, 1) else (outer % 16 == 0, outer >= 1 << 31)
     return keys.dtype, B, D, rounded(T), told, *inner, keys.data_ptr() & 15

@@ -2,8 +2,8 @@
 
 The number of tokens T is a scalar of the attention kernels. So is the stride between the rows of two requests, which
 grows with T if requests are stored one after the other. Everything else that follows from T is decided by the plan, and
-a plan for more tokens serves fewer: splits past the last tile are empty, as they are for a request that is shorter than
-the cache. So calls are planned, compiled and bound for T rounded up, and each launch gets T itself.
+a plan for more tokens also serves fewer: splits past the last tile are empty, as they are for a request that is shorter
+than the cache. So calls are planned, compiled and bound for T rounded up, and each launch gets T itself.
 
 While a cache holds fewer tokens than a query may choose, the lists of chosen keys grow with it. Each launch then gets
 their length, too, and the plan is for a longer list.

@@ -50,9 +50,9 @@ _ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", 
 class _Bound(NamedTuple):
     """Everything that a kind of call needs: buffers to allocate, and launches over addresses of tensors and buffers.
 
-    The addresses are those of the call's tensors, then ``scalars``, which kernels/kinds.py sets at each launch, then
-    those of ``buffers``. Last come the buffers inside the call's schedule; ``inside`` has their offsets in it, in
-    bytes.
+    A launch gets a list: the addresses of the call's tensors, then ``scalars``, which kernels/kinds.py sets at each
+    launch, then the addresses of ``buffers``. Last come the buffers inside the call's schedule, at the byte offsets
+    ``inside``.
     """
 
     scalars: tuple[int, ...]
@@ -83,7 +83,7 @@ def _say_once(message: str) -> None:
 
 
 def clear() -> None:
-    """Forget every kind of call (after writing a new tuned.json, also call ``tuned.table.cache_clear()``)."""
+    """Forget every kind of call (for a new tuned.json, also clear the caches of ``tuned.table`` and ``plan.plan``)."""
     _bound.clear()
     _kinds.clear()
 
@@ -224,10 +224,10 @@ def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bo
 
 
 def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
-    """Bind the launches that write a schedule. It depends on what layers share, not on strides and addresses of rows.
+    """Bind the launches that write a schedule, which depends on what layers share and not on the layout of their rows.
 
-    If a call suits the Hopper kernel except for the rows of one layer, that layer prepares itself, for the portable
-    one.
+    If the Hopper kernel suits a call except for the rows of one layer, that layer runs the portable kernel and prepares
+    its own data.
     """
     _check(call)
     device = Device.of(call.query.device)
@@ -299,7 +299,7 @@ def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int,
     """Bind the call under a plan; None if the kernel does not compile, which can happen only to Hopper's."""
     kernel = _KERNELS[chosen.kernel]
     inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
-    # A split that the caller asked for may have any number of tokens; None is the default.
+    # If the caller chose the number of splits, a split may have any number of tokens; None: the default minimum.
     least = 0 if asked and chosen.chunk is None else None
     described = kernel.steps(call, chosen, device, least=least)
     return _bound_to(kernel.scratch(call, chosen, device), inside, described, index, most)

@@ -23,13 +23,13 @@ HEADS = "mla_compile::few_rows_of_heads"
 MOST = 4
 MOST_OF_HEADS = 16
 LEAST_BYTES = 1 << 18
-"""A smaller weight stays in a cache, and the fixed costs of a call dominate."""
+"""Graphs do not use the kernel for smaller weights: they stay in a cache, and the fixed costs of a call dominate."""
 _STORED = {
     torch.float32: (torch.float32, torch.bfloat16, torch.int8),
     torch.bfloat16: (torch.bfloat16, torch.int8),
 }  # by the dtype of the rows: the dtypes of weights that the native kernel reads
 _GAIN = 1.1  # the kernel is used if it is faster than torch by this factor
-_SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # the measurement: the side of square weights, all their bytes, the rounds
+_SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # the measurement: side of the square weights, bytes of all of them, rounds
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
@@ -153,5 +153,5 @@ def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) 
 
 
 def _by_torch(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """The fastest that a compiler makes of the product: Inductor knows the operator for int8."""
+    """Torch's fastest form of the product: for int8, the operator that Inductor uses."""
     return F.linear(x, weight) if weight.dtype == x.dtype else torch._weight_int8pack_mm(x, weight, scales)

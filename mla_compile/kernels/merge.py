@@ -12,8 +12,8 @@ its ``out`` may be anything, NaN included. If no part saw a key, ``out`` is 0 an
 multiplies the merged ``out`` by :func:`mla_compile.kernels.reference.sink_share`, so the parts are computed without it.
 
 The merge uses plain torch operators: they run on every device, and ``torch.compile`` can fuse them with their
-neighbours in a graph, so that no kernel has to be launched. kernels/triton/combine_triton.py does the same for the
-splits of one launch.
+neighbours in a graph, which saves a launch. kernels/triton/combine_triton.py does the same for the splits of one
+launch.
 """
 
 from __future__ import annotations

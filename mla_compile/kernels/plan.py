@@ -3,10 +3,10 @@
 Planning is a pure function of shapes, dtypes and a description of the device. It reads no tensor, so it never waits for
 the device and may run while a CUDA graph is captured. Results are cached.
 
-The tile comes from kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. With ``C
-= B * row_blocks * splits`` blocks over ``slots = SMs * blocks per SM``, of which ``active = min(C, slots)`` run at the
-same time, ``beside = ceil(active / SMs)`` on one SM, each walking ``tiles = ceil(ceil(T / block_n) / splits)``, the
-plan takes the number of splits with the least
+The tile comes from kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. A launch
+has ``C = B * row_blocks * splits`` blocks, each of which walks ``tiles = ceil(ceil(T / block_n) / splits)``. With
+``slots = SMs * blocks per SM``, ``active = min(C, slots)`` blocks run at the same time, and ``beside = ceil(active /
+SMs)`` on one SM. The plan takes the number of splits with the least
 
     microseconds = ceil(C / slots) * (t0 + tiles * tile) + combine
     tile         = max(memory, units, chain, latency / depth)
@@ -19,11 +19,11 @@ A split has at least 256 tokens, because below that, writing its partial result 
 ``t0`` and ``t_tile`` are in ``tuned.json``; bandwidth, ``latency``, ``link`` and ``step`` in kernels/devices.py.
 
 ``chain`` and ``latency / depth`` do not depend on the number of blocks, so splits can use memory bandwidth that one
-block per SM leaves idle. Each tile of 16 rows is a chain of 36 dependent products for the scores and 2 for the sum.
-``depth`` tiles are in flight at a time, and none arrives sooner than ``latency`` after its request.
+block per SM leaves idle. At 576 columns and 32 tokens, a tile is a chain of 36 dependent products for the scores and 2
+for the sum. ``depth`` tiles are in flight at a time, and none arrives sooner than ``latency`` after its request.
 
-With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device: its result does
-not depend on what else is in the batch.
+With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device, so its result
+does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from mla_compile.kernels.tiles import (
 )
 from mla_compile.kernels.tuned import WIDTH, Kernel, TunedTile, table
 
-# The constants of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has the
-# same.
+# The constants of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has a copy.
 CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n, so 128 Ki tokens make 128 splits
 MIN_SPLIT = 256  # tokens below which a split is not worth its partial result
 MAX_SPLITS = 128  # the planner's limit, about one per SM for a single request; a caller may ask for more
@@ -61,16 +60,17 @@ WORTHWHILE = 0.995  # more splits are taken only if they cut the time to this sh
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 matrix products
 _HALF = (torch.float16, torch.bfloat16)
 # Query rows of a tile if keys are multiplied by scales of groups. With 32, Triton 3.6 and 3.7 load the query before the
-# barrier that the keys wait for: 400 to 520 bytes of spills a thread (none with 3.9). Warpgroups load no operands.
+# barrier that the keys wait for: 400 to 520 bytes of spills a thread (none with 3.9). Products of warpgroups (64 rows)
+# read it from shared memory.
 GROUPED_ROWS = 16
 
 # The sizes for which the Hopper kernel (kernels/hopper/decode_gluon.py) is written.
-HOPPER_WIDTHS = (512, 64)  # latent and rope; rows in half precision may have no rope, as DeepSeek-V4's
+HOPPER_WIDTHS = (512, 64)  # latent and rope; rows in half precision may lack rope, as in DeepSeek-V4
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
 BARRIERS = (3, 9)  # barriers per stage: for two halves of the latent columns, or for eight parts, and for rope
 CLUSTERS = (1, 2)  # CTAs that share the copies of a block, each for query rows of its own
 HOPPER_PAGE = 16  # a TMA box is 16, 32 or 64 rows within one page
-HOPPER_SMEM = 220 * KB  # query 72, two stages of 72, statistics and barriers 2, and alignment
+HOPPER_SMEM = 220 * KB  # in KB: query 72, two stages of 72 each, statistics and barriers 2, and alignment
 
 __all__ = ["Device", "NoPlanError", "Plan", "check", "plan"]
 
@@ -82,8 +82,9 @@ class Plan:
     ``tma``: tiles arrive by TMA. ``pdl``: the combine launch overlaps the end of the attention launch. ``scheduled``:
     the Hopper kernel partitions its work on the device (kernels/triton/schedule.py) instead of using ``splits``.
     ``barriers``: the number of barriers for the copies of a block, 3, or 9 so that scores begin with the first 64
-    columns. ``held``: its consumers keep the rotary columns of the query in registers. ``cluster``: the CTAs that share
-    a block's TMA copies, 1 or 2; 2 requires an even number of blocks of query rows, and Triton 3.9, else 1 is used.
+    columns. ``held``: the Hopper kernel's consumers keep the rotary columns of the query in registers. ``cluster``: the
+    CTAs that share a block's TMA copies, 1 or 2; 2 requires an even number of blocks of query rows, and Triton 3.9,
+    else 1 is used.
     """
 
     kernel: Kernel
@@ -239,10 +240,10 @@ def plan(
     None for a contiguous cache. ``masked``: whether the kernel walks a mask's list of tiles. ``mask_bytes``: the bytes
     of the mask that the loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None
     or 0: chosen here. ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not
-    compile). ``listed``: an index list names the T tokens. B then counts query tokens, without the limit of a grid
-    axis. The loop is that of a contiguous cache without a mask, because the place of a row is looked up beforehand.
-    ``window``: only the tiles count that some query token of a request sees (not with a list, all of whose entries have
-    to be looked at). ``grouped``: float8 rows are multiplied by scales of groups of columns, see GROUPED_ROWS.
+    compile). ``listed``: an index list names the T tokens. B then counts query tokens, and no grid axis limits it. The
+    loop runs as over a contiguous cache without a mask, because the places of rows are looked up beforehand.
+    ``window``: only tiles that some query token of a request sees are counted (with a list, all are, because every
+    entry is read). ``grouped``: float8 rows are multiplied by scales of groups of columns, see GROUPED_ROWS.
 
     Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
     or together with ``deterministic``; its subclass :class:`NoPlanError` for rows too wide for shared memory.

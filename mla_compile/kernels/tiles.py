@@ -65,7 +65,7 @@ def shared_memory(
     converted on its way into a product, through shared memory. A float32 query is stored as two parts, whose products
     add up to a float32 product.
     """
-    # From 64 rows on, products use the instructions of the generation: wgmma (one warpgroup is 4 warps), tcgen05.
+    # From 64 rows on, products use wgmma on Hopper (one warpgroup is 4 warps) and tcgen05 on Blackwell.
     warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
     tensor_memory = capability[0] == 10 and block_m >= 64 and layout.dot_bytes == 2
     under_way = depth(num_stages, paged=layout.paged)
@@ -81,8 +81,9 @@ def shared_memory(
         again = layout.latent if tensor_memory and not layout.values else 0
         ring = buffers * (columns + again) * layout.cache_bytes
     weights = 0 if warpgroup else block_m * block_n * layout.dot_bytes
-    # A mask is converted from its load layout to that of the scores, as two bytes at least. With a latent of up to 256
-    # columns the compiler was seen to use one more copy (tests/kernels/test_tiles.py has the measured sizes).
+    # A mask is converted from its load layout to that of the scores, as two bytes at least. For warpgroups and a latent
+    # of up to 256 columns, the compiler was seen to use one more copy (tests/kernels/test_tiles.py has the measured
+    # sizes).
     copies = under_way + (1 if warpgroup and layout.latent <= 256 else 0)
     mask = block_m * block_n * max(layout.mask_bytes, 2) * copies if layout.mask_bytes else 0
     return queries + block_n * (ring + converted) + weights + mask + SLACK

@@ -25,9 +25,9 @@ SHORT = 1024
 class HeldRows:
     """One layer: one row per ``every`` tokens (0: none), beside the rows of the last ``window`` tokens.
 
-    ``shared``: keys and values are one tensor. The other tensors are given by name. ``more``: the number of values that
-    a token adds to each. ``waiting``: the bytes that each holds of a token for which there is no row yet. ``state``:
-    the bytes of those that do not grow.
+    ``shared``: keys and values are one tensor. The rest describes the other tensors, by name. ``more``: the number of
+    values that a token adds. ``waiting``: the bytes held of each token that has no row yet. ``state``: the bytes of a
+    tensor that does not grow.
     """
 
     every: int = 1
@@ -60,7 +60,7 @@ def _of(
     keys = short.get("keys")
     more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS and v > 0}
     state = {n: short[n].nbytes for n, v in grown.items() if n not in _ROWS and v <= 0}
-    # A whole number of rows stands for the short prompt, so a token before its end as many wait as ever do.
+    # The short prompt fills whole rows. One token before its end, the most tokens wait for a row.
     drained = {n: x.nbytes for n, x in before.items() if n not in short}
     if keys is None or keys.dim() != 4 or grown["keys"]:
         return HeldRows(shared=shared, more=more, state=state | drained)

@@ -76,7 +76,7 @@ class PathRule:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A parsed config: the first rule that matches a module decides, and only weights of products are packed.
+    """A parsed config: the first rule that matches a module decides, and only weights of linear layers are packed.
 
     ``keeps_head``: the output projection is not quantized, whatever the rules say. ``dtype``: the dtype of unquantized
     weights. ``arithmetic``: the dtype in which quantized weights are multiplied.
@@ -102,7 +102,7 @@ class _NotReadError(Exception):
 def read(config: PreTrainedConfig) -> tuple[Quantization | None, tuple[str, ...]]:
     """The quantization that a transformers config describes, and a note if its format has no reader here.
 
-    Raises :class:`InputError` for a format that has a reader, with fields of illegal values.
+    Raises :class:`InputError` if no format is named, or a field of a format that has a reader has an illegal value.
     """
     text = config.get_text_config()
     raw = next((q for part in (config, text) if (q := getattr(part, "quantization_config", None))), None)
@@ -186,7 +186,7 @@ _ALL = re.compile("")
 
 
 def _skipped(names: Iterable[str]) -> tuple[PathRule, ...]:
-    """Rules for a list of modules to leave unquantized, each a regular expression for some steps of a path.
+    """Rules for a list of modules to leave unquantized, each a regular expression for some parts of a path.
 
     transformers matches such a list at the beginning or the end of a path, AutoAWQ anywhere in it.
     """
@@ -210,7 +210,7 @@ def _fp8(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _gptq(fields: _Fields, dtype: str) -> Quantization:
-    """Tensors ``qweight``, ``qzeros``, ``scales`` (fp16), ``g_idx`` (int32) of GPTQModel, and its field ``dynamic``."""
+    """GPTQModel's tensors ``qweight``, ``qzeros``, ``scales`` (fp16), ``g_idx`` (int32), and its field ``dynamic``."""
 
     def packing(bits: int, group: int) -> Packing:
         return Packing(f"int{bits} in {_groups(group)} with zero points", bits, (1, group), 2, bits, 4)

@@ -1,4 +1,4 @@
-"""A causal language model on the meta device with one layer of each kind, which suffices to trace a step of it.
+"""A causal language model on the meta device with one layer of each kind, enough to trace a decode step.
 
 Layers that differ only in their index (equal classes, shapes of weights, plain attributes) are traced once. The others
 are replaced by layers that pass their input through, so that indices keep their meaning. No memory is allocated.
@@ -33,7 +33,7 @@ _INDEX = re.compile("idx|index|layer_id")
 
 @dataclass(frozen=True)
 class LayerList:
-    """The list of decoder layers: its path, and for every layer the index of the first layer that is equal."""
+    """The list of decoder layers: its path, and for every layer the index of the first layer that equals it."""
 
     path: str
     like: tuple[int, ...]
@@ -137,7 +137,7 @@ class _Returned:
 
 
 class _HandOn(nn.Module):
-    """Returns its first argument in the form of the replaced layer, and keeps that layer's plain attributes."""
+    """Returns its first argument as the replaced layer returns its result, and keeps that layer's plain attributes."""
 
     def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Collects the facts about a model (:mod:`mla_compile.report.facts`): its attention sites, its cache, its weights.
 
-They come from the model itself, traced on the meta device: sizes from its weights and its graph, the cache from the one
-that it fills. No weight shows how many experts a token uses, so that number comes from the config.
+The facts come from the model itself, traced on the meta device: sizes from its weights and its graph, those of the
+cache from a cache that it fills. No weight shows how many experts a token uses: that number comes from the config.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mla_compile.report.facts import CachedLayers, Drafting, Facts, Family, Weig
 from mla_compile.report.report import Report
 
 _LONGEST = 2**18
-# A model in fp8 is traced in bf16, since applying its scales is the business of its own code.
+# A model in fp8 is traced in bf16, since only its own code applies the scales.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -167,8 +167,8 @@ def _drafting(
 ) -> Drafting | None:
     """The layers that, according to the config, predict further tokens, and that transformers does not build.
 
-    Each equals the last layer, whose ``cached`` values are given, after norms and a projection of the hidden state and
-    the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    Each is assumed to equal the last layer, whose cache is ``cached``, after norms and a projection of the hidden state
+    and the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
     count = first_int(text_config(model), ("num_nextn_predict_layers", "num_mtp_layers"))
     if not (count and layers.path and facts.width):
@@ -211,7 +211,7 @@ def _cached_layers(
 ) -> tuple[CachedLayers, ...]:
     """Return what the cache holds per token; layers that were not traced count like the layer that represents them.
 
-    ``like``: count only the layers that these represent, if cache slots can be assigned to layers; by default all.
+    ``like``: count only layers that these layers represent, if each slot can be assigned to a layer; by default all.
     """
     every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()

@@ -20,7 +20,7 @@ class Tensor:
     Attributes:
         module: the path of the module under which a checkpoint stores them; for experts, that of the first one.
         shape: outputs and inputs of a matrix.
-        linear: whether the module multiplies by the weight; an embedding, a norm and a router may not be quantized.
+        linear: whether it is the weight of a linear layer; other weights (embeddings, norms) are not quantized.
         expert: whether it belongs to a routed expert.
         table: whether it is the input embedding and is not also the output projection.
         head: whether it is the output projection.
@@ -41,7 +41,7 @@ class Tensor:
 
 
 def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """All weights of a model on any device, tied ones once, without those of experts that have no weights."""
+    """All weights of a model on any device, tied ones once, without memory for experts that have no weights."""
     count, idle = _experts(model)
     table, head = _embeddings(model)
     lists = _lists_of_experts(model, count, idle)
@@ -125,9 +125,9 @@ def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Wei
 
 
 def _experts(model: nn.Module) -> tuple[int, int]:
-    """The routed experts of a layer, and the experts without weights that a token may take, too.
+    """The number of routed experts of a layer, and of experts without weights that a token may take instead.
 
-    Some code allocates memory for the latter.
+    Some models allocate memory for the latter, too.
     """
     config = text_config(model)
     count = first_int(config, ("num_local_experts", "n_routed_experts", "num_experts"))

@@ -1,4 +1,4 @@
-"""Give every node of this library in a graph its function; nodes that differ in their signature get overloads."""
+"""Give every node of our operators in a graph its function; nodes that differ in their signature get overloads."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _product(sizes: Mapping[str, Any], letters: list[str]) -> int:
 def _constant(
     program: Program, weight: fx.Node, order: tuple[int, ...], counts: list[int]
 ) -> tuple[fx.Node, tuple[str, ...]]:
-    """Add an input: ``weight`` permuted to ``order`` and flattened to one axis for each count that is not 0."""
+    """Add an input: ``weight`` permuted to ``order``, with an axis for each of ``counts`` (none if the first is 0)."""
     module, names = _closed(weight)
     products = {fold.placeholder: fold for fold in program.folds if fold.placeholder in names}
     leaves = dict.fromkeys(n for name in names for n in (products[name].weights if name in products else (name,)))

@@ -188,7 +188,7 @@ def _manifest(
 
 
 def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
-    """Return one entry of the host's table: what a variant is for, the numbers of its plan, and its machine code."""
+    """Return one entry of the host's table: the calls that a variant serves, its plan, and its machine code."""
     dims, fields = variant.dims, {"role": _ROLES[variant.step], "arch": variant.arch.removeprefix("sm_")}
     fields |= dict.fromkeys(
         ("dtype", "query", "La", "Lb", "Lv", "values", "mask", "softcap", "window", "causal", "direct", "sinks"), "ANY"

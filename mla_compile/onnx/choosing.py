@@ -29,7 +29,7 @@ class IndexScoresSignature:
 
 @dataclass(frozen=True)
 class Alike:
-    """The properties that determine the body of ``WeighAlike``. ``mask``: its dtype; ``used``: rows may be unused."""
+    """The properties that determine ``WeighAlike``'s body. ``mask``: its dtype; ``used``: some rows may be unused."""
 
     dtype: int
     mask: int | None
@@ -77,7 +77,7 @@ class _Mean(Writer):
         self.s = signature
 
     def weighed(self, hidden: str) -> None:
-        """``hidden`` [B,S,H] is a value of the surrounding function."""
+        """Add the result of the branch; ``hidden`` [B,S,H] is a value of the surrounding function."""
         rows = "values"
         if self.s.used:
             rows = self.op("Slice", rows, self.ints(0), "used", self.ints(1))

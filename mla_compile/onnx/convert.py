@@ -1,7 +1,7 @@
-"""Convert an ExportedProgram to an ONNX graph in the requested form, with the same passes as elsewhere.
+"""Convert an ExportedProgram to an ONNX graph in the requested form, with the passes of the pipeline.
 
-The passes of the pipeline run between those that only an export needs (:mod:`mla_compile.onnx.table`). Then torch's own
-exporter translates the attention operator to one node.
+They run between those that only an export needs (:mod:`mla_compile.onnx.table`). Then torch's own exporter translates
+the attention operator to one node.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     """Convert to the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     given = ExportState(Analyses(copy_with_origins(capture.from_exported(exported))))
     run_passes(BEFORE, given)
-    # Baking later writes weights into the file, so they need no dequantized inputs; ONNX has nothing to order groups of
-    # heads.
+    # Baking writes weights into the file, so they need no dequantized inputs. ONNX cannot make groups of heads run one
+    # after the other.
     plain = replace(options, dequantize="step", expanded_bytes=None)
     outcome = pipeline.run(given.program, plain, frozen=True)
     state = ExportState(Analyses(outcome.program))
-    with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one
+    with torch.no_grad():  # the operator has no gradient, which tracing it again would otherwise request
         run_passes(AFTER, state)
         names = _names(state.program, state.origins)
         finished = emit.to_exported(state.program, folded_values(state.program))
@@ -76,7 +76,7 @@ def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, 
 
 
 def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
-    """Name the first weight of a product and the product's side: W_kc meets queries, W_v the attention's output."""
+    """Name a baked weight by its first factor and its side: W_kc multiplies queries, W_v the attention's output."""
     given: set[fx.Node] = set()
     (product,) = program.node(new).users
     after = any(packet(n) in _ATTENTION for n in _nearest(product, given))

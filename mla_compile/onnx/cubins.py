@@ -84,7 +84,7 @@ def _cached(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
     made = _compiled(variant)
     cache.mkdir(parents=True, exist_ok=True)
     facts = {name: value for name, value in asdict(made).items() if name != "image"}
-    # The facts are written last: where they are, the image is complete.
+    # The facts are written last: if they exist, the image is complete.
     for path, content in ((image, made.image), (about, json.dumps(facts).encode())):
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         draft.write_bytes(content)
@@ -125,7 +125,7 @@ def _compiled(variant: Variant) -> Cubin:
 
 
 def wrong_launch(ptx: str, passed: list[str], metadata: Any, num_warps: int, smem: int) -> str | None:
-    """Return what the host would launch wrongly in a compiled kernel; None if it is as expected.
+    """Return in words why the host would launch a compiled kernel wrongly; None if the kernel is as expected.
 
     ``passed`` are the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). After them there must be
     the two addresses that Triton appends, for scratch of zero bytes, because the host passes nothing else.

@@ -83,7 +83,7 @@ def choose(ort: ModuleType, wanted: Sequence[Provider] | None) -> list[tuple[str
 def working(
     ort: ModuleType, asked: Sequence[tuple[str, dict[str, object]]], *, required: bool
 ) -> list[tuple[str, dict[str, object]]]:
-    """Return the providers of ``asked`` that start on this machine.
+    """Return those of the ``asked`` providers that start on this machine.
 
     ONNX Runtime silently skips a provider whose libraries are missing. A native library may be registered only if its
     device really exists, so a graph of one node tests the providers first. ``required``: the user named them.
@@ -151,7 +151,7 @@ def options_with(ort: ModuleType, given: SessionOptions | None, decision: Decisi
     options = given
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # ONNX Runtime's warnings concern our own graphs
+        options.log_severity_level = 4  # hides warnings, which are about our own graphs
     if decision.library is not None:
         try:
             options.register_custom_ops_library(str(decision.library))

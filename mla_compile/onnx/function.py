@@ -25,7 +25,7 @@ _LOWEST = -3.4028234663852886e38
 class Signature:
     """The properties that determine the body: the given inputs, their ONNX dtypes and widths, and the features in use.
 
-    ``trimmed``: the cache may have more rows than the mask has columns.
+    ``trimmed``: the cache may have more rows than the mask has columns; the rest is unused.
     """
 
     query_dtype: int
@@ -71,7 +71,7 @@ def function(signature: Signature, opset: int, overload: str = "") -> onnx.Funct
 def defined(
     name: str, inputs: Sequence[str], signature: Signature, body: Writer, opset: int, overload: str
 ) -> onnx.FunctionProto:
-    """Wrap ``body`` as a function with the operator's attributes; ``signature`` tells which of them it reads."""
+    """Wrap ``body`` as a function with the operator's attributes; those that ``signature`` uses are read."""
     read = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
     # The body is specialised for the other attributes.
     others = {"causal": 0, "value_width": 0, "softcap": 0.0, "window": 0}

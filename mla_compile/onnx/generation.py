@@ -86,7 +86,7 @@ def generate(
         max_new_tokens: the limit for all rows, or one per row.
         eos_token_ids: tokens that end a row; by default the model's. An empty list means none.
         sampling: one setting for all rows, or one per row; greedy by default.
-        stream: called with row and token as they come.
+        stream: called with the row and the token as soon as a token is chosen.
 
     Raises :class:`InputError` or :class:`OptionError` before anything runs, :class:`ModelFileError` if the model fails.
     """

@@ -137,7 +137,7 @@ def rename(values: Sequence[ir.Value], names: Sequence[str], dims: Mapping[str, 
 
 
 def renamed(dim: int | ir.SymbolicDim, dims: Mapping[str, str]) -> int | str | None:
-    """Rename the symbols in a dimension; a sum that has a name of its own gets that name."""
+    """Rename the symbols in a dimension; a sum in ``dims`` gets its own name."""
     if isinstance(dim, int):
         return dim
     if dim.value is None:

@@ -54,7 +54,7 @@ def axes_of(node: ir.Node) -> tuple[int, ...] | None:
 
 
 def shape_range(node: ir.Node, rank: int) -> tuple[int, int]:
-    """Return the range of axes, of ``rank`` in all, whose sizes a Shape node returns."""
+    """Return the range of axes whose sizes a Shape node returns; its input has ``rank`` axes."""
     start, end = (
         node.attributes[name].as_int() if name in node.attributes else default
         for name, default in (("start", 0), ("end", rank))

@@ -54,7 +54,7 @@ def listed_function(
         name: writer.graph(name, {f"{prefix}.{output}": dtypes[output] for output in whole.outputs})
         for name, writer, prefix in (("then_branch", every, "all"), ("else_branch", chosen, "listed"))
     }
-    # If sizes alone decide, no runtime has to wait for a device.
+    # If every entry names a key, sizes alone decide, and no runtime has to wait for a device.
     keys = body.keys(masked=whole.mask is not None)
     full = body.op("Squeeze", body.op("Equal", body.size("indices", 2), keys))
     if not signature.every:
@@ -89,7 +89,7 @@ class _Chosen(Writer):
         self.whole, self.gathered = signature.whole, signature.gathered
 
     def attention(self, overload: str) -> None:
-        """``overload`` names the ``DecodeAttention`` over the rows of a list."""
+        """Add the nodes; ``overload`` names the ``DecodeAttention`` over the rows of a list."""
         whole, keys, count = self.whole, self.keys(masked=self.whole.mask is not None), self.size("indices", 2)
         at, named = self.named(keys)
         at = self.op("Where", named, at, self.scalar(0))
@@ -113,7 +113,7 @@ class _Chosen(Writer):
             self.result(self.shaped("of_rows.lse", heads), "listed.lse")
 
     def _positions(self, at: str, keys: str) -> list[str]:
-        """Return the conditions by which lengths, causality and a window let a query see the key ``at`` [B,S,k]."""
+        """Return the conditions of lengths, causality and a window under which a query sees the key ``at`` [B,S,k]."""
         whole, conditions = self.whole, []
         length = self.shaped("seq_lens", -1, 1, 1) if whole.seq_lens else keys
         if whole.seq_lens:

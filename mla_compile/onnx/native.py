@@ -70,8 +70,8 @@ def find() -> Path | None:
 def inspect(path: str | Path) -> OperatorLibrary:
     """Read what a library contains. This loads it into the process, so only inspect files that you trust.
 
-    Raises :class:`ModelFileError` if the file is missing, is no library of ours, is for another platform, or may have
-    been written by another user.
+    Raises :class:`ModelFileError` if the file is missing, is not a library of this package, is for another platform, or
+    may have been written by another user.
     """
     path = Path(path).absolute()
     if (told := trusted.refusal(path)) is not None:

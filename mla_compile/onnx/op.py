@@ -58,7 +58,7 @@ _TYPES = {
 
 
 def schema(name: str = NAME) -> onnx.defs.OpSchema:
-    """Return the schema of the attention operator or its listed form; query may be wider than the rows."""
+    """Return the schema of the attention operator or its listed form; query may have a wider dtype than the rows."""
     names = LISTED_INPUTS if name == LISTED else INPUTS
     given = {n: _KINDS[n] for n in names}
     needed = ("query", "latent", "indices")
@@ -76,7 +76,7 @@ def _schema(
     floats: Sequence[str],
     numbers: Mapping[str, float],
 ) -> onnx.defs.OpSchema:
-    """``floats``: required attributes. ``numbers``: optional attributes and their defaults."""
+    """Return a schema. ``floats``: required attributes. ``numbers``: optional attributes and their defaults."""
     parameter, option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
     attribute = onnx.defs.OpSchema.Attribute
 

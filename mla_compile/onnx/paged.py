@@ -146,7 +146,7 @@ def _check_causal(
     *,
     causal: bool,
 ) -> None:
-    """Evaluate the model's mask, which must show every earlier token and no later one, whatever the content.
+    """Evaluate the model's mask, which must show every earlier token and no later one, whatever the tokens are.
 
     ``causal``: the operator itself hides later tokens.
     """
@@ -191,7 +191,7 @@ def _ancestors(value: ir.Value) -> set[ir.Value]:
 def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> ir.Model:
     """Extract the part of the graph that computes the mask as a model."""
     needed = _ancestors(mask)
-    # The mask can depend only on the shapes of caches, and some dtypes cannot be passed in.
+    # Caches are passed in float32: the mask depends only on their shapes, and some dtypes cannot be passed in.
     floating = ir.TensorType(ir.DataType.FLOAT)
     copies = {
         v: ir.Value(name=v.name, type=v.type if v.dtype == ir.DataType.INT64 else floating, shape=v.shape)

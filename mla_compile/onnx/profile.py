@@ -1,11 +1,11 @@
 """How caches enter and leave an exported graph: each profile rewrites the appends to caches in its own way.
 
 ========== ===========================================================================================================
-portable   ``present = Concat(past, new)``: the graph as exported, for any runtime of opset 21 inplace    ``present =
-TensorScatter(past, new)``: one buffer with room for more rows, ``total`` of them in use genai      the row [latent,
-k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them ort-paged  pages of rows for
-``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged` ==========
-===========================================================================================================
+portable   ``present = Concat(past, new)``: the graph as exported, for any runtime of opset 21
+inplace    ``present = TensorScatter(past, new)``: one buffer with room for more rows, ``total`` of them in use
+genai      the row [latent, k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them
+ort-paged  pages of rows for ``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged`
+========== ===========================================================================================================
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def export(
     prefill: bool,
     say: Progress,
 ) -> Exported:
-    """Write everything except the report into ``stage``; not for profiles that another program runs.
+    """Write everything except the report into ``stage``; profiles that another program runs are refused.
 
     ``options`` apply to the decode graph.
     """
@@ -110,7 +110,7 @@ def _finish(converted: Converted, profile: Profile) -> None:
 
 
 def _counts(graph: ir.Graph, append: GrowingCache) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
-    """Return two inputs, each with an axis, that count all tokens and new tokens; or the fixed number of new tokens."""
+    """Return the inputs and axes that count all tokens and new tokens; a number if that of new tokens is fixed."""
 
     def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:
         wanted = value.shape[1] if value.shape is not None else None

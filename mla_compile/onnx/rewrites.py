@@ -17,9 +17,9 @@ def in_place(
 ) -> None:
     """Turn caches into buffers that are written from row ``total - query`` on.
 
-    ``total`` and ``query``: an input and its axis with that many tokens, or the number. Attention nodes with a mask
-    read the buffer and stop where the mask ends. WeighAlike gets the number of rows in use, and every other reader gets
-    only these rows.
+    ``total`` and ``query``: an input and the axis that has that many tokens; ``query`` may also be the number itself.
+    Attention nodes with a mask read the buffer and stop where the mask ends. WeighAlike gets the number of rows in use,
+    and every other reader gets only these rows.
     """
     edit = Editor(graph, graph[0], "cache_rows")
     zero = edit.ints(0)

@@ -91,7 +91,7 @@ class Session:
         """Read prompts; return a new state, and the logits of each prompt's next token, float32 [batch, vocab].
 
         Shorter prompts are padded on the left. ``capacity``: the tokens that the state will hold, padding included.
-        Caches in place are allocated for that many at once, and a longer generation only costs a copy. Raises
+        Caches in place get room for that many at once; a longer generation only costs a copy. Raises
         :class:`InputError` for prompts that the model cannot read.
         """
         check_prompts(self.manifest, prompts)

@@ -107,7 +107,7 @@ class _StateCache:
         binding.bind_output(present, device.type, device.id)
 
     def take(self, outputs: Sequence[object], at: int) -> None:
-        """Keep what the call returned; a cache in place is the buffer itself."""
+        """Keep the value that the call returned; a cache in place already is the buffer."""
         if not self.in_place:
             self._value = self._ort.OrtValue(outputs[at])
 

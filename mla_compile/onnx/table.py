@@ -1,4 +1,4 @@
-"""The tables of the passes that only an export needs, before and after those of :mod:`mla_compile.pipeline.table`."""
+"""The passes that only an export needs, in two tables: before and after :mod:`mla_compile.pipeline.table`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mla_compile.pipeline.manager import GraphState, Pass
 
 @dataclass
 class ExportState(GraphState):
-    """What these passes work on, and what they leave.
+    """The input of these passes, and their results.
 
     Attributes:
-        origins: the node names of the weights that each baked weight is computed from, by its own name.
+        origins: by the name of each baked weight, the node names of the weights that it is computed from.
     """
 
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ _CHECKS = (
 
 
 def tidy(program: Program) -> int:
-    """Apply all rewrites in order; return how many operators they looked at."""
+    """Apply all rewrites in order; return how many operators they removed or looked at."""
     graph = program.gm.graph
     checks = [n for n in graph.nodes if n.op == "call_function" and n.target in _CHECKS]
     for node in reversed(checks):  # ONNX has no operator that raises
@@ -35,7 +35,7 @@ def tidy(program: Program) -> int:
 
 
 def without_schedules(graph: fx.Graph) -> int:
-    """Let every attention prepare itself, as it has to in ONNX; return the number of schedules that there were."""
+    """Let every attention prepare its own launch, because ONNX has no schedules; return how many there were."""
     found = graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default)
     for node in found:
         for user in list(node.users):

@@ -8,7 +8,7 @@ each kind of call has its own kernel; a library differs from that:
   present: a call without ``seq_lens`` passes lengths beyond any capacity, which count as the capacity.
 * A kernel for a causal call also serves a call whose queries have no order: S tokens of H heads are then one token of
   S*H heads. Only masks that differ between query rows, and windows, need both kernels.
-* A single split writes the result directly if no query row has a mask of its own (``direct``).
+* A single split writes the result directly (``direct``), unless the mask differs between query rows.
 * For masks that differ between query rows in a causal call, only the largest tile is compiled.
 """
 
@@ -138,7 +138,7 @@ class Variant:
         return next(s for s in steps(call, plan, PRESETS[self.arch]) if s.name == self.step)
 
     def source(self) -> Source:
-        """Return what Triton compiles."""
+        """Return the source and the constants that Triton compiles."""
         step, dims = self.described(), self.dims
         fn, signature, constants, _, options = step.source()
         width = dims.La + dims.Lb  # all strides of a query row are multiples of this

@@ -25,7 +25,7 @@ from mla_compile.onnx.profile import Profile
 
 PROMPTS = (9, 6)
 STEPS = 6
-# The largest allowed difference of logits over the largest logit. In half precision, each layer sums in another order.
+# The largest allowed difference of logits over the largest logit. In half precision, sums in another order differ more.
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 
 Array = npt.NDArray[np.generic]

@@ -1,6 +1,6 @@
 """The analyses of a program, each a function of :class:`~mla_compile.pipeline.manager.Analyses`, which keeps results.
 
-A canonical program is assumed. :func:`canonicalize` makes one outside of the table, for trials on copies.
+All of them assume a canonical program. :func:`canonicalize` makes one outside of the pass table, for trials on copies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def weights(known: Analyses) -> set[fx.Node]:
 
 
 def read_weights(known: Analyses) -> set[fx.Node]:
-    """The same, and what is computed from inputs that hold products of weights or dequantized ones."""
+    """The same, and the nodes computed from inputs that hold products of weights or dequantized weights."""
     kept = {fold.placeholder for fold in known.program.folds}
     return weight_nodes(known.program.gm.graph, {*known.program.weights, *kept})
 
@@ -57,12 +57,12 @@ def sites(known: Analyses) -> list[AttentionSite]:
 
 
 def linear_maps(known: Analyses) -> LinearMaps:
-    """The linear maps of any node, without rows that are not nodes of the graph."""
+    """The linear maps of any node, without virtual sources."""
     return LinearMaps(known.get(weights), known.program.fake_mode)
 
 
 def site_maps(known: Analyses) -> Maps:
-    """The linear maps behind K and V, including rows of which every head has a copy."""
+    """The linear maps behind K and V, including those from rows that are copied for every head."""
     found, own = known.get(sites), known.get(weights)
     shared = find_shared_rows(found, own, known.program.fake_mode)
     nearby = Nearby({site.node: [p.q.node for p in site.products] for site in found})
@@ -70,7 +70,7 @@ def site_maps(known: Analyses) -> Maps:
 
 
 def sliced_maps(known: Analyses) -> Maps:
-    """The same, which may also express a token slice of K or V as the same slice of the source rows."""
+    """The same maps, which may also express a token slice of K or V as the same slice of the source rows."""
     found = known.get(sites)
     return with_row_slices(found, with_groups(found, known.get(site_maps)))
 
@@ -79,8 +79,8 @@ def sliced_maps(known: Analyses) -> Maps:
 class Judgement:
     """The verdict on each attention, in order.
 
-    ``sparse``: whether an attention may read only the keys of an index list. ``device``: that of the program by
-    default. ``slices``: whether slices of rows may be sources.
+    ``sparse``: whether an attention may read only the keys of an index list. ``device``: for which costs are estimated;
+    by default that of the program. ``slices``: whether slices of rows may be sources.
     """
 
     forms: Forms
@@ -99,7 +99,7 @@ class Judgement:
 
 
 def lost(known: Analyses) -> list[tuple[fx.Node, Stop]]:
-    """What looks like an attention but was not found, or has no softmax, each with the node that prevents it."""
+    """What looks like an attention but was not found or has no softmax, each with the reason, a :class:`Stop`."""
     graph, own, gm = known.program.gm.graph, known.get(weights), known.program.gm
     found = unfollowed(graph, own, known.get(sites))
     others = find_other_weights(graph, own)

@@ -1,4 +1,4 @@
-"""Passes before attentions are rewritten: stand-ins, one spelling, rows in place of K and V, verdicts, split heads."""
+"""Passes before the rewrites: stand-ins, canonicalisation, rows in place of K and V, verdicts, split heads."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from mla_compile.pipeline.manager import Analyses
 from mla_compile.pipeline.state import PassState
 
 _LEGAL = Judgement("absorbed", "never", device=default_device("cpu"), slices=False)
-"""The question is whether absorbing is legal, not whether it is cheaper."""
+"""Judges whether absorbing is legal, not whether it is cheaper."""
 
 
 def stand_ins(state: PassState) -> int:
     """Let plain operators stand in for those of libraries."""
     program, graph = state.program, state.graph
-    if has_flex(graph):  # what is made of its results is read in the spelling that all operators get afterwards
+    if has_flex(graph):  # the readers of its results are recognised in the canonical spelling only
         for name in ("normalize", "views"):
             CANONICAL[name](state.analyses)
     fused, quantized, exact = has_fused(graph), is_quantized(graph), state.options.quantized == "exact"
@@ -55,7 +55,7 @@ def latent_cache(state: PassState) -> int:
     """Replace the K and V that the caller keeps by their rows.
 
     This is done only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded
-    in every call. Caches of attentions for which that fails are left, in a fresh copy.
+    in every call. If that fails for some attentions, a fresh copy is tried in which their caches stay as they are.
     """
     if state.options.cache != "latent":
         return 0
@@ -64,7 +64,7 @@ def latent_cache(state: PassState) -> int:
     while True:
         kept = _keep(trial, state, refused)
         if not kept.sides:
-            # What was read of this copy holds for the passes that follow.
+            # The analyses of this copy are valid for the passes that follow.
             state.analyses = trial
             return 0
         wrong = kept.torn
@@ -83,7 +83,7 @@ def latent_cache(state: PassState) -> int:
 
 def _expanded(trial: Analyses, state: PassState, kept: KeptRows) -> set[str]:
     """The attentions that would have to expand the rows that were kept for them."""
-    # In most graphs the verdicts that decide answer this. Sources that are slices of rows do not count here.
+    # In most graphs the final verdicts, needed anyway, answer this. Slices of rows do not count as sources here.
     if trial.get(sliced_maps) is trial.get(site_maps) and not kept.expanded(trial.get(state.request.judgement)):
         return set()
     return kept.expanded(trial.get(_LEGAL))
@@ -105,13 +105,13 @@ def analyse(state: PassState) -> int:
 
 
 def judge(state: PassState) -> int:
-    """Ask for the verdict on each attention."""
+    """Compute the verdict on each attention."""
     state.verdicts = list(state.analyses.get(state.request.judgement))
     return len(state.verdicts)
 
 
 def split_heads(state: PassState) -> int:
-    """Split attentions whose heads are computed differently, on a copy, as long as that absorbs more of each."""
+    """Split attentions whose heads are computed differently, on a copy, where that absorbs more of the attention."""
     candidates = set(_groups(state.analyses, (v for v in state.verdicts if v.site.node.name not in state.failed)))
     told: dict[str, Unsplit] = {}
     while candidates:

@@ -6,8 +6,8 @@ Three rules determine the order:
 * All decisions come before all rewrites. An analysis never edits the graph: rows that no node holds are virtual
   sources, and what only a trial can decide (caches of rows, heads in groups) is tried on a copy, which is kept if it is
   better.
-* Rewrites come last, and apply decisions only. ``verify`` compares with the captured graph, and runs before rewrites
-  that replace the inputs of its checks (folding, narrowing of up-projections).
+* Rewrites come last, and apply decisions only. ``verify`` compares with the graph before the rewrites, and runs before
+  those that replace the inputs of its checks (folding, narrowing of up-projections).
 
 The input program is never changed.
 """
@@ -58,7 +58,7 @@ def run(
         state.records.append(PassRecord("capture", 0, program.capture.seconds))
         run_passes(PASSES, state)
         # A failed site may have prevented another from being absorbed, or been absorbed together with it, so everything
-        # is decided again without it. The loop ends because every round adds a site.
+        # is decided again without the failed ones. The loop ends because every round adds a site.
         while new := {node: check.problem for node, check in state.checks.items() if check.problem is not None}:
             if options.strict:
                 raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")

@@ -1,8 +1,8 @@
 """The pass manager: it runs the passes of a table in order and keeps the analyses of a graph between them.
 
-An analysis is computed when a pass first asks for it, and kept until a pass has changed the graph and does not say that
-the analysis is still valid. A pass that tries something works on a copy with analyses of its own, and the state adopts
-both if the trial is better.
+An analysis is computed when a pass first asks for it, and kept until a pass changes the graph without listing the
+analysis as still valid. A pass that tries something works on a copy with analyses of its own, and the state adopts both
+if the trial is better.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ManagedState(Protocol):
 
 @dataclass
 class GraphState:
-    """A state of passes over one graph; tables add what their passes need and leave.
+    """The state of passes over one graph; subclasses add what the passes of their table read and write.
 
     Attributes:
         analyses: the analyses of the current program.

@@ -30,13 +30,13 @@ class Outcome:
         program: the rewritten copy.
         report: the verdict on every attention.
         absorbed: the number of rewritten sites.
-        variants: the sites whose form is chosen in every call; ``base`` is then kept beside the rewritten program.
+        variants: the costs of sites whose form is chosen in every call, by the rewritten program or ``base``.
         base: the program in which sites were absorbed: the captured one, or the one whose cache holds rows.
         sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
         by_heads: the number of attentions of ``program`` that are computed for a few heads at a time.
         expanded: ``base`` with its large attentions computed for a few heads at a time, if it has any.
-        warnings: what is right but slower than was asked for, besides what the report says of attentions.
-        fused: the number of attentions absorbed by hand that one operator now replaces.
+        warnings: messages about what is correct but slower than requested, besides the verdicts of the report.
+        fused: the number of attentions that the model's own code absorbs and that one operator now replaces.
     """
 
     program: Program
@@ -63,7 +63,7 @@ _APPENDED = "new rows are appended in place to {count} cached tensor{s}, whose r
 
 
 def outcome_of(state: PassState, name: str) -> Outcome:
-    """The outcome for a program; ``name`` is that of its graph."""
+    """The outcome for a program; ``name`` is the name of its graph."""
     program = state.program
     program.gm.recompile()
     reports = reports_of(state.verdicts, state.splits, state.checks, state.folded)

@@ -43,7 +43,7 @@ _INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {p
 
 
 def absorb(state: PassState) -> int:
-    """Rewrite the attentions that are legal and worth absorbing, and those absorbed by hand that a kernel runs."""
+    """Rewrite attentions that are worth absorbing, and those that the model's code absorbs and a kernel runs."""
     state.verdicts = [_unless_failed(v, state) for v in state.verdicts]
     # before absorbing: attentions still read the returned rows and the graph's inputs, not the sources of these
     if state.program.capture.sharing is not None:
@@ -86,8 +86,9 @@ def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
         fusion = verdict.fusion
         if fusion is None or verdict.site.node.name in state.failed:
             continue
-        # In a file, whose kernels are not known, listed rows of many queries would be gathered, and what is absorbed by
-        # hand stays in operators that every runtime has, none of which copies a row to every head.
+        # The kernels that will run a file are not known, so there only steps over shared rows are fused: without a
+        # kernel, listed rows of many queries would be gathered. Hand-absorbed attentions keep their operators, which
+        # every runtime has and which copy no row to every head.
         in_file = fusion.is_step and verdict.code is Code.SHARED_ROWS
         if not (in_file if state.request.frozen else state.request.target.runs(val(fusion.plan.latent.node))):
             continue
@@ -210,7 +211,7 @@ def _native_products(state: PassState) -> bool:
 
 
 def share(state: PassState) -> int:
-    """Rewrite attention to read this rank's rows, if the rows of all caches that ranks share allow it."""
+    """Rewrite attention to read this rank's rows, if all caches whose rows ranks share allow it."""
     program = state.program
     if not program.capture.shared:
         return 0

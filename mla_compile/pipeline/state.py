@@ -1,4 +1,4 @@
-"""What the passes know about one program on its way: what was asked, the current graph, and their findings."""
+"""The state of the passes over one program: what was requested, the current graph, and the findings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mla_compile.pipeline.target import Target, this_machine
 
 @dataclass(frozen=True)
 class PassRequest:
-    """What is asked of the passes; the flags are those of :func:`mla_compile.pipeline.run`."""
+    """What is requested of the passes; the flags are those of :func:`mla_compile.pipeline.run`."""
 
     options: Options
     frozen: bool = False
@@ -39,15 +39,16 @@ class PassRequest:
 
     @property
     def fold(self) -> Fold:
-        """If weights can change, every call has to compare the folded weights with copies.
+        """The option ``fold``, where "auto" is "never" unless weights are frozen.
 
-        That reads more bytes than any fold saves. With that cost counted, "auto" comes out as "never" for all dims.
+        If weights can change, every call has to compare the folded weights with copies, which reads more bytes than any
+        fold saves.
         """
         return "never" if self.options.fold == "auto" and not self.frozen else self.options.fold
 
     @property
     def judgement(self) -> Judgement:
-        """The question that the passes decide."""
+        """The analysis that judges the attentions under these options."""
         return Judgement(self.options.forms, self.fold, sparse=self.options.sparse == "auto")
 
 
@@ -57,7 +58,7 @@ class PassState:
 
     Attributes:
         captured: the program as it was captured, which is never changed.
-        base: the program in which attentions are absorbed: the captured one, or a copy with what prepares it.
+        base: the program in which attentions are absorbed: the captured one, or a copy changed by preparing passes.
         failed: the attentions to leave, by name, with the code and the reason.
     """
 
@@ -116,7 +117,7 @@ class PassState:
         return [v for v in self.verdicts if v.absorb]
 
     def rebase(self) -> None:
-        """Make a copy of the current program the one in which attentions are absorbed."""
+        """Make a copy of the current program the new ``base``."""
         self.base = copy_with_origins(self.program)
         for node in self.graph.nodes:
             node.meta[ORIGIN] = node.name

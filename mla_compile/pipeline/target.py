@@ -1,4 +1,4 @@
-"""What the passes know of the machine that will run a program: the one place that asks the kernels."""
+"""What the passes know about the machine that will run a program: the only place that queries the kernels."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mla_compile.kernels.cpu import native
 
 @dataclass(frozen=True)
 class Target:
-    """A machine. What takes long to find out (the C kernel is built on first use) is asked when a pass needs it.
+    """A machine. Facts that take long to find (the C kernel is built on first use) are found when a pass needs them.
 
     Attributes:
-        runs: whether a kernel runs the operator over such rows; the reference is no faster than the model's own code.
-        reads_float8: whether a kernel on such a device reads rows in float8.
+        runs: whether a kernel runs the operator over given rows; the reference is no faster than the model's own code.
+        reads_float8: whether a kernel on a given device reads rows in float8.
         pays: whether the kernel for products of a few rows beats torch's, by device, dtype and number of rows.
         least_bytes: the smallest weight for that kernel.
         most_rows: the most rows for that kernel.
-        reads_heads: whether a kernel for products of a few rows with a weight for each head multiplies rows on such a
-            device and of a dtype by a weight of another dtype.
-        most_of_heads: the most rows for that kernel.
+        reads_heads: whether a kernel for products of a few rows with a weight for each head supports a device, a dtype
+            of the rows and a dtype of the weights.
+        most_of_heads: the most rows for the kernel of ``reads_heads``.
         ranks: the number of processes that run the model.
     """
 

@@ -44,7 +44,7 @@ def form(steps: CallSequence) -> tuple[Hashable, list[fx.Node]]:
 
 
 def _cut(steps: CallSequence, labels: torch.Tensor, last_uses: list[int], first: int) -> list[list[CallSequence]]:
-    """Cut a part of all steps, which starts at ``first``, into its most repeated stretch and what surrounds it."""
+    """Cut ``steps``, which begin at position ``first`` of all steps, at their most repeated stretch."""
     if not steps:
         return []
     found = _most_repeated(labels)

@@ -66,7 +66,7 @@ def split(
     constants = {
         str(node.target): operator.attrgetter(str(node.target))(gm) for node in graph.find_nodes(op="get_attr")
     }
-    # Not lazy modules: when a lazy one runs, it calls itself, where a user's global hooks see it.
+    # Not lazy modules: a lazy module calls itself when it runs, and a user's global hooks would see that call.
     return fx.GraphModule({**constants, **modules}, graph), examples_of
 
 
@@ -74,7 +74,7 @@ def _write_early(graph: fx.Graph) -> None:
     """Move each write up to the last reader of the value that it replaces.
 
     Our graphs write the new rows of all caches at their end, and nowhere else. A write may move up to the point after
-    which nothing reads the old value, through any view.
+    which nothing reads the old value, directly or through a view.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     shown: dict[fx.Node, list[fx.Node]] = {}
@@ -135,7 +135,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
-    """The graph inputs for the sizes in a stretch that are not inputs of it; None if the value of one is unknown."""
+    """The graph inputs for the sizes that a stretch uses but does not take as inputs; None if a size is unknown."""
     given = {_symbol(node) for node in one.inputs}
     symbols = set[object]().union(*(free_symbols(value) for value in values_of((*one.inputs, *one.steps)))) - given
     tensors = (node.meta["val"] for node in one.inputs if isinstance(node.meta["val"], torch.Tensor))

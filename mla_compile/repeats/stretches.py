@@ -31,7 +31,7 @@ class Stretch:
 
 
 def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | None:
-    """The graph cut into calls of few kinds; None if there are as many kinds as calls.
+    """The graph cut into stretches of few kinds; None if there are as many kinds as stretches.
 
     ``graph`` has ``meta["val"]`` on every node; items of tuples are moved next to their tuple. ``given``: nodes that
     exist before anything is computed, and belong to no stretch.

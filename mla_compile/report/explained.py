@@ -19,7 +19,7 @@ from mla_compile.report.wording import queries
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
-"""The number of KV heads of the GQA that a latent cache is compared with, a common choice."""
+"""The number of KV heads of GQA in the comparison of caches, a common choice; a model with GQA uses its own."""
 _UNTOLD = ("refused", "kept", "absorbed by hand", "shared rows")
 """Families whose cache may hold K and V, or tensors that every step recomputes them from; it is unknown which."""
 
@@ -78,14 +78,14 @@ class SiteChoice:
 
     @property
     def when_absorbing_pays(self) -> str:
-        """Up to how many queries, by context."""
+        """Below how many queries, by context, in words."""
         at = ", ".join(f"{queries(s)} at {T // 1024}k" for s, T in zip(self.break_even, CONTEXTS, strict=True))
         long = queries(self.break_even_long)
         return f"absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})"
 
     @property
     def whether_folding_pays(self) -> str:
-        """Which sides to fold, with the seconds that say so."""
+        """Which sides to fold, and the seconds that decide it."""
         if not self.folds:
             return "unknown, because the widths of the query and the output projection are"
         times = f"about {seconds(self.chained_s)} chained"
@@ -194,7 +194,7 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
     ups = model.over_sites(lambda d: d.H * d.L * (d.N + d.V))
     rest = active - ups if model.weights.total else 0
     rest_bytes = read - element * ups if model.weights.total else 0
-    # The expanded form reads them as stored, the absorbed form reads them dequantized.
+    # The expanded form reads the up-projections as stored, the absorbed form reads them dequantized.
     more = 0, stored.kept_bytes - stored.read_in_their_place if stored else 0
     forms: list[tuple[str, Form]] = [("expanded", "expanded"), ("absorbed", "chained")]
     if any(site.chosen is not None for site in model.latent):

@@ -114,9 +114,9 @@ class CachedLayers:
         return int(found) if found == int(found) else found
 
     def bytes_beside(self, tokens: int, *, most: bool = False) -> int:
-        """The bytes beside rows after ``tokens`` tokens: of tokens that have no row yet, and a state.
+        """The bytes beside rows after ``tokens`` tokens: of tokens that have no row yet, and of a state.
 
-        ``most``: the most of them after any number of tokens up to this one.
+        ``most``: the largest such number of bytes up to then.
         """
         waiting = min(tokens, self.every - 1) if most else tokens % self.every if self.every else 0
         return max(0, waiting) * self.waiting_bytes + (self.state_bytes if tokens >= self.every else 0)
@@ -214,7 +214,7 @@ def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[Laten
 
 
 def family_of(sites: Sequence[SiteReport]) -> Family | None:
-    """Return what the sites alone tell; ``None`` if none of them has a latent."""
+    """Return what the sites alone tell; ``None`` if all are plain MHA, GQA or MQA."""
     verdicts = {site.verdict for site in sites}
     if "absorbed" in verdicts or any(site.dims is not None for site in sites):
         return "MLA"

@@ -45,7 +45,7 @@ class SiteGroup:
 
 
 def of_each_attention(sites: Iterable[SiteReport]) -> list[SiteReport]:
-    """Return one site per attention of the model, even if several graphs contain it: the site with the most figures.
+    """Return one site per attention of the model, even if several graphs contain it: if possible an absorbed one.
 
     Attentions of one module are distinguished by their order in the graph.
     """

@@ -36,10 +36,10 @@ NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), unde
 """The message of a report before the first call."""
 
 UNSEEN = "no graph that was compiled has an attention"
-"""The beginning of a message of a report without sites, of a model of which some code is in no graph."""
+"""The beginning of a message in a report without sites, if some code of the model is in no graph."""
 
 LEFT_OUT = "an attention ran uncompiled"
-"""The beginning of a message about a method of an optimized module that calls what is not compiled."""
+"""The beginning of a message about a method of an optimized module that calls uncompiled code."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,7 +151,7 @@ class Report:
         )
 
     def within(self, path: str) -> Report:
-        """Return the same report for a module that the reported model holds at ``path``."""
+        """Return the report with module paths as in a model that holds the reported module at ``path``."""
         if not path:
             return self
         placed = (replace(s.where, module=".".join(filter(None, (path, s.where.module)))) for s in self.sites)
@@ -232,7 +232,7 @@ class Report:
             for label, value in rows_of(group):
                 rows.add_row(label, Text(value))
             parts += [head, Padding(rows, (0, 0, 0, 2))]
-        line = self.summary()  # which may be a message itself
+        line = self.summary()  # may be one of the messages
         if notes := [f"note: {message}" for message in self.messages if message != line]:
             parts.append(Text("\n" + "\n".join(notes)))
         slow = [f"{p.name} {p.seconds:.2f}" for p in self.passes if p.seconds >= _SHOWN_SECONDS]

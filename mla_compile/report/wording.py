@@ -19,7 +19,7 @@ def queries(number: float) -> str:
 
 
 def not_mla(kind: str = PLAIN) -> str:
-    """Say what a model is whose attentions are no MLA, as the end of a sentence."""
+    """Name the kind of a model without MLA, as the end of a sentence."""
     return f"{kind}, not Multi-head Latent Attention: there is no latent to absorb"
 
 

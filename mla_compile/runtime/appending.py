@@ -1,8 +1,8 @@
 """Spare capacity behind the rows of a growing cache, so that a call writes new rows instead of copying the old ones.
 
 A program that appends (:mod:`mla_compile.passes.cache.append`) takes ``T + S`` rows, of which it writes the last ``S``.
-They use the memory of the caller's ``T`` rows if that memory is ours, has room, and nobody has appended to those rows
-before. Otherwise the old rows are copied once into new memory for about twice as many. The caller gets back a tensor of
+These use the memory of the caller's ``T`` rows if that memory is ours, has room, and nobody has appended to those rows
+before. Otherwise the old rows are copied once into new memory for up to twice as many. The caller gets back a tensor of
 ``T + S`` rows like the one that ``cat`` would have made, with two exceptions:
 
 * in a batch its rows are stored token by token, so it is not contiguous;
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 
 def length_marker() -> Callable[[torch.Tensor, int], None]:
-    """A function that marks a size of a tensor as dynamic for Dynamo; it does nothing if sizes are compiled separately.
+    """A function that marks a size of a tensor as dynamic for Dynamo; under ``dynamic=False`` it does nothing.
 
     Call ``length_marker`` while Dynamo compiles, because ``dynamic=False`` is a setting of the compilation.
     """
@@ -65,7 +65,7 @@ def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 
 
 def _continues(rows: torch.Tensor, memory: _RowMemory, axis: int) -> bool:
-    """Whether ``rows`` are all used rows of ``memory``; a caller can have changed the tensor's memory."""
+    """Whether ``rows`` are all used rows of ``memory``; a caller may have given the tensor other memory."""
     return (
         memory.used == rows.shape[axis]
         and rows.data_ptr() == memory.rows.data_ptr()
@@ -80,11 +80,11 @@ def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
 
 
 def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
-    """New memory for more than ``least`` rows that begins with ``rows``."""
+    """New memory for at least ``least`` rows that begins with ``rows``."""
     # Powers of two: the capacity doubles whenever it is full, and is at most twice what is needed.
     try:
         made = _memory(rows, axis, 1 << least.bit_length())
-    except torch.OutOfMemoryError:  # the size of a plain copy may still fit
+    except torch.OutOfMemoryError:  # exactly ``least`` rows may still fit
         made = _memory(rows, axis, least)
     with torch.no_grad():
         made.narrow(axis, 0, rows.shape[axis]).copy_(rows)
@@ -101,7 +101,7 @@ def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 def first_rows(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     """The first ``count`` rows of the memory that :func:`larger` returned."""
     shape = (*memory.shape[:axis], count, *memory.shape[axis + 1 :])
-    # Not a view for autograd: a compiler would take the whole memory as its base, and guard the size of that.
+    # Not a view for autograd: a compiler would take the whole memory as its base, and guard on its size.
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=memory.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), 0, shape, token_major(shape, axis))

@@ -1,10 +1,10 @@
 """Rows that are kept beside buffers of K and V which stay as they are, for calls that ``torch.compile`` compiled.
 
 The backend of ``torch.compile`` owns no module, so it cannot put rows in the place of a buffer. It may keep them beside
-it: a compiled call writes K to the buffer, as the model does, and the rows from which K was made to a tensor that
-belongs to the buffer here. The next call attends to these rows. They are used as long as nothing but such calls has
-written to the buffer since it was empty. Its version counter tells that, and for writes that are not counted (through
-``.data``, NumPy or a kernel of one's own) a sample of its values.
+it: a compiled call writes K to the buffer, as the model does, and writes the rows from which K was made to a tensor
+that this module keeps for the buffer. The next call attends to these rows. They are used as long as only such calls
+have written to the buffer since it was empty. Other writes change its version counter; those that are not counted
+(through ``.data``, NumPy or a user's own kernel) are found by comparing a sample of its values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OTHERS_WROTE = (
 
 @dataclass(frozen=True)
 class _Beside:
-    """The rows beside a buffer, and the state in which their last call left the buffer."""
+    """The rows beside a buffer, and the state in which the last call that wrote them left the buffer."""
 
     rows: LatentTensor
     version: int
@@ -54,7 +54,7 @@ class _Beside:
 
 
 def _memory_of(buffer: torch.Tensor) -> tuple[object, ...]:
-    """Where a buffer lies, and how."""
+    """A buffer's address, device, shape and strides."""
     return buffer.data_ptr(), buffer.device, buffer.shape, buffer.stride()
 
 
@@ -62,11 +62,11 @@ _SAMPLES = 1024
 """The number of values of a buffer that are compared in each call; a smaller buffer is compared whole."""
 
 _SAMPLES_OF_ONE = 64
-"""The least number of them for each entry of the first axis, which is the sequence."""
+"""The least number of compared values for each entry of the first axis, the batch."""
 
 
 def _places(buffer: torch.Tensor) -> torch.Tensor:
-    """The places in memory of a random sample of a buffer, in which every part of every axis has its share.
+    """The places in memory of a random sample of a buffer, spread evenly over every axis.
 
     Source: Latin hypercube sampling (McKay, Beckman and Conover 1979), for each entry of the first axis.
     """
@@ -76,7 +76,7 @@ def _places(buffer: torch.Tensor) -> torch.Tensor:
         first, *others = buffer.shape
         count = max(_SAMPLES // first, _SAMPLES_OF_ONE)
         chance = torch.Generator()
-        chance.seed()  # random numbers of the user's own stay as they are
+        chance.seed()  # the user's own generator is not advanced
         drawn = torch.rand(first, len(others), count, generator=chance, dtype=torch.float64)
         strata = torch.rand(drawn.shape, generator=chance).argsort(-1)
         inner = ((strata + drawn) / count * torch.tensor(others).unsqueeze(-1)).long()
@@ -97,7 +97,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def rows_beside(buffer: torch.Tensor) -> LatentTensor | None:
-    """The rows that make what ``buffer`` holds now; None if there are none."""
+    """The rows from which the present values of ``buffer`` are made; None if unknown."""
     known = _known.get(buffer)
     if known is None or not known.describes(buffer):
         return None
@@ -110,7 +110,7 @@ def rows_beside(buffer: torch.Tensor) -> LatentTensor | None:
 
 
 def may_have_rows(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the tensors that a graph writes to beside which rows can be kept: their rows are known, or all are zero.
+    """The written buffers beside which rows can be kept: those whose rows are known, or whose values are all zero.
 
     Tensors that share memory are left out, and those without a version counter.
     """
@@ -125,13 +125,13 @@ def _may_have_rows(buffer: torch.Tensor) -> bool:
 
 
 def _owner(tensor: torch.Tensor) -> object:
-    """What two tensors have in common that share memory; tensors of other classes show nothing of theirs."""
+    """A key of a tensor's memory; for a subclass, which need not show its memory, a key of the tensor itself."""
     return tensor.untyped_storage()._cdata if type(tensor) is torch.Tensor else id(tensor)
 
 
 @dataclass(frozen=True)
 class _Twin:
-    """An input that is rows: how they expand, with which weights, their names, and the position of the buffer."""
+    """An input that is rows: its recipe, readers of its weights, the rows' names, and the position of the buffer."""
 
     recipe: Recipe
     leaves: tuple[Callable[[Inputs], torch.Tensor], ...]
@@ -181,15 +181,16 @@ class RowsBeside:
         before = [_versions(own) for own in rows]
         done = self._call(*inputs, *rows)
         for twin, own, was, state in zip(self._twins, rows, before, states, strict=True):
-            if all(now > old for now, old in zip(_versions(own), was, strict=True)):  # else it ran the original graph
+            if all(now > old for now, old in zip(_versions(own), was, strict=True)):  # else the original graph ran
                 buffer = inputs[twin.buffer]
                 _known[buffer] = _Beside.of(own, buffer, state)
         return done
 
     def _rows(self, inputs: Inputs) -> list[LatentTensor] | None:
-        """The rows of all buffers, zeros for those that hold zeros.
+        """The rows of all buffers; for a buffer of zeros, rows of zeros.
 
-        None if a buffer holds anything else, or if the graph writes to its memory through another input, too.
+        None if a buffer holds other values without known rows, or if the graph also writes to its memory through
+        another input.
         """
         owners = [_owner(inputs[index]) for index in self._written]
         if len(set(owners)) < len(owners):
@@ -207,7 +208,7 @@ class RowsBeside:
         return found
 
     def _empty(self, twin: _Twin, inputs: Inputs, fresh: dict[str, torch.Tensor]) -> LatentTensor:
-        """Rows of zeros; ``fresh`` has those that other buffers of this call use already."""
+        """Rows of zeros; ``fresh``: those that other buffers of this call use already, by name."""
         buffer = inputs[twin.buffer]
         with torch.inference_mode(mode=False), torch.no_grad():
             for index, name in enumerate(twin.rows):

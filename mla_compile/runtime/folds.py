@@ -40,7 +40,8 @@ class FoldedWeights:
     Each call compares every weight bit by bit with a copy from the time of folding, because ``p.data.mul_(2)`` changes
     neither the identity nor the address nor the version of ``p``. New values are written into the same memory, so that
     a CUDA graph that holds its address stays correct. One compiled graph may serve several layers in turn, so values
-    are kept per set of weights until one of the weights is gone; the least recently used set is dropped first.
+    are kept per set of weights until one of the weights is gone. Beyond :attr:`SETS` sets, the least recently used one
+    is dropped.
 
     Dequantized weights are checked by versions and addresses alone: comparing the stored values would read as many
     bytes as using them. All graphs that need such a value share it.
@@ -58,7 +59,7 @@ class FoldedWeights:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, object]:
-        """How values are computed, without any of them."""
+        """The state without the computed values and the lock."""
         return {**vars(self), "_known": {}, "_lock": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -100,7 +101,7 @@ def _shared(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tenso
     key = (fold.stored, *(id(live[name]) for name in fold.weights))
     value = compute(fold, live)
     known = _stored.setdefault(key, value)
-    if known is not value:  # an id may have belonged to another tensor before, or the weight may have another version
+    if known is not value:  # it may be stale: an id may have belonged to another tensor, or a weight has changed
         known.copy_(value)
     return known
 
@@ -168,7 +169,7 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
         index = positions[name]
         return lambda inputs: inputs[index]
     if not any(node.name == name for node in program.gm.graph.nodes):
-        # Only the fold reads this constant any more, so its node is gone.
+        # Only the fold still reads this constant, so its node is gone.
         constant = program.weights[name]
         if constant is None:
             raise KeyError(name)

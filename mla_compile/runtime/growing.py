@@ -28,7 +28,7 @@ def with_room(call: Call, program: Program) -> Call:
     ]
     own = [position[one.input] for one in program.appends if one.output is None and one.input is not None]
     whole = {position[name]: name for name in program.capture.shared - {one.input for one in program.appends}}
-    # Dynamo compiles a graph anew for tensors that are marked, so those of a graph for any length are left as they are.
+    # Dynamo recompiles the readers of marked tensors, so tensors of a graph that takes any length are not marked.
     inserted = [output for at, output, _ in places if at is not None]
     marked = {
         output
@@ -82,7 +82,7 @@ def with_room(call: Call, program: Program) -> Call:
 
 
 def _shown(program: Program, at: int | None, output: int) -> object:
-    """What a graph knows of a cache: of the rows that it appends to, or else of those that it returns."""
+    """The fake value of a cache in a graph: of the rows that it appends to, or else of those that it returns."""
     node = program.outputs[output] if at is None else program.placeholders[at]
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 

@@ -118,7 +118,7 @@ class LatentTensor(torch.Tensor):
         return self._cell.own
 
     def shares_only_with(self, others: Iterable[LatentTensor]) -> bool:
-        """Whether all buffers that use any of the same rows are among ``others``."""
+        """Whether ``others`` include all other buffers that share rows with this one."""
         return self._cell.sharers() <= {self._cell, *(other._cell for other in others)}
 
     @property
@@ -151,7 +151,7 @@ class LatentTensor(torch.Tensor):
         return self._cell.expand(self.rows()) if full is None else self._shown(full)
 
     def settled(self) -> torch.Tensor:
-        """K itself, from now on the memory of this tensor and of all its views; the rows are dropped."""
+        """K itself. From now on it is the memory of this tensor and of all its views, and the rows are dropped."""
         return self._shown(self._cell.settle())
 
     def _shown(self, full: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ class LatentTensor(torch.Tensor):
 
 
 def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> LatentTensor | None:
-    """Apply what caches do to K along tokens and batch (copy, slice, join, reorder) to its rows instead."""
+    """Apply what caches do to K along tokens and batch (copy, join, reorder, clear) to its rows instead."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)
     x = args[0] if args else None

@@ -48,7 +48,7 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
 
 
 def _plain(value: object, *, written: bool) -> object:
-    """The expanded K; for a graph that writes to it, the memory that replaces the rows."""
+    """K itself; for a graph that writes to K, in memory that replaces the rows from now on."""
     if isinstance(value, RankRows):  # every rank runs this graph, so the collective is safe
         return value.refuse("a graph writes to it") if written else value.full_tensor()
     if not isinstance(value, LatentTensor):
@@ -57,7 +57,7 @@ def _plain(value: object, *, written: bool) -> object:
 
 
 def possibly_written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that a Dynamo graph could write to: a call that writes takes them, or possible views of them."""
+    """The nodes that a Dynamo graph may write to: those that a writing call takes, directly or as a possible view."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in found or _writes(user) for user in node.users):
@@ -86,7 +86,7 @@ def example_in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """``rows``, dense with their axes in this order in memory; not copied if they already are."""
+    """``rows``, dense with their axes in this order in memory; copied only if they are not."""
     moved = rows.permute(*order)
     return rows if moved.is_contiguous() else moved.contiguous().permute(*(order.index(d) for d in range(len(order))))
 
@@ -99,11 +99,12 @@ def with_rows(
     appends: Sequence[Append] = (),
     layouts: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Call:
-    """Wrap a callable of the program's inputs as one of the captured inputs (``names``).
+    """Wrap ``call``, which takes the program's inputs, as a callable of the captured inputs ``names``.
 
-    It takes the rows out of the tensors that hold them and returns the new rows in such tensors. If an input has other
-    weights, or shares rows in another way, than the program was compiled for, it warns and calls ``otherwise``.
-    ``appends``: the rows that will grow. ``layouts``: the memory order of other rows for which the code was compiled.
+    The wrapper takes the rows out of the tensors that hold them and returns the new rows in such tensors. If an input
+    has other weights, or shares rows in another way, than the program was compiled for, it warns and calls
+    ``otherwise``. ``appends``: the rows that will grow. ``layouts``: for other rows by name, the order of their axes in
+    memory for which the code was compiled.
     """
     cache = program.cache
     assert cache is not None

@@ -45,7 +45,7 @@ class Cell:
             _sharing.setdefault(row, weakref.WeakSet()).add(self)
 
     def sharers(self) -> set[Cell]:
-        """All cells of buffers that use one of the same rows: a write to these rows changes all of them."""
+        """All cells of buffers that share any of these rows: a write to the rows changes all of them."""
         found = (_sharing.get(row, ()) for row in self.rows)
         return {cell for cells in found for cell in cells if any(a is b for a in cell.rows for b in self.rows)}
 
@@ -79,7 +79,7 @@ class Cell:
         Other cells that share the rows keep the old ones until they are cleared, too.
         """
         self.rows = tuple(once((row,), zeros) for row in self.rows)
-        if any(version(row) for row in self.rows):  # another sharer was cleared to these rows, and wrote to them since
+        if any(version(row) for row in self.rows):  # a sharer got these when it was cleared, and wrote to them
             self.rows = tuple(map(zeros, self.rows))
         self.versions = [versions(leaf) for leaf in self.leaves]
         self._share()

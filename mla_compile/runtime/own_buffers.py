@@ -84,7 +84,7 @@ def empty_buffers(model: nn.Module, tensors: Mapping[Place, Any]) -> dict[Place,
 
 
 def may_be_cache(value: object) -> bool:
-    """Whether a value has axes for tokens, features and sequences or heads; also a settled tensor of our own."""
+    """Whether a value is a float tensor of three or more axes that may be K or V; also a settled tensor of our own."""
     if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.is_floating_point() or not value.numel():
         return False
     if isinstance(value, LatentTensor):
@@ -173,7 +173,7 @@ class OwnBuffers:
         return bool(self._kept)
 
     def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Replace empty buffers by rows, at first and whenever they become empty again."""
+        """Replace empty buffers by rows, in the first call and whenever they are empty again."""
         if self._links is None or not self._is_settled(self._links):
             with self._lock:
                 self._look(args, kwargs)

@@ -92,9 +92,9 @@ class RankRows(torch.Tensor):
             self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
 
     def grown(self, count: int) -> RankRows:
-        """These rows and ``count`` more, of which this rank's are still unwritten; in the same memory if there is room.
+        """These rows and ``count`` more, this rank's still unwritten; in the same memory if there is room.
 
-        Only the newest rows continue in their memory; older ones are copied.
+        Only the newest tensor in a memory can grow there; the rows of an older one are copied.
         """
         tokens = self.shape[self.axis] + count
         with _lock:
@@ -162,7 +162,7 @@ class RankRows(torch.Tensor):
         return self.made_of(self.local, self.axis, high, self.sharing, grows=self._memory is not None)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **how: Any) -> torch.Tensor:
-        """Repeat each sequence; along the token axis or a later one this raises an error."""
+        """Repeat entries of an axis before the tokens; for any other ``dim`` this raises an error."""
         if dim is None or not 0 <= dim < self.axis or torch.compiler.is_compiling():
             return super().repeat_interleave(repeats, dim, **how)
         return self._with(self.local.repeat_interleave(repeats, dim, **how))

@@ -1,4 +1,4 @@
-"""``save`` and ``load``: what was compiled for an optimized module, in a folder, for other processes."""
+"""``save`` and ``load``: write the code of an optimized module to a folder, and use it in other processes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _OLDEST = "2.13"
 def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[Any], object] | None = None) -> None:
     """Compile an optimized module for the calls of ``run``, and write the code to a new folder for :func:`load`.
 
-    The calls run twice: once while they are compiled, and once more with the saved code, of which only the parts that
-    this second run uses are kept. Sizes that differ between the calls are dynamic in the saved code.
+    The calls run twice: once while they are compiled, and once with the saved code, of which only the parts that this
+    second run uses are kept. Sizes that differ between the calls are dynamic in the saved code.
 
     Args:
         model: what ``optimize`` returned. It does not change, and need not have been called before.
         folder: a path at which nothing exists yet, or an empty folder.
-        run: calls the model that it is given as other processes will call theirs. By default, ``generate()`` continues
-            two prompts with a growing cache, one of one sequence and one of two. The code then fits any number of
-            sequences and any length of prompt and context.
+        run: a function that calls its argument, a model, as other processes will call theirs. By default,
+            ``generate()`` runs with a growing cache, for one sequence and for a batch of two. The code then fits any
+            number of sequences and any length of prompt and context.
 
     Raises:
         InputError: ``model`` is not what ``optimize`` returned for a module.
@@ -61,7 +61,7 @@ def load(folder: str | os.PathLike[str], model: Module, **options: object) -> Mo
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"load() takes a folder and an nn.Module, got {type(model).__name__}")
     _check_torch(ModelFileError)
-    from mla_compile.saved import reading  # on use, as above
+    from mla_compile.saved import reading  # imported on use, as above
 
     return reading.read(Path(folder).absolute(), model, options)
 

@@ -26,7 +26,7 @@ class Entry:
 
     @property
     def guards(self) -> GuardManagerWrapper:
-        """The guards of torch: ``check`` takes arguments by name, and ``check_verbose`` also says which one fails.
+        """The guards of torch: ``check`` takes arguments by name, and ``check_verbose`` also says which guard fails.
 
         They are built on first use, because those of a deep model take a second. Raises :class:`ModelFileError` if the
         model has changed since the code was saved.

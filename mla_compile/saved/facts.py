@@ -1,4 +1,4 @@
-"""Descriptions of values that are equal in two processes if Dynamo's guards would accept either value."""
+"""Descriptions of values. Two are equal, also across processes, if Dynamo's guards would accept either value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (
 )  # fmt: skip
 """Types whose ``repr`` describes the value completely."""
 _MEMOS = ("__slotnames__", "__annotations__", "__annotations_cache__")
-"""What Python notes in the dict of a class on demand: the first when an object of it is copied or pickled."""
+"""Attributes that Python adds to a class on demand: the first when an object of the class is copied or pickled."""
 _SHOWN = 200
 """The characters of a description that an error shows."""
 
@@ -65,7 +65,7 @@ def digest_of(code: types.CodeType) -> str:
 
 
 def told_apart(one: str, other: str) -> tuple[str, str]:
-    """Return two descriptions as an error shows them: long ones from a little before the place where they differ on."""
+    """Return two descriptions as an error shows them: long ones are cut to the part around their first difference."""
     if max(len(one), len(other)) <= _SHOWN:
         return one, other
     equal = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

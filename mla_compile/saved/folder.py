@@ -20,7 +20,7 @@ from mla_compile.errors import ModelFileError, TargetError
 MANIFEST = "mla_compile_saved.json"
 FORMAT = 1
 PARTS = ("versions", "machine", "options", "model", "code")
-"""What a manifest says of the code."""
+"""The parts of a manifest that say what the code is for."""
 _LARGEST = 1 << 26  # bytes of a manifest
 _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -30,7 +30,7 @@ def write(folder: Path, kind: Mapping[str, object], files: Mapping[str, bytes]) 
     check_new(folder)
     digests = {name: digest(data) for name, data in files.items()}
     said = json.dumps({"format": FORMAT, "kind": kind, "files": digests}, indent=1)
-    with new_folder(folder, 0o755) as draft:  # what a group may write is not trusted when it is read
+    with new_folder(folder, 0o755) as draft:  # load() does not trust files that a group may write
         for name, data in {**files, MANIFEST: said.encode()}.items():
             (draft / name).write_bytes(data)
             (draft / name).chmod(0o644 & ~umask())

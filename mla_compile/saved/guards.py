@@ -28,7 +28,7 @@ from mla_compile.saved.facts import MISSING, told, told_apart
 from mla_compile.saved.pickling import references, unpickled
 
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_static_indices")
-"""Attributes of a tensor that say which of its sizes change."""
+"""Attributes that tell Dynamo which sizes of a tensor are dynamic or static."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GuardsOfCall:
 
 
 class _GuardsPickler(GuardsStatePickler):
-    """torch's pickler, which omits what no guard reads, with references to the parts of the model."""
+    """torch's pickler, which omits what no guard reads. This one writes the parts of the model as references."""
 
     def __init__(self, names: Mapping[int, str], *given: Any) -> None:
         super().__init__(*given)
@@ -120,7 +120,7 @@ def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
     for guard in guards:
         try:
             value = guard.originating_source.get_value(scope, closure, known) if guard.name else None
-        except Exception:  # noqa: BLE001  torch asks so, too: many guards say that there is nothing
+        except Exception:  # noqa: BLE001  as torch does: many guards state that a value is missing
             values.append(MISSING)
         else:
             values.append(told(value))

@@ -32,7 +32,7 @@ def key_of(argument_types: list[str], source: str) -> str:
 def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
     """Within the block, add the file of each kernel that Inductor's code loads to ``found`` by its key.
 
-    An empty ``folder`` makes Inductor load all code anew, and kernels that this process has compiled from memory.
+    With an empty ``folder``, Inductor loads all code anew; kernels that this process has compiled come from memory.
     """
     from torch._inductor.async_compile import AsyncCompile
 

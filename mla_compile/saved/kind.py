@@ -26,7 +26,7 @@ _MATTERS = re.compile(
     r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme"
 )
 _OF_DATACLASS = ("<string>", "__init__")
-"""The code that a dataclass generates; frozen code belongs to Python."""
+"""The file and name of the code that a dataclass generates. ``<frozen ...>`` is code of Python itself."""
 _OURS = Path(__file__).parents[1]
 _SHOWN = 3
 
@@ -87,7 +87,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def of_code(traced: Iterable[CodeType]) -> Kind:
-    """Return a digest of each traced source file except torch's and ours, which have a version.
+    """Return a digest of each traced source file except torch's and ours, which :func:`of_versions` covers.
 
     Raises :class:`ExportError` for code without a source file.
     """

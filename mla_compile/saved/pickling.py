@@ -168,7 +168,7 @@ def _expression(
 
 
 def _operator(*path: str) -> object:
-    """Return an operator by its namespace, its name and, unless it is meant with all its overloads, its overload."""
+    """Return the operator with this namespace and name, and overload; without the latter, with all its overloads."""
     return attrgetter(".".join(path))(torch.ops)
 
 

@@ -33,8 +33,8 @@ def read(folder: Path, model: Module, options: Mapping[str, object]) -> Module:
     given = saved["options"]
     now = {**kind_of(model, {**given, **options}), "code": saved["code"]}
     _refuse(folder, differences({"versions": saved["versions"]}, {"versions": now["versions"]}))
-    _refuse(folder, differences(saved, now))  # said by the same version
-    source = {name: digest_of_module(name) for name in saved["code"]}  # which imports modules
+    _refuse(folder, differences(saved, now))  # comparable: the same version made both
+    source = {name: digest_of_module(name) for name in saved["code"]}  # imports the modules
     _refuse(folder, differences({"code": saved["code"]}, {"code": source}))
     data = files.read(folder, manifest["files"])
     mode, settings, parsed = _parsed(folder, given)
@@ -46,7 +46,7 @@ def read(folder: Path, model: Module, options: Mapping[str, object]) -> Module:
         tempfile.TemporaryDirectory(prefix="mla_compile_") as place,
         one_at_a_time(),
         collector.paused(),
-        forward.recompiles.settings(),  # by which Dynamo also guards hooks
+        forward.recompiles.settings(),  # Dynamo then also guards hooks
     ):
         entries = _entries(folder, data, fast, Path(place), inductor=parsed.codegen == "inductor")
     forward.use(entries)

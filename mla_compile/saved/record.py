@@ -22,7 +22,7 @@ _SERIALIZABLE = {
     "force_non_lazy_backward_lowering": True,
     "force_autograd_cache": True,
 }
-"""What torch's own ``aot_compile`` sets, so that Inductor's code can be saved."""
+"""The settings of torch's own ``aot_compile``, under which Inductor's code can be saved."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Recording:
 
     @contextmanager
     def code_context(self, code: CodeType) -> Iterator[None]:
-        """Surround the compilation of one call."""
+        """The context of one compilation, in which torch makes what can be saved."""
         self._code, self._modules, self._graphs = code, {}, {}
         with ExitStack() as stack:
             write = partial(guards_in_file, names=self.names)

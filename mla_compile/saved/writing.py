@@ -32,7 +32,7 @@ Calls = Callable[[Any], object]
 
 
 def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
-    """Compile the calls of ``run``, repeat them with the saved code, and write it."""
+    """Compile the calls of ``run``, repeat them with the saved code, and write that code."""
     forward = forward_of(model)
     _check_means(model)
     options = _options(forward)

@@ -1,4 +1,4 @@
-"""The FastAPI routes: those of ``transformers serve`` that answer requests, but none that load or unload models."""
+"""The FastAPI routes: those of ``transformers serve`` that answer requests, not those that load or unload models."""
 
 from __future__ import annotations
 

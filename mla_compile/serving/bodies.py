@@ -11,11 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 MOST_STOPS = 16
 _NEUTRAL = object()
-"""Marks fields whose permitted values ask for nothing."""
+"""Marks unsupported fields, whose only permitted values ask for nothing."""
 
 
 def _only(*neutral: Any) -> Any:
-    """Declare a field that this server does not support, and that may only have a value that asks for nothing."""
+    """Declare an unsupported field, which may only have a value that asks for nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):

@@ -18,8 +18,8 @@ from mla_compile.serving.settings import Settings
 
 _ID = "x-request-id"
 _DRAINED = 16
-"""Of a body above the limit, up to this many times the limit is read and discarded: a client that still sends would not
-read the refusal."""
+"""A body above the limit is read and discarded up to this many times the limit: a client that is still sending would
+not read the refusal."""
 
 
 class Gone(Exception):  # noqa: N818

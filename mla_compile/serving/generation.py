@@ -73,7 +73,8 @@ class _Streamer(CBStreamer):
 class ServedGeneration(BaseGenerateManager):
     """The manager to which the handlers of transformers submit their requests.
 
-    A request ends with an error after ``seconds``. A failure is answered with 503, because the client may try again.
+    A request ends with an error after ``seconds``. A failure is a 503 (the client may try again), or an error in the
+    stream.
     """
 
     def __init__(self, manager: LatentManager, seconds: float) -> None:

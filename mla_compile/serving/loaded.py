@@ -28,7 +28,7 @@ class Loaded:
 
     Attributes:
         stage: the current stage in words.
-        problem: the error because of which the model cannot be served, if there is one.
+        problem: the error that keeps the model from being served, if there is one.
         ready: whether requests are answered.
     """
 
@@ -46,8 +46,7 @@ class Loaded:
         """Load the weights, rewrite and compile the graphs, start the loop and call ``try_out``.
 
         All ranks except the first only run the steps that the first one asks for. Raises :class:`InputError` for a
-        model without latent attention, or one that transformers cannot divide among ranks. If transformers cannot load
-        the model, its error is raised.
+        model that cannot be loaded, that has no latent attention, or that transformers cannot divide among ranks.
         """
         begin = time.monotonic()
         settings = self._settings

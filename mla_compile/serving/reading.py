@@ -1,9 +1,9 @@
 """The handlers of transformers for a model that is already loaded, with text read outside of the event loop.
 
 A handler is a coroutine that checks a request, tokenizes its text, submits the token ids and answers. Tokenizing
-megabytes takes seconds, during which the event loop could answer nobody, and whatever a template or tokenizer raises is
-the fault of the client's text. So each handler runs twice: in a thread, up to the token ids, and then on the event loop
-with these ids.
+megabytes takes seconds, during which the event loop could answer nobody. Any error of a template or tokenizer is due to
+the client's text. So each handler runs twice: in a thread, up to the token ids, and then on the event loop with these
+ids.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Server:
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
 
-        Raises the error because of which the model could not be loaded, or because of which a rank ended.
+        Raises the error that kept the model from loading, or that ended a rank.
         """
         settings = self._settings
         config = uvicorn.Config(

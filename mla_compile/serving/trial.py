@@ -1,4 +1,4 @@
-"""The server's own first requests, so that no client waits for what is imported or built on first use."""
+"""The server's own first requests, so that no client waits for imports and builds on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BODIES: dict[str, dict[str, object]] = {
 
 
 def try_out(app: ASGIApp) -> None:
-    """Send each kind of request, streamed and not. A refusal (for want of a chat template, say) is only logged."""
+    """Send each kind of request, streamed and not. A refusal (without a chat template, for example) is only logged."""
     for path, body in _BODIES.items():
         for stream in (False, True):
             status = asyncio.run(_status(app, path, {**body, "max_tokens": 2, "temperature": 0, "stream": stream}))

@@ -71,7 +71,7 @@ class BenchRow:
         return min(map(len, self.seconds.values()), default=0)
 
     def whole(self) -> BenchRow:
-        """Return the row without an interrupted round."""
+        """Return the row without the times of an interrupted round."""
         return replace(self, seconds={name: s[: self.rounds] for name, s in self.seconds.items()})
 
     def times(self) -> dict[str, Times]:

@@ -105,7 +105,7 @@ class DecodeSteps:
         return prepared
 
     def step(self, variant: str, tokens: int, cache: Cache | None = None) -> tuple[float, Tensor]:
-        """Return seconds and logits of one decode step, from an idle device to an idle one.
+        """Return seconds and logits of one decode step, timed from an idle device until it is idle again.
 
         Without a ``cache``, the second step in a growing cache is timed, because the first step copies the given rows.
         """
@@ -121,11 +121,11 @@ class DecodeSteps:
 
 
 def _cut(rows: Tensor, tokens: int) -> Tensor:
-    """The first rows, with the strides of a new tensor, since compiled code asks for those of a batch of one, too."""
+    """The first rows as a new contiguous tensor: compiled code checks the stride even of a batch of one."""
     return rows[:, :, :tokens].clone(memory_format=torch.contiguous_format)
 
 
 def differences(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of each from the first, relative to the largest magnitude of the first."""
+    """Return the largest difference of each variant's logits from the first's, relative to the first's largest."""
     (_, reference), *others = logits.items()
     return {name: float((x - reference).abs().max() / reference.abs().max()) for name, x in others}

@@ -42,7 +42,7 @@ class Attention:
         return self.kept(T) + min(self.window, T)
 
     def kept(self, T: float) -> float:
-        """Return the number of them that are kept for good."""
+        """Return the number of rows kept for good for T tokens."""
         return T // self.every if self.every else 0
 
     @property
@@ -154,7 +154,7 @@ def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = Fals
     """Return the inputs of the formulas: sizes of an attention, and ``letters`` by name; missing letters are 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
-    # Choosing scores only rows that are kept for good: all tokens of a prompt, or in a step those outside the window.
+    # Keys are chosen only among rows that are kept for good: in a step, not among those of the window.
     older = 0.0 if not (site.every and T) else 1 / site.every if prompt else site.kept(letters["T"]) / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

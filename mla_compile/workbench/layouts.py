@@ -38,8 +38,8 @@ class Prefill:
 class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
-    ``cache_bytes_per_user`` holds after as many tokens as the context has; ``most_cache_bytes_per_user`` is the most up
-    to then, as tokens wait for the row that summarises them. ``most_users``: how many users of that size fit in the
+    ``cache_bytes_per_user``: after as many tokens as the context has; ``most_cache_bytes_per_user``: the most until
+    then, while tokens wait for the row that summarises them. ``most_users``: how many users with this most fit in the
     memory of all machines. ``bottleneck`` names the longest part of the step.
     ``network_bytes``: the bytes that a machine exchanges with the others in a step. ``choosing_memory_s`` and
     ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 without any. ``tokens_per_s`` is for
@@ -171,7 +171,7 @@ class Case:
         return self.place.floor(sites, {**letters, "S": tokens, "O": tokens})
 
     def drafting(self) -> Floor | None:
-        """Return the floor of drafting the next step's tokens; ``None`` if nothing drafts, or it is unknown."""
+        """Return the floor of drafting the next step's tokens; ``None`` without drafts or known drafting layers."""
         if len(self.parts) == 1:
             return None
         sites, own, count = self.parts[1]
@@ -181,7 +181,7 @@ class Case:
         return first * count + again * (self.request.draft_tokens - count)
 
     def prompts(self, users: int) -> Floor:
-        """Return the floor of a pass over the prompts of ``users`` users. Stored weights make K and V."""
+        """Return the floor of a pass over the prompts of ``users`` users, with K and V made by the stored weights."""
         tokens = self.request.prompt_tokens
         whole = {"B": users, "S": tokens, "T": tokens, "O": 1, "U": 0, "Z": 0}
         first, *more = (self.place.floor(p.sites, {**p.letters, **whole}, prompt=True) * p.copies for p in self.parts)

@@ -20,9 +20,9 @@ class Request:
     """A request to plan for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free.
 
     ``weight_dtype`` is one of :data:`WEIGHT_BYTES` for all weights, or :data:`AS_STORED`. A step verifies
-    ``draft_tokens`` per user. Each is accepted with probability ``acceptance`` if those before it were. Each user sends
-    a ``prompt`` of so many tokens, which defaults to the whole context, and gets ``output`` tokens; ``None`` leaves
-    their number open.
+    ``draft_tokens`` per user. Each is accepted with probability ``acceptance`` if those before it were. ``prompt``: the
+    tokens that each user sends; ``None`` means the whole context. ``output``: the tokens that each user gets; ``None``
+    leaves their number open.
     """
 
     context: int = 131072

@@ -13,19 +13,19 @@ There are four ways to share B users with T tokens each among P machines:
   to each of the machines that have one of its k experts, and the sums come back. On another node, one machine receives
   the token and passes it on. Every layer is assumed to have experts.
 
-The machines form Q nodes, which a slower network connects. What all machines exchange crosses it once per node, and
-each machine of a node carries an equal part.
+The machines form Q nodes, which a slower network connects. Data that all machines exchange crosses this network once
+per node, and each machine of a node carries an equal part.
 
 If the rest of the model is split, so is its vocabulary: embeddings are summed over the machines, and each machine gets
-all logits. With whole users on each machine (``data``), the tokens of all are gathered, and each gets its own users'
-logits.
+all logits. With whole users on each machine (``data``), the tokens of all users are gathered, and each machine gets the
+logits of its own users.
 
 If queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), attention reads J rows, but first all
 T tokens are scored to choose them. This choice is counted separately. Its heads are not split, because each machine
 needs the whole list. In a split context, each machine chooses among its own tokens, and the lists are merged.
 
-Prompts are not split by context: machines that share one each compute their heads over all of it, as if replicated, and
-keep their part of the rows.
+Prompts are not split by context: machines that share a context each compute their heads over the whole prompt, as if
+replicated, and keep only their part of the rows.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ MEANING = {
 
 def _attention(form: formulas.Form) -> formulas.Stage:
     found = next(stage for stage in formulas.stages(form) if stage.name == "attention")
-    # No rotary key is added to other columns.
+    # as if no rotary columns were added to others
     alone = {what: getattr(found, what).subs(formulas.A, 0) for what in ("multiply_adds", "activations")}
     return replace(found, **alone)
 
@@ -180,7 +180,7 @@ def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[s
 
 
 def _multiplied(layout: Layout) -> sympy.Expr:
-    """FLOPs of the weights: weights that each machine has whole serve its own users, the others are split for all."""
+    """FLOPs of the weights: a machine uses its whole weights for its own users, and its parts of others for all."""
     own = sympy.ceiling(B / P)
     logits, others, experts = O * D * N_v, S * (W - D * N_v), S * X * k / n
     if layout == "experts":

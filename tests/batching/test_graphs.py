@@ -54,7 +54,9 @@ def test_compiled_by_inductor():
     ids = prompts()
     assert tokens(fast, ids, max_batch_tokens=16) == [alone(model, one) for one in ids]
     assert tokens(fast, ids[:1]) == [alone(model, ids[0])]
-    assert [graph.compilations for graph in fast.mla_batching.graphs] == [2, 1, 1]  # with and without rows before
+    first, later, step = (graph.compilations for graph in fast.mla_batching.graphs)
+    assert (first, step) == (2, 1)  # with and without rows before
+    assert later in (1, 2)  # a piece of a single token has a graph of its own, where the requests' arrival makes one
 
 
 @full("inductor")

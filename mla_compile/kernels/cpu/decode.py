@@ -1,8 +1,8 @@
 """Decode attention on CPU: the native kernel (native.py), or torch's operators if it cannot run.
 
-The latter serve machines without a C++ compiler, and float64. They walk the visible part of the rows in blocks that
-stay in the processor's cache. A block serves as keys and as values, in float32 (float64 for float64), with an online
-softmax (m: running maximum, l: running sum):
+Torch's operators serve float64 and machines without a C++ compiler. They walk the visible part of the rows in blocks
+that stay in the processor's cache. A block serves as keys and as values, in float32 (float64 for float64), with an
+online softmax (m: running maximum, l: running sum):
 
     s = q [c, r]^T + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 
@@ -80,7 +80,7 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     library = _native(call)
     if library is not None:
         return native.decode_attention(library, call)
-    with torch.autocast("cpu", enabled=False):  # it would turn the float32 products below into bfloat16 ones
+    with torch.autocast("cpu", enabled=False):  # autocast would turn the float32 products below into bfloat16 ones
         if call.window:
             return reference.decode_attention(call)
         return _decode_attention(call) if call.seq_lens is None else _of_each_length(call, call.seq_lens)
@@ -131,7 +131,7 @@ def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
     else:
         visible = mask > torch.finfo(mask.dtype).min / 2
         visible = visible if below is None else visible & below
-        # A query that sees only such keys weighs all of them, so none may be skipped.
+        # A query that sees only keys below that bound weighs all of them, so none may be skipped.
         if not bool(visible.any(dim=3).all()):
             visible = mask != -torch.inf
             visible = visible if below is None else visible & below

@@ -1,7 +1,7 @@
 """The scores of an indexer on CPU: the native kernel (native.py), or torch's operators if it cannot run.
 
-The latter walk the keys in blocks, so that the products of the heads stay in the processor's cache, and use float32
-(float64 for float64): bfloat16 products would round the scores that choose the best keys.
+Torch's operators walk the keys in blocks, so that the products of the heads stay in the processor's cache, and use
+float32 (float64 for float64): bfloat16 products would round the scores that choose the best keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def index_scores(call: IndexCall) -> Tensor:
     library = None if dtype == torch.float64 else native.load()
     if library is not None and native.takes(library, query, keys):
         return native.index_scores(library, call)
-    with torch.autocast("cpu", enabled=False):  # it would turn the float32 products below into bfloat16 ones
+    with torch.autocast("cpu", enabled=False):  # autocast would turn the float32 products below into bfloat16 ones
         return _in_blocks(call, dtype)
 
 

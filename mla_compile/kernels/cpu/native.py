@@ -1,17 +1,17 @@
 """The native kernels for CPU, decode attention and the indexer: built on first use from csrc/, called through ctypes.
 
-Inductor compiles them (compiler, OpenMP, instruction set, a cache on disk with its locks), so they exist wherever
-``torch.compile`` works on CPU; the first use on a machine takes 3 to 15 s. If they cannot be built, :func:`load` logs
-the reason in one line, and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators.
-``MLA_COMPILE_NATIVE=0`` in the environment disables them.
+Inductor compiles them, with its compiler, flags and locked cache on disk, so they exist wherever ``torch.compile``
+works on CPU; the first use on a machine takes 3 to 15 s. If they cannot be built, :func:`load` logs the reason in one
+line, and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators. ``MLA_COMPILE_NATIVE=0`` in
+the environment disables them.
 
 Choices, each measured on one core with AVX-512 and AMX, L = 512, R = 64, in CPU time (GFLOP/s of 2BSHT(2L+R)):
 
 * **float32 with fused multiply-adds**: 132 at 16 heads with the cache in L2, 95 from memory. Scores and sums are
   vectors over query rows, so that the softmax needs no horizontal step.
 * **Operands stay in registers, a few columns of the query in the first-level cache, and for 64 query rows or more
-  values are packed side by side**: 10 to 32 % more on a core with AVX2 alone, 48 at 16 heads and 71 at 128, from memory
-  (a square matrix product of MKL there: 53).
+  values are packed side by side**: 10 to 32 % faster on a core with only AVX2: 48 at 16 heads and 71 at 128, from
+  memory (MKL's product of square matrices there: 53).
 * **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place; query and weights are two bfloat16 terms
   each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, which disappears when the result is rounded.
 * **float32 on AMX**, each number three bfloat16 terms, six products: 200 at 128 heads where multiply-adds reach 149.
@@ -19,14 +19,14 @@ Choices, each measured on one core with AVX-512 and AMX, L = 512, R = 64, in CPU
   4.9e-7). Up to 48 query rows, splitting the rows costs more than it saves, and multiply-adds are used.
 * **Values are rearranged 64 columns at a time**, in the first-level cache, and each tile of rows is loaded once for all
   terms of the other factor: 5 to 11 % less time than with a whole tile of keys at once.
-* **Scores of an indexer** are such products, here of 64 heads of 128 columns on a core without AMX: 96 in float32; 180
-  in bfloat16 with AVX512-BF16, where conversion to float32 also reached 96.
+* **Scores of an indexer** with 64 heads of 128 columns, on a core without AMX: 96 in float32, 180 in bfloat16 with
+  AVX512-BF16 (96 if converted to float32).
 * **The next tile is prefetched during the products of this one**: 8 to 18 % less time from memory, except for float32
-  on AMX, where it makes no difference. Prefetches that are spread over all scores of a tile of 66 keys save another 3
-  to 15 % on a core with AVX2 alone, up to 16 heads.
+  on AMX, where it makes no difference. Spreading the prefetches over all scores of a tile of 66 keys saves another 3 to
+  15 % on a core with only AVX2, up to 16 heads.
 * **Rows of a weight are prefetched 8 KiB ahead**, two side by side: products of a few rows take 5 to 30 % less time on
-  two cores with AVX2 alone, most in bfloat16 with short rows. With AVX-512, 4 KiB ahead for rows below 8 KiB: 10 to
-  30 % less for rows of 512 or 1024 bytes.
+  two cores with only AVX2; short rows in bfloat16 gain most. With AVX-512, 4 KiB ahead for rows below 8 KiB: 10 to 30 %
+  less for rows of 512 or 1024 bytes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def load() -> Library | None:
 
 
 def _build() -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache  # on use: the import takes a second
+    from torch._inductor.codecache import CppCodeCache  # imported on use: takes a second
 
     begin = time.time()
 
@@ -148,7 +148,7 @@ def _build() -> ctypes.CDLL:
 
     try:
         library: ctypes.CDLL = Checked.load(source(), extra_flags=FLAGS)
-    except trusted.NotWholeError as error:  # the process that built it ended before it finished
+    except trusted.NotWholeError as error:  # the process that built it ended before the file was complete
         Path(str(error)).unlink(missing_ok=True)
         library = Checked.load(source(), extra_flags=FLAGS)
     return library
@@ -179,7 +179,7 @@ def takes(library: Library, *rows: Tensor | None) -> bool:
 def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """As :func:`mla_compile.kernels.cpu.decode.decode_attention`, for rows that :func:`takes` accepts.
 
-    Raises :class:`MemoryError` if the scratch space cannot be allocated, a few MB per thread that are kept.
+    Raises :class:`MemoryError` if the scratch space (a few MB per thread, which are kept) cannot be allocated.
     """
     query, latent = _dense_rows(call.query), _dense_rows(call.latent)
     rope, values, mask = call.rope, call.values, call.mask

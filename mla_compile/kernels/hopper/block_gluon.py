@@ -2,7 +2,7 @@
 
 Without a mask or lists, these are the keys before the query's limit and, with a window, from its ``lower`` on. A mask's
 list of tiles, or a list of keys, has 64 bits for each block. With a mask, the limits apply in addition; with a list,
-the bits alone decide.
+only the bits count.
 """
 
 from triton.experimental import gluon

@@ -2,8 +2,8 @@
 
 Triton tells waiting warps by a number which partition of ``warp_specialize`` to run. With two barriers between the CTAs
 of a cluster there are five numbers, and LLVM makes a jump table of them. ptxas assumes that such a jump may come from
-anywhere. Then a product in flight might write consumer 1's sums, so the consumer waits for the scores of a block before
-the product with the other consumer's P (ptxas note C7517). Comparisons avoid that.
+anywhere, also while a product in flight writes consumer 1's sums. It therefore lets the consumer wait for the scores of
+a block before the product with the other consumer's P (ptxas note C7517). Comparisons avoid that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One CTA, or a cluster of two that share the rows of a block: layouts, tiles and barriers of the Hopper kernel.
 
 Each CTA owns 64 packed query rows. In a cluster of two, everything with query rows (queries, P, maxima, sums) is one
-tensor of 128 rows that is divided between the CTAs. The cache rows of a block are in both: one copy from memory brings
-them to both.
+tensor of 128 rows that is divided between the CTAs. Both CTAs hold the cache rows of a block, which one copy from
+memory brings to both.
 """
 
 from triton.experimental import gluon
@@ -15,13 +15,13 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 @gluon.constexpr_function
 def product(columns, CTAS):
-    """The layout of values with a row for each query row: of an accumulator with ``columns`` columns."""
+    """The layout of an accumulator with a row for each query row and ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16], *_bases([1, 0], CTAS))
 
 
 @gluon.constexpr_function
 def threads(own, CTAS):
-    """The layout in which threads load and store rows of 64 half-precision values: each CTA its ``own``, or all."""
+    """The layout in which threads hold rows of 64 half-precision values: each CTA its ``own`` rows, or all the same."""
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], *_bases([int(own), 0], CTAS))
 
 
@@ -45,13 +45,13 @@ def vector(CTAS):
 
 @gluon.constexpr_function
 def barrier(own, CTAS):
-    """The layout of an mbarrier: each CTA its ``own``, or that of the first CTA for all."""
+    """The layout of an mbarrier: each CTA has its ``own``, or all use that of the first CTA."""
     return mbarrier.MBarrierLayout(*_bases([int(own)], CTAS))
 
 
 @gluon.constexpr_function
 def _bases(second, CTAS):
-    """The argument that says where the part of the second CTA begins, in parts; empty for one CTA."""
+    """An extra argument of layouts: the second CTA's offset along each axis, in parts; nothing for one CTA."""
     return ([second],) if CTAS == 2 else ()
 
 
@@ -77,7 +77,7 @@ def own(tile):
 
 @gluon.jit
 def joint(bar):
-    """A barrier of the cluster: all CTAs arrive at that of the first one, and only the first one waits."""
+    """A barrier of the cluster: all CTAs arrive at the first CTA's, and only the first CTA waits."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         return bar
@@ -100,7 +100,7 @@ def expect(bar, size: gl.constexpr):
 
 @gluon.jit
 def load_box(desc, at, bar, tile):
-    """Copy a box to ``tile`` in every CTA, counted on each one's barrier. The first CTA issues it for all."""
+    """Copy a box to ``tile`` in every CTA, counted on each CTA's barrier. The first CTA issues it for all."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         _load(desc, at, bar, tile)

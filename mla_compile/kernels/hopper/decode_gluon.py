@@ -4,18 +4,18 @@ One CTA owns 64 packed rows (row ``m`` is token ``m // H``, head ``m % H`` of on
 rows. The float32 output, 64 x 512, takes half of an SM's registers, so it is cut in two: consumer ``w`` holds columns
 ``256 w .. 256 w + 255``. The schedule is the seesaw of FlashMLA's 2025-04-22 write-up, built from scratch:
 
-* The producer copies each block once by TMA: two halves of the latent and the rope part, a *stage*. There are two
-  stages, and each half of a stage is released separately.
+* The producer copies each block once by TMA: two halves of the latent and the rope part, together a *stage*. There are
+  two stages, and each half of a stage is released separately.
 * Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all columns) and makes ``P_j`` from the running maximum
   that is handed from block to block. ``P_j`` overwrites the rope part of its own stage, which nobody reads any more.
-  Rows without a rotary part, as DeepSeek-V4 has them (ROTARY is not set), leave its place to P alone. The next P of a
-  stage is written after both halves of its block have arrived, thus after both consumers have applied the last one.
+  Without a rotary part, as in DeepSeek-V4 (ROTARY is not set), only P uses its place. The next P of a stage is written
+  after both halves of its block have arrived, thus after both consumers have applied the previous P.
 * Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the latent
   block that is in shared memory already. A consumer takes its own ``P_j`` from registers and the other's from shared
   memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
 * A consumer waits itself for the barrier of any TMA data that it reads. The other consumer's ``P_j``, made of the same
-  block, implies that the data has arrived, so this second wait returns at once. It spares an argument that writes
-  become visible transitively.
+  block, implies that the data has arrived, so this second wait returns at once. With it, nothing relies on writes
+  becoming visible transitively.
 
 Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length. A stage's barrier phase is
 therefore counted per stage over the whole life of the CTA (``used0``, ``used1``). An *item* is a run of blocks of one
@@ -25,14 +25,14 @@ For rows past a request's length, TMA fills rows outside the tensor with zeros, 
 last block that hold other data are zeroed in shared memory before they are read as values, because ``0 * NaN`` is NaN.
 
 A boolean mask that is the same for all query rows comes as a list of the tiles with a visible key, and 64 bits for each
-(``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody sees
-are treated like those past the length, in any block.
+(``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are the tiles of the list, and in any block, keys
+that nobody sees are treated like keys past the length.
 
 With a window, an item's first block is the first that some query token sees. Its rows before that token's window are
 masked and zeroed like those past the length.
 
-Index lists have a kernel and a producer of their own (list_gluon.py), with these consumers: LISTED. Their rows arrive
-by cp.async (COPIED), and none has to be zeroed (CLEAN). The same holds for float8 rows (fp8_gluon.py), with or without
+Index lists have a separate kernel and producer (list_gluon.py), with these consumers: LISTED. Their rows arrive by
+cp.async (COPIED), and none has to be zeroed (CLEAN). The same holds for float8 rows (fp8_gluon.py), with or without
 lists, except that their producer converts and stores them.
 
 Measurements on a GPU will decide between three variants (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted
@@ -102,12 +102,12 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
     sums = gl.zeros([ROWS * CTAS], gl.float32, R_S)
     m = gl.full([ROWS * CTAS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
-    last = length // BN - lo  # without a list: the block (from lo) with rows past the length, if below n
+    last = length // BN - lo  # without a list: the block, counted from lo, that has rows past the length, if below n
     factor = None
     if SCALED:
         factor = stats.index(FACTOR)
     for t in range((n + 1) // 2):
-        # Always 0, which LLVM does not know: it would hoist 72 wgmma descriptors out of the loop and spill them.
+        # Always 0, but unknown to LLVM, which else would hoist 72 wgmma descriptors out of the loop and spill them.
         zero = t >> 29
         older = t > 0
         # Issued before the waits, because these loads take as long as a wait.
@@ -117,7 +117,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         # The product with block 2t-1, which the other consumer scored. The first iteration has none and multiplies the
         # query by itself, which use_acc below drops. An `if` would duplicate the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
-        # Not in the first iteration: its block may have arrived already, which would look like an unfinished phase.
+        # No wait in the first iteration: block 1 may have arrived already, which would look like an unfinished phase.
         half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1, older, COPIED, PARTS)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
@@ -245,8 +245,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has only their bits.
     COPIED: rows arrive by cp.async. CLEAN: rows that nobody sees are zero. ``kv_scale`` [] is the factor of all rows,
-    or None; SCALED: their factors lie beside their stage. PARTS: barriers of half a stage. ROTARY: rows have a rotary
-    part; HELD: that of the query stays in registers.
+    or None; SCALED: rows have separate factors, which lie beside their stage. PARTS: barriers of half a stage. ROTARY:
+    rows have a rotary part; HELD: the query's stays in registers.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
@@ -291,8 +291,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
                 rows += b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs
             rows = gl.expand_dims(rows, 1)
             exists = gl.expand_dims(m_q < M, 1)
-            # Both consumers retired their products with the previous item's query before they exchanged sums, and both
-            # have read the sums when they meet here.
+            # Both consumers finished their products with the previous item's query before they exchanged sums, and when
+            # they meet below, both have read the sums.
             load_query(q, own(tiles.index(W)), rows, exists, W * HALF, HALF, Q_L)
             if W == 1 and ROTARY:
                 load_query(q, own(narrow.index(0)), rows, exists, 2 * HALF, ROPE, Q_L)

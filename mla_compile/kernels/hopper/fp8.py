@@ -1,4 +1,4 @@
-"""The launch of a call over float8 rows with the Hopper kernel (kernels/hopper/fp8_gluon.py), as data and pure."""
+"""Pure functions that describe the launch of the Hopper kernel for float8 rows (kernels/hopper/fp8_gluon.py)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _I32 = 1 << 31
 def takes(call: DecodeCall) -> bool:
     """Whether rows are float8 in a form that this kernel supports, with places that fit 32 bits.
 
-    Rope either is float8 and has the latent's scale, or is bfloat16 and has none. In the second form, rows are rounded
-    after they are multiplied by their scales. They need the range of float32 then, so float16 would not do: the
-    portable kernel takes rope in float16.
+    Rope either is float8 and has the latent's scale, or is bfloat16 and has none. In the second form, rows are
+    multiplied by their scales before they are rounded, so their dtype needs the range of float32, which bfloat16 has.
+    The portable kernel takes rope in float16.
     """
     latent, rope = call.latent, call.rope
     if latent.dtype != _FP8 or rope is None or latent.shape[:2].numel() >= _I32:
@@ -34,7 +34,7 @@ def takes(call: DecodeCall) -> bool:
 
 
 def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
-    """The launch of attention, for a batch partitioned on the device (``ragged``) or splits of ``least`` blocks."""
+    """The launch of attention; ``ragged``: for a batch partitioned on the device. A split has >= ``least`` blocks."""
     import triton.language as tl
 
     import mla_compile.kernels.hopper.fp8_gluon as kernels

@@ -51,12 +51,12 @@ IN_HALF = gl.constexpr(4)  # pieces in half the latent
 
 @gluon.jit
 def _places(places, work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl.constexpr, L: gl.constexpr):
-    """Places [64] of the rows of block i; a block from ``hi`` on has none. ``places``: those of a list, or None."""
+    """Places [64] of the rows of block i; -1 for blocks from ``hi`` on. ``places``: those of a list, or None."""
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
     if places is not None:
         return gl.load(places + i * BN + r, mask=r < (hi - i) * BN, other=-1)
     else:
-        listed = gl.minimum(i, hi - 1)  # also the end of a list of tiles
+        listed = gl.minimum(i, hi - 1)  # a list of tiles may end at ``hi``
         n = place_of(work, plane, listed) * BN + r
         seen = (n < length) & (i < hi)
         if begin is not None:
@@ -81,14 +81,14 @@ def _offsets(place, stride_page, stride_row, PAGE: gl.constexpr):
 
 @gluon.jit
 def _words(stride, BYTES: gl.constexpr):
-    """A stride of elements of BYTES bytes, in int32; the division shows the compiler a multiple of 16 bytes."""
+    """A stride in int32, given in elements of BYTES bytes; the division shows the compiler a multiple of 16 bytes."""
     return stride // (16 // BYTES) * (16 // WORD)
 
 
 @gluon.jit
 def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.constexpr, ROPE_BYTES: gl.constexpr,
            PAGE: gl.constexpr, L: gl.constexpr):  # fmt: skip
-    """Issue the loads of a piece of the rows at 64 places, int32 [64,16]; -1: zeros."""
+    """Issue the loads of a piece of the rows at 64 places, int32 [64,16]; zeros where a place is -1."""
     if PIECE < 2 * IN_HALF:
         x = latent + PIECE * (COLUMNS // WORD)
         row = _offsets(place, _words(latent_b, 1), _words(latent_t, 1), PAGE)
@@ -104,7 +104,7 @@ def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.co
 def _values(x, factor, BYTE: gl.constexpr):
     """The float8 values in one of the four bytes of x [64,16], as float32, times the rows' factor if there is one.
 
-    From float32, one instruction makes two neighbours a word of bfloat16; from float16, each value takes a slow one.
+    One instruction converts two neighbours from float32 to bfloat16; from float16, each value takes a slow one.
     """
     x = (x >> (8 * BYTE)).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
     if factor is not None:
@@ -153,7 +153,7 @@ def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, len
           PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr):  # fmt: skip
     """Fill the stages with blocks lo..hi of request b; ``used`` and the result: a bit per stage, see fp8_producer."""
     # 16 columns per thread, 32 rows at a time: no two threads of a store access the same bank. (With rope in half
-    # precision, 8 columns in as many bytes, two do.)
+    # precision, a thread has 8 columns in 16 bytes, and two threads do.)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     ROPE_BYTES: gl.constexpr = 2 if GROUPS > 0 else 1
     PIECES: gl.constexpr = 2 * IN_HALF + ROPE_BYTES  # pieces of a block: two halves and the rope part

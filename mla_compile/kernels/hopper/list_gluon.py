@@ -23,7 +23,7 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
     """Absorbed decode attention over the keys of lists; grid (blocks of 64 heads x query tokens, splits, 1).
 
     Differs from ``mla_seesaw`` as follows. latent [B,T,512] or [P,LIST_PAGE,512] and rope are passed by strides that
-    are multiples of 8 (rope None as there); indices int32 [B,S,entries] and mask uint8 [B,1,S,T] or None by any
+    are multiples of 8 (rope may be None, as there); indices int32 [B,S,entries] and mask uint8 [B,1,S,T] or None by any
     strides. ``tokens`` is B * S. PAGE is LIST_PAGE, or 0 if the pages are consecutive in memory. Scratch: places int32
     [tokens,blocks,64] and words int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
     """

@@ -70,7 +70,7 @@ def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, 
 @gluon.jit
 def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mask_b, mask_s, mask_t, indices_b,
               indices_s, entries, reach, T, S, least, bars, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Look up this CTA's part of a token's list and signal it: (first block, one past the last, the list's places).
+    """Look up this CTA's part of a token's list, then signal LIST_READY. Returns (first block, end block, places).
 
     Writes ``places`` int32 [tokens,blocks,64] and ``words`` int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
     """
@@ -132,7 +132,7 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
         stage = (block - lo) % 2
         # See producer_gluon.py: the first loads find the stage free.
         phase = ((block - lo) // 2 & 1) ^ 1
-        # Before the wait for a free stage, where the producer spends its time.
+        # Loaded before the wait for a free stage, where the producer spends its time.
         place = gl.load(places + block * BN + gl.arange(0, BN, gl.SliceLayout(1, L)))
         bar = 3 * stage
         wide = TILE + 2 * stage

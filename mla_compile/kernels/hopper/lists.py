@@ -1,4 +1,4 @@
-"""The launch of a call with index lists with the Hopper kernel (kernels/hopper/list_gluon.py), as data and pure.
+"""Pure functions that describe the launch of the Hopper kernel for index lists (kernels/hopper/list_gluon.py).
 
 Except for :func:`attention`, everything here also applies to float8 rows (fp8.py).
 """
@@ -21,7 +21,7 @@ REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. 216 does
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether 64 bits can describe what is visible of a block of a call's lists under its mask."""
+    """Whether 64 bits can say which entries of a block of a call's lists are visible."""
     return portable.suits(call) and (call.mask is None or call.mask.dtype == torch.bool)
 
 
@@ -40,7 +40,7 @@ def grid(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
 
 
 def told(call: DecodeCall, to: Arguments, bits: str) -> None:
-    """Add a call's lists, its mask, and the destinations of places and, under the name ``bits``, of bits."""
+    """Add a call's lists and its mask, and the buffers for places and for bits (as the argument ``bits``)."""
     assert call.indices is not None
     to.pointer("indices", call.indices)
     portable.told(call.indices, to)

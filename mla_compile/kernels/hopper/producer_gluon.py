@@ -4,8 +4,8 @@ An *item* is a run of blocks of one request: one per CTA on the split grid, seve
 (kernels/triton/schedule.py) is given. With a mask, the blocks of a request are those in its list of visible tiles
 (kernels/triton/tiles_triton.py); others are never fetched. With a window, they begin at the first block that some query
 token sees. For rows past a request's length, TMA fills rows outside the tensor with zeros. A page past the length is
-never looked up; its box is placed outside the tensor. Some pages of the first block of a window may lie before the
-window. They are looked up: their entries in the block table may name any page, or none, whose rows are zeros.
+never looked up; its box is placed outside the tensor. Pages of a window's first block that lie before the window are
+looked up, too: their entries in the block table may name any page, or none, which gives zeros.
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,7 @@ HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF 
 ROPE = gl.constexpr(64)
 
 # Wide tiles [64,256]: 0, 1 the query, 2 + 2 * stage + half the cache. Narrow tiles [64,64]: 0 the query, 1 + stage the
-# cache and then P. Rows without a rotary part have no use for tile 0, nor for the barriers of such a part.
+# cache and then P. Without a rotary part, narrow tile 0 and the barriers of rope are not used.
 TILE = gl.constexpr(2)
 NARROW = gl.constexpr(1)
 # Planes of a mask's list, as kernels/triton/tiles_triton.py writes them: tile numbers, visible keys, the count.
@@ -54,7 +54,7 @@ def length_of(seq_lens, b, T):
 
 @gluon.jit
 def requests_of(items, B):
-    """(first request, one past the last, the first block of the former, the end block of the latter) of this CTA."""
+    """(first request, one past the last, first block in the first request, end block in the last) of this CTA."""
     if items is None:
         return gl.program_id(2), gl.program_id(2) + 1, 0, 0
     else:
@@ -168,8 +168,8 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
         for block in range(lo, hi):
             i = place_of(listed, plane, block)
             stage = (block - lo) % 2
-            # Waiting on a fresh barrier for the phase before its first one succeeds: the first loads find the stage
-            # free.
+            # On a fresh barrier, a wait for the phase before the first one returns at once: the first loads find the
+            # stage free.
             phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1
             page = b
             row = i * BN

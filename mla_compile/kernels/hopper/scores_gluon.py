@@ -13,10 +13,11 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS
 def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
     """Wait for a part of a block, and make it readable for the tensor cores.
 
-    TMA writes through the proxy by which the tensor cores read, and whoever stores rows fences them. COPIED rows arrive
-    by cp.async, whose writes are those of threads. They are performed before the barrier's phase completes, because
-    each of the producer's threads arrives when its own copies have landed. Every thread here waits for that phase, and
-    its fence orders the writes it has thus observed before the reads of the products that it issues next.
+    TMA writes through the proxy by which the tensor cores read, and a producer that stores rows fences them itself.
+    COPIED rows arrive by cp.async, which writes through the generic proxy. The writes are performed before the
+    barrier's phase completes, because each of the producer's threads arrives when its own copies have landed. Every
+    thread here waits for that phase, and its fence orders the writes it has thus observed before the reads of the
+    products that it issues next.
     """
     mbarrier.wait(bars.index(i), phase, pred=pred)
     if COPIED:

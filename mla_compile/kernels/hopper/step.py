@@ -15,7 +15,7 @@ _I32 = (1 << 31) - 1
 
 
 class Box(NamedTuple):
-    """A TMA descriptor without its address: of a 3-D tensor, in elements."""
+    """A TMA descriptor of a 3-D tensor, without its address; sizes and strides are in elements."""
 
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]

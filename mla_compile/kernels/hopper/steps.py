@@ -41,7 +41,7 @@ from mla_compile.kernels.triton.steps import (
 
 LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
-REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the SM's 64 K registers
+REGISTERS = 232  # per thread of a consumer; leaves 40 to the producer
 HELD_REGISTERS = 240  # if 16 of them hold the rotary query: with 232, Triton 3.9 puts masks in local memory
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
@@ -98,7 +98,7 @@ def _addressable(rows: Tensor) -> bool:
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """The strides, with that of an axis of length 1, which may be anything, replaced by the dense one."""
+    """The strides; that of an axis of length 1 is arbitrary and is replaced by the dense one."""
     outer, row, column = rows.stride()
     if rows.shape[1] == 1:
         row = rows.shape[2]
@@ -108,7 +108,7 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def scheduled(call: DecodeCall, plan: Plan) -> bool:
-    """Whether work is partitioned over (request, block): the plan asks for it, and lengths alone determine the work."""
+    """Whether work is partitioned over (request, block): the plan asks for it, and only lengths determine the work."""
     alone = call.seq_lens is not None and call.mask is None and call.indices is None
     return plan.scheduled and alone and schedule.suits(call.sizes.B)
 
@@ -146,7 +146,7 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
-    """The launches in order: those of :func:`preparing`, attention, and combine, the first and last if needed.
+    """The launches in order: preparation (:func:`preparing`), attention, combine; the first and last only if needed.
 
     A call with a schedule is already prepared. ``least`` is the least number of tokens of a split (default: the plan's
     chunk, else MIN_SPLIT).
@@ -175,7 +175,7 @@ def shared_by(plan: Plan, row_blocks: int) -> int:
 
 @lru_cache(maxsize=1)
 def clusters() -> bool:
-    """Whether this Triton has mbarriers between the CTAs of a cluster, as it has since 3.9.
+    """Whether this Triton has mbarriers between the CTAs of a cluster, which Triton has since 3.9.
 
     Older versions such as 3.7 compile the kernel without an error, but without the synchronisation between CTAs.
     """

@@ -33,12 +33,12 @@ def block_of(
 
     It returns, in this order:
 
-    * b, i_r, M: the request, and the M query rows that the block is cut from: those of a request (i_r = b), or with a
-      list of keys those of a query token (i_r = b * S + s).
+    * b, i_r, M: the request, and the number of the unit with M query rows from which the block is cut: a request (i_r =
+      b), or with a list of keys a query token (i_r = b * S + s).
     * m, s, head, valid, loaded, row, each for the rows of the block [BLOCK_M]: number among these M, query token (with
       a list of keys a scalar), head, whether there is such a row, whether its split has tiles, place in ``out``.
     * length, begin: the keys that some row sees are [begin, length).
-    * first, last: the tiles of the split. If there is a list of tiles or keys, they are counted there.
+    * first, last: the tiles of the split. With a list of tiles or keys, they are numbered along the list.
     """
     i_m = tl.program_id(0)
     i_split = tl.program_id(1)

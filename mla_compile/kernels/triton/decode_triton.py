@@ -15,12 +15,13 @@ nothing.
 * The running maximum starts at the lowest float32, so a row that has seen nothing makes no ``inf - inf``.
 * Hopper's products address shared memory by descriptors, one for each 16 columns: 36 for the query, which are
   loop-invariant. LLVM would hoist them and keep them in registers beside the sums, so hoisting is disabled there
-  (``disable_licm``). Products of single warps need the fragments of the query hoisted. With rows that are multiplied by
-  scales of groups, there is no room for that (up to 520 bytes of spills).
-* With page look-ups, the offsets of rope's rows are added first: that takes fewer registers there, but more elsewhere.
+  (``disable_licm``). Products of single warps need the fragments of the query hoisted, except if rows are multiplied by
+  scales of groups, where registers do not suffice (up to 520 bytes of spills).
+* With page look-ups, offsets and columns of rope's rows are added before the pointer: this takes fewer registers for
+  them, but more elsewhere.
 * fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``. One scale for
-  all rows, or one per token, is a factor of the scores and of the weights. Scales of groups of columns are not: rows
-  are multiplied by them in float32 and rounded to DTYPE, once.
+  all rows is a factor of the scores and of the result, a scale per token of the scores and of the weights. For scales
+  of groups of columns, the rows are multiplied in float32 and rounded to DTYPE, once.
 """
 
 from __future__ import annotations

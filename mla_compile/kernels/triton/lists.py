@@ -1,4 +1,4 @@
-"""The additional launch arguments of calls with index lists (kernels/triton/lists_triton.py), as data and pure."""
+"""Pure functions that describe the additional launch arguments of index lists (kernels/triton/lists_triton.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _I32 = 1 << 31
 def suits(call: DecodeCall) -> bool:
     """Whether the kernel can read the rows of a call's lists in place. Shapes may still be unchecked.
 
-    A block looks up one mask for all of its heads, and places are int32.
+    It cannot if the mask differs between heads, because a block looks up one for all, or if places exceed int32.
     """
     mask = call.mask
     by_head = mask is not None and mask.dim() == 4 and mask.shape[1] > 1 and mask.stride(1) != 0

@@ -5,8 +5,9 @@ place of a row needs a second look-up (its page, or the mask at that key), a blo
 to scratch, and then walks those. All blocks that write an entry write the same bits, and each reads only what it wrote
 itself.
 
-A place is the number of a row in the cache: the token, or ``page * PAGE + slot``. It is -1 for none, and for keys that
-lengths, causality, the window or a boolean mask hide. An additive mask becomes one float32 for each place, in base 2.
+A place is the number of a row in the cache: the token, or ``page * PAGE + slot``. It is -1 if an entry names no key, or
+one that lengths, causality, the window or a boolean mask hide. An additive mask becomes one float32 for each place, in
+base 2.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def columns(BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def inside(rows, c, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The mask [rows,BLOCK] of those ``rows`` and of the columns c below SIZE; [rows,1] if a block is as wide."""
+    """The mask [rows,BLOCK] of ``rows`` and of the columns c below SIZE; [rows,1] if BLOCK equals SIZE."""
     if BLOCK == SIZE:
         return rows[:, None]
     else:
@@ -44,8 +44,8 @@ def load_tile(
 ):
     """The rows of ``x`` of the tokens n that are ``seen`` [BLOCK_N,BLOCK], zeros elsewhere; see :func:`tile_rows`.
 
-    A base and its columns are added before the offsets of rows, because they are the same in every iteration, or for a
-    page. OFFSETS_FIRST adds the offsets first.
+    Pointer and columns are added before the offsets of rows, because their sum is the same in every iteration, or for a
+    page. With OFFSETS_FIRST, offsets and columns are added first.
     """
     p, o = tile_rows(x, table, start, n, length, stride_b, stride_t, PAGE, BLOCK_N, WIDE, LISTED)
     c = columns(BLOCK, WIDE)
@@ -61,7 +61,7 @@ def load_tile(
 def to_dot(x, DTYPE: tl.constexpr):
     """A loaded tile in the dtype of the products. Bits of e4m3: sign, 4 of exponent (bias 7), 3 of mantissa.
 
-    Shifted by 7, exponent and mantissa are in the position of float16, whose bias is 8 larger. So the result is the
+    Shifted by 7, exponent and mantissa are in the position of float16, whose bias is 8 larger. So these bits are the
     value times 2^-8, subnormals included. NaN is 0x7f.
     """
     if x.dtype == tl.uint8:
@@ -77,8 +77,8 @@ def to_dot(x, DTYPE: tl.constexpr):
 def times_groups(x, scales, GROUP: tl.constexpr):
     """Rows x [N,L] in float32, each group of columns times its scale; scales [N,L/GROUP].
 
-    The sum runs over a single term. Triton searches the producers of a product's operands for the narrowest dtype,
-    stops only at reductions, and would otherwise find float8. Rows would then be loaded in an order that ldmatrix
+    The sum runs over a single term, only to stop a search: Triton searches the producers of a product's operands for
+    the narrowest dtype and stops only at reductions. It would find float8 and load rows in an order that ldmatrix
     lacks.
     """
     groups = to_dot(x, tl.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)

@@ -1,8 +1,8 @@
 """A step as a function of a stream and addresses: compiled and bound to its arguments once, then only run.
 
 ``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as in compilation without
-a GPU. Triton's own entry collects metadata for profilers and calls their hooks even if there are none, and passes all
-arguments, some 70 for these kernels, on three times. :func:`bind` avoids that unless a profiler is attached. A Triton
+a GPU. Triton's own entry collects metadata for profilers and calls their hooks even if there are none, and passes on
+all arguments, some 70 for these kernels, three times. :func:`bind` avoids that unless a profiler is attached. A Triton
 whose internals differ from those of 3.6 and 3.7 is used through its normal entry, which takes some 10 us longer.
 """
 
@@ -35,7 +35,7 @@ class Address:
 def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
     """A function that launches a step on device ``index``; ``places`` has the positions of buffers in its addresses.
 
-    Scalars that change from launch to launch have positions there, too.
+    It also has those of the scalars that change from launch to launch.
     """
     try:
         run = bind(_compile(step, index), step.grid)
@@ -62,7 +62,7 @@ def placed(step: Step, places: dict[str, int]) -> dict[str, int]:
 
 
 def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
-    """``go(stream, arguments)``; loads the kernel on the current device.
+    """Return ``go(stream, arguments)``, which launches a kernel; loads the kernel on the current device.
 
     Raises AttributeError or ImportError if Triton's internals are not those of 3.6 and 3.7.
     """
@@ -82,7 +82,7 @@ def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], 
 
 
 def _heard(hook: object) -> bool:
-    """Whether a hook is set: Triton has chains of hooks, which may be empty, and a caller may put a function there."""
+    """Whether a hook is set: Triton's are chains, which may be empty, and a caller may set a function instead."""
     return bool(getattr(hook, "calls", hook))
 
 

@@ -1,10 +1,10 @@
 """Partitioning of a ragged batch: equal runs of blocks over (request, block), computed on the device before attention.
 
-A grid of (splits, requests) gives every request the same number of splits, so a few SMs walk one long request among
-short ones after the others have finished. Here the blocks of all requests form one line. Each request has ``OVERHEAD``
-extra blocks for its start and its end. The line is cut into equal pieces, the *partitions*, one per SM (per block of
-query rows). The rule (the idea of FlashMLA's and FlashInfer's planners, without their code), for request b of ``n_b =
-ceil(len_b / 64)`` blocks, or fewer with a window:
+A grid of (splits, requests) gives every request the same number of splits, so if one request is long and the others are
+short, a few SMs still walk it after the others have finished. Here the blocks of all requests form one line. Each
+request has ``OVERHEAD`` extra blocks for its start and its end. The line is cut into equal pieces, the *partitions*,
+one per SM (per block of query rows). The rule (the idea of FlashMLA's and FlashInfer's planners, without their code),
+for request b of ``n_b = ceil(len_b / 64)`` blocks, or fewer with a window:
 
     start_b    = sum over i < b of (n_i + OVERHEAD)            pay = ceil(total / partitions), at least 1
     items[p]   = the first (request, block) at or after position p * pay        half-open ranges items[p] .. items[p+1]

@@ -29,7 +29,8 @@ def scores_of(
 ):  # fmt: skip
     """``(b_k, b_s, b_kv)``: latent rows [BLOCK_N,BLOCK_L] in DTYPE, scaled scores [BLOCK_M,BLOCK_N], scale of values.
 
-    The names are those of decode_triton.py. The scale of the values is [1,BLOCK_N] with TOKEN_SCALE, else one number.
+    Arguments are named as in decode_triton.py. The scale of the values is [1,BLOCK_N] with TOKEN_SCALE, else one
+    number.
     """
     b_k = load_tile(
         latent, table, start, n, seen, length, latent_b, latent_t, latent_c, L, BLOCK_L,
@@ -70,7 +71,7 @@ def capped(b_s, softcap):
 
 @triton.jit
 def mask_rows(mask, b, s, head, mask_b, mask_h, mask_s, LISTED: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """The first column of a request's mask: that of its query token (LISTED), of each row (MASK_ROWS), or of all."""
+    """The address of a request's mask: for its query token (LISTED), for each row (MASK_ROWS), or for all rows."""
     mask += b.to(tl.int64) * mask_b
     if LISTED:
         mask += s.to(tl.int64) * mask_s
@@ -91,9 +92,9 @@ def hidden(
     LISTED_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores that are minus infinity where a row does not see a key, with an additive mask added to them.
+    """The scores plus an additive mask, and minus infinity where a row does not see a key.
 
-    Causality implies ``seen`` but for lists of tiles.
+    Except with lists of tiles, causality implies ``seen``.
     """
     if CAUSAL:
         visible = n[None, :] <= end[:, None]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from triton import JITFunction
 
 _I32 = 1 << 31
-# Strides over one number per token: a multiple of 16 in one decode step, but not in the next.
+# Strides of tensors with one number per token: a multiple of 16 in one decode step, but not in the next.
 _BY_TOKEN = frozenset({"scale_b"})
 TYPES = {
     torch.float16: "*fp16",
@@ -96,7 +96,7 @@ class Arguments:
             self.aligned.add(name)
 
     def scratch(self, name: str, buffer: str, kind: str, *, used: bool = True) -> None:
-        """Add a buffer of ours, which torch's allocator aligns; None if it is not used."""
+        """Add a buffer that the launch allocates, aligned by torch's allocator; None if it is not used."""
         if not used:
             self.constants[name] = None
             return

@@ -36,8 +36,8 @@ BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])
 def dot_dtype(call: DecodeCall) -> torch.dtype:
     """The dtype of both products: that of the cache, and for an fp8 cache one that represents it exactly.
 
-    Weights times a scale by token can be of any magnitude, so they are bfloat16; else the dtype is that of rope or
-    query.
+    With scales by token it is bfloat16, because weights times such a scale can have any magnitude; else it is that of
+    rope or query.
     """
     if call.latent.dtype.itemsize > 1:
         return call.latent.dtype
@@ -74,8 +74,8 @@ def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
     """The launches of one call, in order: the mask's list of tiles, attention, combine (each if needed).
 
-    A call with a schedule has its list there. ``least`` is the least number of tokens of a split (default: the plan's
-    chunk, else MIN_SPLIT).
+    If a call has a schedule, its list is in there. ``least`` is the least number of tokens of a split (default: the
+    plan's chunk, else MIN_SPLIT).
     """
     import mla_compile.kernels.triton.combine_triton as combine_kernels
     import mla_compile.kernels.triton.decode_triton as decode_kernels
@@ -89,7 +89,7 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def _staged(call: DecodeCall, plan: Plan, device: Device) -> bool:
-    """Whether a converted query goes through scratch, as products of warpgroups need it."""
+    """Whether a converted query goes through scratch, which products of warpgroups need."""
     return device.capability >= (9, 0) and plan.block_m >= 64 and call.query.dtype != dot_dtype(call)
 
 
@@ -202,7 +202,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: object, least: 
         _, count, capacity = list_shape(call, plan)
         to.scalars |= {"work_b": capacity if count > 1 else 0, "work_plane": capacity * count}
         wide |= z.T * _stride(mask, 3) >= _I32
-    # else the lists in ``work`` are sufficient
+    # None if the lists in ``work`` are sufficient
     read_mask = mask if mask is not None and (listed or read_mask_bytes(mask)) else None
     to.pointer("mask", read_mask)
     to.strides({f"mask_{axis}": 0 for axis in "bhst"} if read_mask is None else mask_strides(read_mask))
@@ -239,7 +239,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: object, least: 
         "PAGE": page,
         "WIDE": wide,
         "DTYPE": languages[dot],
-        # tf32x3 keeps both halves of the split query in registers: 3 to 13 KB of spills, where FMA has none.
+        # Not tf32x3: it keeps both halves of the split query in registers (3 to 13 KB of spills; FMA has none).
         "PRECISION": "ieee" if dot == torch.float32 else "tf32",
         "WARPGROUPS": device.capability == (9, 0) and plan.block_m >= 64 and plan.num_warps >= 4,  # wgmma
         "NORMALIZE": call.query.dtype == torch.float32 and dot == torch.float16,
@@ -255,7 +255,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: object, least: 
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
     grid = (plan.row_blocks(z.S * z.H), plan.splits, z.B)
-    if listed:  # a block serves one query token; the first axis has room for those of a long prompt
+    if listed:  # a block serves one query token; the first axis has room for the tokens of a long prompt
         grid = (plan.row_blocks(z.H) * z.B * z.S, plan.splits, 1)
     return to.step("attend", fn, grid, options)
 

@@ -10,8 +10,9 @@ reach the result.
 has a real key in the tile, TILE and WORD the list, and the first entry of COUNT its length.
 
 A finite additive mask at or below half its dtype's lowest value means "hidden" in most models. Yet a row that has only
-such keys has to weigh them all, as softmax does. REAL counts keys above that bound. A request uses REAL if some tile
-shows every row such a key, because the others then weigh exactly 0. Otherwise it uses SEEN (all but minus infinity).
+such keys has to weigh them all, as softmax does. REAL has only the keys above that bound. A request uses REAL if in
+some tile every row sees such a key, because keys at or below the bound then weigh exactly 0. Otherwise it uses SEEN
+(all but minus infinity).
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def tile_rows(
 
     ``x`` points to the request's rows (PAGE = 0) or to the first page. The tokens start at ``start``; with LISTED they
     are places (kernels/triton/lists_triton.py). Products with a page number are 64-bit. Products inside a request or a
-    page are 64-bit only with WIDE, that is, if they could pass 2^31, since 64-bit ones cost the loop registers.
-    ``table`` is read only below ``length``; its entries past that may be anything.
+    page are 64-bit only with WIDE, that is, if they could pass 2^31, because 64-bit products need more registers in the
+    loop. ``table`` is read only below ``length``; its entries past that may be anything.
     """
     if PAGE == 0:
         if WIDE:
@@ -109,7 +110,7 @@ def scan_mask(
     mask_h,
     mask_s,
     mask_t,
-    HM,  # heads and query tokens that the mask (or causality, or the window) distinguishes; else 1
+    HM,  # HM and SM: heads and query tokens that the mask (or causality, or the window) distinguishes; else 1
     SM,
     S,
     T,

@@ -1,8 +1,8 @@
 """Integers that are affine in positions: ``const + sum of step * position + sum of factor * tensor``.
 
 Masks compare positions, and positions are made of ``arange``, additions and views. :class:`IndexReader` traces such a
-tensor back to its value at one place. A place is given by one such integer per dimension, so a slice or a look-up
-(``x[index]``) only changes the place at which the next tensor is read.
+tensor back to its value at one place. A place is one affine integer per dimension, so following a slice or a look-up
+(``x[index]``) only changes the place at which its operand is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WHOLE = (torch.int64, torch.int32)
 
 
 class OpaqueError(Exception):
-    """The number is not affine in positions, or the place cannot be named."""
+    """The number is not affine in positions, or a place does not run along axes."""
 
 
 Index = Sequence[Affine]
@@ -42,7 +42,7 @@ def place_of(axes: Sequence[Axis]) -> Index:
 
 
 def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
-    """Return ``node`` with the axes along which ``place`` runs. Raises :class:`OpaqueError` if there are none.
+    """Return ``node`` with the axis of each coordinate of ``place``. Raises :class:`OpaqueError` if one has no axis.
 
     ``longer``: dimensions of ``node`` may be longer than those axes, as in a buffer whose beginning is read.
     """
@@ -60,7 +60,7 @@ def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
 
 
 def moved(node: fx.Node, place: Index) -> tuple[fx.Node, Index] | None:
-    """Return the tensor and the place that ``node`` reads if it only moves numbers; None for other operators."""
+    """Return from where ``node`` copies its value at ``place``: a tensor and a place; None if it does not only copy."""
     how = decode(node)
     if isinstance(how, Copy):
         return how.x, place
@@ -163,7 +163,7 @@ def _gathered(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
 
 
 def _found(index: fx.Node, place: Index) -> Affine:
-    """Return an index that is a position. Any other number may be negative, and would then count from the end."""
+    """Return the position that ``index`` holds. Any other number may be negative, and would then count from the end."""
     at = IndexReader().read(index, place) if val(index).dtype in WHOLE else Affine(-1)
     if at.position is None:
         raise OpaqueError
@@ -214,7 +214,7 @@ def as_in(node: fx.Node, number: float | None) -> float | None:
 
 
 def scattered(node: fx.Node) -> tuple[float, float] | None:
-    """Return the numbers a and b of ``scatter(a, dim, index, b)``."""
+    """Return the numbers a and b of ``scatter(a, dim, index, b)``, if both are constant."""
     if packet(node) is not aten.scatter or argument(node, 4, "reduce") is not None:
         return None
     given = argument(node, 3, "value", argument(node, 3, "src"))
@@ -233,7 +233,7 @@ _COMPARED: dict[object, Callable[[float, float], bool]] = {
 
 
 def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
-    """Return the tensor that ``node`` compares with a number or casts, and the function of each element.
+    """Return the tensor that ``node`` compares with a number or casts, and what it makes of an element.
 
     The function raises :class:`OpaqueError` for an element whose result is not known.
     """
@@ -248,7 +248,7 @@ def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
     numbers = {number}
     if val(x).dtype.is_floating_point:
         numbers.add(float(torch.tensor(number, dtype=torch.float64).to(val(x).dtype)))
-    elif not (0 <= number < 128 and (2 * number).is_integer()):  # every dtype holds these numbers exactly
+    elif not (0 <= number < 128 and (2 * number).is_integer()):  # exact in every dtype that can be compared with them
         return None
     return x, lambda of: _the_one({compare(of, n) for n in numbers})
 
@@ -262,7 +262,7 @@ def _the_one(results: set[float | None]) -> float:
 
 
 class IndexReader:
-    """Reads integers. ``numbers`` maps each symbolic size that was read to its node, so that it can be rewritten."""
+    """Reads integers. ``numbers`` maps each symbolic size that was read to its node, so that a rewrite can use it."""
 
     def __init__(self) -> None:
         self.numbers: dict[Size, fx.Node] = {}
@@ -280,7 +280,7 @@ class IndexReader:
             raise OpaqueError
         try:
             return self._computed(given, place)
-        except OpaqueError:  # an arbitrary tensor still counts as a term if its place can be named
+        except OpaqueError:  # an arbitrary tensor is still a term if its place runs along axes
             return Affine(terms={operand_at(given, place): 1})
 
     def _computed(self, node: fx.Node, place: Index) -> Affine:
@@ -296,7 +296,7 @@ class IndexReader:
         return rule(self, node, place)
 
     def at_operand(self, node: fx.Node, position: int, name: str, place: Index) -> Affine:
-        """Read an operand of an elementwise operator."""
+        """Read an operand of an elementwise operator at ``place`` of its result."""
         given = argument(node, position, name)
         return self.read(given, broadcast(shape(given), place) if is_tensor(given) else ())
 

@@ -51,7 +51,7 @@ _Shows = Callable[[float], bool]
 _WHOLE = (torch.int64, torch.int32)
 _COUNTS = (*_WHOLE, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
-"""Operators whose second result holds indices along an axis, each at most once, and the position of their ``dim``."""
+"""Operators whose second result holds indices along an axis, each at most once; and which argument is that axis."""
 
 
 def chosen(
@@ -77,8 +77,7 @@ def chosen(
 
 def _listed_by(node: fx.Node, place: Index, *, negated: bool) -> Chosen | str | None:
     boolean = val(node).dtype == torch.bool
-    # Whether a value of `node` shows a key. An additive mask shows it by 0; the caller admits no other values but
-    # fills.
+    # Whether a value of `node` shows a key. In an additive mask, 0 does, and all other values are fills.
     shows: _Shows = (lambda number: bool(number) is not negated) if boolean else (lambda number: number == 0)
     while True:
         if (numbers := scattered(node)) is not None:
@@ -168,11 +167,11 @@ _REDUCTIONS = (aten.any, aten.sum, aten.amax)
 
 
 def _matched(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
-    """Read a reduction over the list of ``eq(entry, key)`` or ``one_hot(entry)``: any, sum or maximum."""
+    """Read an any, sum or maximum over the list of ``eq(entry, key)`` or ``one_hot(entry)``."""
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     x = argument(node, 0, "self")
-    # These are the dtypes that such sums have; in a smaller dtype counts could wrap.
+    # Such sums have one of these dtypes; in a smaller one, counts could wrap round to 0.
     if len(dims) != 1 or val(node).dtype not in (torch.bool, *_COUNTS) or not _shows_counts(shows):
         return None
     dim, kept = axis(dims[0], len(shape(x))), len(shape(x)) == len(place)
@@ -202,13 +201,13 @@ def _names_once(index: fx.Node, place: Index, count: Axis, there_are: Size) -> b
     if found is None:
         return False
     _, place, along = found
-    # Coordinate `along` of entry i depends on i alone, and the row does not depend on i: entries of one row differ.
+    # Coordinate `along` differs for each entry i, and the other coordinates do not depend on i: no index is read twice.
     apart = all(count not in at.steps for k, at in enumerate(place) if k != along)
     return count in place[along].steps and not place[along].terms and apart
 
 
 def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tuple[fx.Node, Index, int] | None:
-    """Return the sorting operator whose indices ``index`` only moves, the place at which they are read, and their axis.
+    """Return the indices of a topk or sort that ``index`` only moves, the place where they are read, and their axis.
 
     ``there_are``: some indices may be replaced by a number that is not a valid index below ``there_are``.
     """

@@ -50,7 +50,7 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
 
 
 def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tuple[AttentionSite, fx.Node]]:
-    """Return attentions whose weights are an elementwise function of the scores, and its first operator.
+    """Return attentions whose weights are an elementwise function of the scores, each with its first such operator.
 
     They have no softmax, so :func:`find_attention` does not find them.
     """
@@ -254,7 +254,7 @@ def _misplaced_softmax(node: fx.Node, scores: Scores, keys: Axis) -> Stop | None
     q_atoms = {a for product in scores.products for a in flatten(product.q.axes)}
     if set(scores.softmax) != set(keys):
         return Stop(node, "softmax_axis", "the softmax does not run over the keys that the values are summed over")
-    # The keys are also an axis of the queries, or a product of the scores lacks them.
+    # Either the keys are also an axis of the queries, or a product of the scores lacks them.
     if set(keys) & q_atoms or not all(set(keys) <= set(flatten(p.k.axes)) for p in scores.products):
         return Stop(node, "softmax_axis", "the values are not summed over the keys of the query-key product")
     return None

@@ -26,7 +26,7 @@ _ONE_BLOCK = 1 << 30
 class Flex:
     """One call of flex_attention.
 
-    ``score_mod``, with operands ``buffers``, is None if it returns the score; ``mask`` is None if all keys are seen.
+    ``score_mod``, with operands ``buffers``, is None if it changes no score; ``mask`` is None if all keys are seen.
     """
 
     call: fx.Node
@@ -61,13 +61,13 @@ class FlexMask:
 
     @property
     def indexed(self) -> tuple[bool, ...]:
-        """Whether ``mask_mod`` reads the index of the sequence, and that of the head."""
+        """Whether ``mask_mod`` reads the batch index, and whether it reads the head index."""
         return tuple(bool(node.users) for node in islice(self.mask_mod.graph.nodes, 2))
 
     def seen(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Whether each query sees each key, [B|1,H|1,S,T].
 
-        ``tensors``: the indices of sequences, heads, queries and keys, then those of ``blocks`` and the buffers.
+        ``tensors``: the batch, head, query and key indices, then the tensors of ``blocks``, then the buffers.
         """
         indices, blocks, buffers = tensors[:4], tensors[4 : 4 + len(self.blocks)], tensors[4 + len(self.blocks) :]
         seen = _for_all(self.mask_mod, 0, buffers)(*indices, *buffers) & self._listed(*blocks[:2], *indices[2:])
@@ -76,7 +76,7 @@ class FlexMask:
     def _listed(
         self, count: torch.Tensor, index: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """Whether the block of each key is among the first ``count`` entries of ``index`` for the block of a query."""
+        """Whether each key's block is listed for each query's block: among the first ``count`` entries of ``index``."""
         of_queries, of_keys = self.sizes
         number = -(-keys.shape[0] // of_keys)
         listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
@@ -129,7 +129,7 @@ def _graph(name: fx.Node) -> fx.GraphModule:
 
 
 def _one_block(block_mask: tuple[object, ...]) -> bool:
-    """Whether no block is left out: the blocks are runtime values, and may contradict mask_mod."""
+    """Whether one block covers all keys. Listed blocks are runtime values, and may hide keys that mask_mod shows."""
     partial, full = block_mask[2:4], block_mask[4:6]
     large = all(isinstance(size, int) and size >= _ONE_BLOCK for size in block_mask[-3:-1])
     return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)

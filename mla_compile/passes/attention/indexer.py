@@ -148,7 +148,7 @@ def _close(node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Nod
     """Return the indexer, if each tensor has the axes that an indexer needs."""
     axis_of = dict(zip(labels, inner.axes, strict=True))
     other, own = weighted
-    # An axis that the products lack belongs to the weights alone.
+    # An axis that the products lack belongs only to the weights.
     weight_axes = tuple(
         () if same(s, 1) else axis_of.get(c) or fresh_axis(s) for c, s in zip(own, shape(other), strict=True)
     )

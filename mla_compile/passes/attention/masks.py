@@ -1,7 +1,7 @@
 """Masks as conjunctions of parts (comparisons of positions, lists, others) that hold where a key is seen.
 
-A part is a boolean read at a place. If it is affine in positions, it is the condition ``bound >= 0``. An additive mask
-is read alike: it is 0 where its parts hold, and one number (minus infinity, or a very low one) elsewhere.
+A part is a boolean read at a place. If it compares numbers that are affine in positions, it is the condition
+``bound >= 0``. An additive mask is 0 where its parts hold, and one number (minus infinity or a very low one) elsewhere.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ aten = torch.ops.aten
 class Condition:
     """A boolean that has to be True (``negated``: False) for a key to be seen.
 
-    ``bound``: the same condition as ``bound >= 0``, if it is affine in positions. ``added``: not a boolean but
-    arbitrary numbers, which are added where the other parts hold. ``outside``: the same part read from a later tensor
-    that can be a mask by itself, if ``node`` cannot.
+    ``bound``: the same condition as ``bound >= 0``, if it is affine in positions. ``added``: ``node`` holds numbers
+    instead, added to the scores where the other conditions hold. ``outside``: the same condition, read from a later
+    tensor that can be a mask by itself, if ``node`` cannot.
     """
 
     node: fx.Node
@@ -54,7 +54,7 @@ class Condition:
     outside: Condition | None = None
 
     def mask(self) -> MaskTerm:
-        """Return the mask that remains if only this part was not explained. Raises :class:`OpaqueError`."""
+        """Return a mask for this part alone. Raises :class:`OpaqueError` if its tensor cannot be one."""
         if self.outside is not None:
             return self.outside.mask()
         if self.added:
@@ -94,7 +94,7 @@ class Masks(IndexReader):
         if any(part.added for part in parts) and (term.scale != 1.0 or term.dtype is not None):
             raise OpaqueError
         fill *= term.scale
-        # An added number acts as a fill if no score is visible beside it, in any dtype to which the sum is converted.
+        # An added number acts as a fill if it is very low, and infinite if the sum is converted to a narrower dtype.
         if fill < NEGLIGIBLE and term.dtype is not None:
             fill = float(torch.tensor(fill, dtype=torch.float64).to(term.dtype))
         if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
@@ -169,7 +169,7 @@ class Masks(IndexReader):
             if not self.any_numbers:
                 raise
             return [Condition(shown, broadcast(shape(shown), place), negated=False, added=True), *parts], fill
-        # With two fills, the scores of a fully masked row differ, and so would its softmax.
+        # With two different fills, a fully masked row would not weigh all keys alike.
         if other != fill:
             raise OpaqueError
         return [*more, *parts], fill
@@ -187,7 +187,7 @@ class Masks(IndexReader):
         return parts, float("-inf")
 
     def hidden(self, scores: fx.Node, place: Index) -> tuple[list[Condition], fx.Node]:
-        """Return the known parts that hold wherever ``scores`` are not hidden, and the scores before masking."""
+        """Return the known conditions under which ``scores`` are not hidden, and the scores before masking."""
         how = decode(scores)
         if isinstance(how, Copy) and val(how.x).dtype.is_floating_point and val(scores).dtype.is_floating_point:
             return self.hidden(how.x, place)
@@ -237,7 +237,7 @@ def _joined(
     unknown = [
         (x, inverse) for x, inverse in operands if (n := constant(x)) is None or (bool(n) is not inverse) is either
     ]
-    # `a or b`, or a negated `and`, of several booleans is not a conjunction; of no operands, it never holds.
+    # An `or`, or a negated `and`, of several booleans is not a conjunction; without operands it never holds.
     if negated is not either and len(unknown) != 1:
         raise OpaqueError
     found: list[Condition] = []
@@ -281,7 +281,7 @@ def _asked(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[
 
 
 def _boolean(node: fx.Node) -> fx.Node | None:
-    """Return the boolean of which ``node`` is a cast."""
+    """Return the boolean that ``node`` casts, or ``node`` itself."""
     while val(node).dtype != torch.bool:
         how = decode(node)
         if not isinstance(how, Copy):
@@ -358,7 +358,7 @@ _MOVES = (Copy, Rearrange, Slice, Select, Join)
 
 
 def hides_nothing(scores: fx.Node) -> bool:
-    """Whether no operator fills ``scores`` with numbers so low that a hidden key could be chosen instead."""
+    """Whether no operator makes scores of visible keys so low that a hidden key could be chosen before them."""
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
         made = packet(node) in LABELLED or node.op == "placeholder"

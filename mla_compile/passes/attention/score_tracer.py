@@ -99,7 +99,7 @@ def _product(node: fx.Node) -> Scores | None:
         return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
 
     features = axis_of[summed[0]]
-    # The softmax decides which side is the query, because its axis belongs to the keys; until then the left side is.
+    # The softmax tells which side is the query, because its axis belongs to the keys. Until then, the left side is.
     axes = tuple(axis_of.get(c, ()) for c in out)  # a reduced axis that keepdim leaves has no label
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
@@ -138,7 +138,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = scores.changed()
     if not isinstance(b, (int, float)) or scores.normalized:
         return scores.opened("scores or probabilities are multiplied by a tensor")
-    # Masks that were added before are scaled with the scores. Fills are too, in the dtype in which they were written.
+    # Earlier masks are scaled with the scores. So are earlier fills, rounded to the dtype of the result.
     by = 1.0 / b if packet(node) is aten.div else float(b)
     dtype = val(node).dtype
     masks = tuple(replace(m, scale=m.scale * by, fill=rounded(m.fill * by, dtype)) for m in scores.masks)
@@ -213,7 +213,7 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     joined = next((p for p in scores.padded if over == (p.longer,)), None)
     if joined is not None and joined.sink is None:
         scores = scores.opened("the softmax runs over more than the keys")
-    # Slicing the sink off again leaves the keys.
+    # Without the sink, the axis of the softmax is that of the keys.
     shorter = {p.longer: p.own for p in scores.padded}
     over = tuple(b for a in over for b in shorter.get(a, (a,)))
     products = tuple(oriented(p, over) for p in scores.products)

@@ -16,7 +16,7 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Padded:
-    """An axis of scores to which a sink was joined: ``own``, from ``start`` on, became part of ``longer``.
+    """An axis of scores that was joined with a sink: ``own`` lies in the new axis ``longer`` from ``start`` on.
 
     ``sink`` is the joined column, if exactly one was joined.
     """
@@ -60,7 +60,7 @@ class Scores:
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def changed(self) -> Scores:
-        """Mark the scores as open, because an operator is about to change them, if only a softmax may follow."""
+        """Return the scores for an operator that changes them: marked as open, if only a softmax may follow."""
         return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:

@@ -16,7 +16,7 @@ from mla_compile.passes.ir.stop import Stop
 NEGLIGIBLE = -1e8
 """In float32, a score filled with a number below this gets no weight; a fill above it acts as an ordinary score."""
 VANISHING = -1e29
-"""Beside a fill below this, any added score vanishes even in float64, so a row of such fills weighs all keys alike."""
+"""A score added to a fill below this is lost in rounding even in float64; a row of such fills weighs all keys alike."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MaskTerm:
 
     ``add``: the tensor times ``scale`` is added. ``keep``: scores stay where the boolean is True and become ``fill``
     elsewhere. ``drop``: the opposite. ``dtype``: the masked scores are later converted to this dtype, whose range is
-    smaller than the operand's, so a finite mask may become infinite.
+    smaller than theirs, so a finite mask may become infinite.
     """
 
     kind: Literal["add", "keep", "drop"]
@@ -135,7 +135,7 @@ class Chosen:
         count: the axis along which the entries are listed.
         keys: the axis of the keys that the entries name.
         distinct: no query's list names a key twice.
-        names: how many keys or blocks can be named, numbered from 0: at least T, or its number of blocks.
+        names: how many keys (or blocks) can be named, numbered from 0: at least T (or all blocks of T keys).
         block: how many neighbouring keys an entry i names, from ``block * i`` on.
         any_number: an entry may be any number; one that is negative or too large names no key.
         flags: an entry counts only where its flag is not 0; None: all entries count.
@@ -179,8 +179,8 @@ class Visible:
         chosen: t is in this list, if there is one.
         masked: the same keys described without a list, if there is one.
         always: every query sees a key, whatever the tensors hold.
-        alike: a query that sees no key weighs all keys alike. With a list and an additive mask, it weighs the keys with
-            the greatest number alike: listed keys have the mask's number, and all others have ``fill``.
+        alike: a query that sees no key weighs all keys alike. With a list and an additive mask, only the keys
+            with the greatest number count: a listed key has the mask's number, any other key has ``fill``.
         left: why each of ``masks`` remains, if masks were analysed.
     """
 
@@ -229,7 +229,7 @@ class AttentionSite:
         scale: factor of the products.
         sinks: one more score for each query, which only enters the softmax's sum: it has no value.
         empty: the result of a row without a visible key: "zero" in PyTorch's fused attention, "nan" in a plain softmax.
-        probs: the second operand of the value product, if the attention is written out.
+        probs: the weights of the keys, which the value product multiplies by ``v``, if the attention is written out.
         open_core: why the part between the products is not the plain formula above; None if it is. Then only the
             products are rewritten, and everything between them stays as the user wrote it.
         problem: why this attention cannot be rewritten at all.

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 def unfollowed(
     graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
 ) -> list[tuple[fx.Node, Stop]]:
-    """Return the softmaxes of attentions that are not among ``sites``, each with the node where tracing stopped."""
+    """Return the softmax or operator of each attention not in ``sites``, with the node where tracing stopped."""
     taken_apart = {flex.call for site in sites if (flex := flex_of(site.node)) is not None}
     taken_apart |= _waiting(graph)
     found = [(n, stop) for n in graph.nodes if n not in taken_apart and (stop := _closed(graph, n)) is not None]
@@ -156,7 +156,7 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
 
 def _ends(tracer: ScoreTracer) -> Callable[[fx.Node], bool]:
-    """Return what ends a walk from a softmax to the products around it."""
+    """Return the test that ends a walk from a softmax to the products around it."""
     # A product with a weight ends the walk like any other, unless it mixes the heads of the scores (talking heads).
     return lambda n: (
         is_contraction(n)
@@ -178,7 +178,7 @@ def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
 
 
 def _weighs_keys(product: fx.Node, softmax: fx.Node) -> bool:
-    """Whether ``product`` sums values for each of several queries: an axis that only the weights have."""
+    """Whether ``product`` sums values for each query: the weights have an axis that the values lack."""
     labelled = product_labels(product)
     if labelled is None:
         return False
@@ -197,7 +197,7 @@ def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
-    """Whether a tensor has a query axis and a key axis, as scores have; a value product has not."""
+    """Whether a tensor has a query axis and a key axis, as scores do and value products do not."""
     scores = tracer.trace(node)
     if scores is None:
         return False

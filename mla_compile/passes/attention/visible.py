@@ -2,15 +2,15 @@
 
 Most masks are not data. They are comparisons of positions, ``t <= past + s``, joined with a mask that marks padding
 tokens. Comparisons become arguments of the attention: a length for each batch entry, causality, a window. A kernel then
-reads no key beyond the length, and no mask to find that out. A mask that no comparison explains stays a mask.
+reads neither keys beyond the length nor a mask. A mask that is neither comparisons nor a list stays a mask.
 
 ``p`` and ``f`` are integers that do not depend on query ``s`` and key ``t``; there are S queries and T keys:
 
     t <= p                      length p + 1
-    t <= p + s                  causal, and length p + S: where S = 1, or p + S is T; else it stays a mask, because a
-                                length beyond T counts as T and would move the diagonal
-    t >  p + s - window         beside t <= p + s where that is causal: a window
-    any of them, for all s, t   nothing
+    t <= p + s                  length p + 1 if S = 1, causal if p + S = T; otherwise it stays a mask, because a length
+                                beyond T counts as T and would move the diagonal
+    t >  p + s - window         a window, if t <= p + s is causal, or if S = 1 and there is no length
+    any of them, if always met  nothing
     t is in a list              the list (:mod:`mla_compile.passes.attention.chosen`)
 
 If a mask fills in a finite number instead of minus infinity, a query that sees no key weighs all keys alike. Such a
@@ -82,7 +82,7 @@ def _visible(
             )
         left += [(part.mask(), explained.why(part)) for part in unexplained]
     found = explained.visible(left)
-    # An arbitrary additive mask is read where a list names a key; then nothing else may decide which keys are seen.
+    # An arbitrary additive mask is only read at listed keys, and only if nothing else decides which keys are seen.
     if any(part.added for part in every) and (
         found.chosen is None or len(every) > 2 or len(site.masks) > 1 or site.causal or not all(p.added for p in rest)
     ):

@@ -56,8 +56,8 @@ class Search:
 
     Usually these are projections that make rows wider. ``own`` are the nodes from which the queries are computed: a
     projection from one of them starts at the hidden state, not at a latent. ``rows`` are the latent rows already known
-    for this site: any projection from them counts, even if it makes nothing wider. ``proofs``: facts that are shown of
-    operators.
+    for this site: any projection from them counts, even if it makes nothing wider. ``proofs``: what can be shown
+    of operators.
     """
 
     maps: Maps
@@ -74,7 +74,7 @@ def explained(source: fx.Node, search: Search) -> Stop | None:
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
-    """Return :func:`explained` for ``site``, whose other parts are projected from ``rows``."""
+    """Apply :func:`explained` to a source of ``site``; weights project other parts of the site from ``rows``."""
     return explained(source, Search(maps, of_queries(site, maps), rows, Proofs(site, maps)))
 
 
@@ -166,7 +166,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
 
 
 def made_behind(source: fx.Node, maps: Maps) -> tuple[list[Piece], list[fx.Node]]:
-    """Return the maps of the nearest tensors behind ``source`` that a weight makes of rows, and other products."""
+    """Return the maps of the nearest projected tensors behind ``source``, and the products without such a map."""
     maps, found, products = maps.unbound, list[Piece](), list[fx.Node]()
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
@@ -284,11 +284,11 @@ _JOINED: dict[LeadAxis, tuple[str, str]] = {
 
 
 def _joined(node: fx.Node, search: Search) -> Stop | None:
-    """Explain that ``node`` joins, along the batch or the heads, what a weight makes of different rows; or None."""
+    """Explain that ``node`` joins what weights make of different rows, along the batch or the heads; None if not."""
     how = decode(node)
     if not isinstance(how, (Join, Stack)) or (isinstance(how, Join) and how.dim == len(shape(node)) - 1):
         return None
-    maps = search.maps.unbound  # the walk may have ended at a part because of this very node
+    maps = search.maps.unbound  # without chosen sources: a part may have become one because of this very join
     made = any(p.weight is not None for n in how.parts if not maps.is_weight(n) for p in maps.map(n).pieces)
     role = search.proofs.role(node, how.dim) if made else None
     if role is None:
@@ -315,7 +315,7 @@ def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: M
 def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
     """Whether ``nodes`` are computed without any weight of this graph.
 
-    If they come from before a graph break, only products with weights count: a table of rotations makes no keys.
+    If all come from before a graph break, only products with weights count: a table of rotations makes no keys.
     """
     reached = [list(chain([node], ancestors(node))) for node in nodes]
     if all(any(HANDED_OVER in a.meta for a in one) for one in reached):

@@ -65,8 +65,8 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         if _by_weights_alone(plan):
             return plan
     illegal = [k for k, plan in enumerate(at_cuts[1:]) if not _shared(plan)]
-    # The search also starts from the rows: two projections may form one map from the input of the first, although no
-    # map leads to the rows.
+    # The walks also end at the chosen rows: without these, two projections may form one map that passes over the rows
+    # between them.
     for one in (maps, at_rows):
         search = Search(one, own, rows, Proofs(site, one))
         for source in ends_of(chain(*(sides[k] for k in illegal or (0, 1))), site.lead, one):
@@ -92,13 +92,13 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
 def _made_of(
     failed: Stop, ends: Sequence[fx.Node], own: Container[fx.Node], proofs: Proofs
 ) -> tuple[list[fx.Node], Stop]:
-    """Return the narrower rows of which weights make ``ends``, or what lies behind, and what to say if there are none.
+    """Return the narrower rows from which weights make ``ends`` or what lies behind, and the reason if there are none.
 
     K and V count together: a latent may be wider than each of them. ``own``: what the queries are made of.
     """
     behind, products = zip(*(made_behind(end, proofs.maps) for end in ends), strict=True)
     product = next((node for found in products for node in found if node not in own), None)
-    # What makes rows that all heads share lies before anything that a head could make of them.
+    # If all heads share the rows, such a product makes the rows, and does not expand them for the heads.
     if product is not None and not _shared_by_heads(proofs.site, proofs.maps):
         stop = proofs.shown(unexplained(proofs.maps, product))
         mixed = [p.source in own for n in product.all_input_nodes for p in made_behind(n, proofs.maps)[0]]
@@ -106,7 +106,7 @@ def _made_of(
             return [], stop
         return [], Stop(failed.node, "not_mla", f"K and V are projected from {_HIDDEN}")
     cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
-    # The rows of a head may be selected once for its keys and once for its values.
+    # Keyed by operator and arguments: a head's rows may be selected once for its keys and once for its values.
     rows = {(c.node.target, each((c.node.args, c.node.kwargs), constant_of)): c.bytes for c in cuts.values()}
     expanded = {c.node: c.bytes for p in cuts if (c := cut(p, proper=False)) is not None}
     if sum(rows.values()) < sum(expanded.values()):
@@ -124,7 +124,7 @@ def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
 
 
 def _stays_by_head(plan: AbsorbPlan) -> bool:
-    """Whether K or V are read without a weight and differ between heads, while weights of each head make the other."""
+    """Whether K or V is read without a weight and differs between groups of heads, whose own weights make the other."""
     groups = groups_of(plan.terms, plan.batch)
     return any(
         not any(t.piece.projected for t in terms) and any(t.kind(a) == "token" for t in terms for a in groups)

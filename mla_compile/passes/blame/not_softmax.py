@@ -1,4 +1,4 @@
-"""Attentions over a latent that stay because no softmax weighs their values, and the reason that is given.
+"""Report attentions over a latent that are not absorbed, because no softmax weighs their values.
 
 A product, an elementwise function of the scores (a sigmoid, a squared ReLU) and a second product also occur where there
 is no attention: in networks whose weights are computed from inputs, between the nodes of a graph network, behind a

@@ -1,4 +1,4 @@
-"""Caches that grow by ``cat``: new rows are written behind the old ones, instead of copying both in every call.
+"""Caches that grow by ``cat``: each call writes its new rows behind the old ones, instead of copying both.
 
 Before: ``joined = cat([past, new], dim)``, which the caller keeps and passes as the ``past`` of the next call.
 After: ``joined = slice_scatter(past, new, dim, T, T + S)``, where ``past`` has room for the new rows and is written in
@@ -34,8 +34,8 @@ aten = torch.ops.aten
 
 
 def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
-    """Return the strides of a tensor whose memory runs along ``dim`` first; dense strides if that is the same."""
-    # Strides of axes of length 1 mean nothing, but guards compare them, so they equal those of `cat`'s result.
+    """Return the strides with axis ``dim`` outermost; dense strides if all axes before it have length 1."""
+    # The stride of an axis of length 1 has no effect, but guards compare it, so it equals that of `cat`'s result.
     ahead = [] if all(isinstance(n, int) and n == 1 for n in sizes[:dim]) else [dim]
     order = [*ahead, *(d for d in range(len(sizes)) if d not in ahead)]
     strides = {d: math.prod(sizes[later] for later in order[place + 1 :]) for place, d in enumerate(order)}
@@ -45,9 +45,10 @@ def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
 def append_in_place(program: Program, *, rewrite: bool = True, shared: Collection[fx.Node] = ()) -> int:
     """Add the caches of a program to ``program.appends``, and return their number.
 
-    A cache that grows by a fixed number of rows is rewritten, unless ``rewrite`` is False. Other caches begin here or
-    grow by any number of rows. They are returned as before and moved to memory with room at once; otherwise, a later
-    graph would be compiled a second time for their strides. ``shared``: caches whose rows the ranks share.
+    A cache that grows by a fixed number of rows is written in place, unless ``rewrite`` is False. Other caches begin in
+    this program or grow by any number of rows. The program returns them as before, and its caller moves them to memory
+    with room at once. Otherwise a later graph would be compiled a second time for their strides. ``shared``: caches
+    whose rows the ranks share.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)
@@ -86,7 +87,7 @@ def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]])
 
 
 def _places(program: Program) -> list[int]:
-    """Return, for each value that the program returns, its place before caches were written in place."""
+    """Return, for each value that the program still returns, its place before writes in place removed others."""
     gone = {one.output for one in program.appends if one.input is not None and one.output is not None}
     count = len(program.outputs) - len(program.mutations) + len(gone)
     return [at for at in range(count) if at not in gone]
@@ -147,11 +148,11 @@ def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _fitting(program: Program) -> set[fx.Node]:
-    """Return the inputs that may be passed with room: they have no other role, and no size is read from them alone."""
+    """Return the inputs that may be passed with room: one reader, no other role, and sizes that other inputs hold."""
     if any(isinstance(node.target, HigherOrderOperator) for node in program.gm.graph.nodes):
         return set()  # the strides with which such an operator was traced cannot change
     inputs = program.placeholders
-    # A size that only the old rows show could not be read from rows with room.
+    # If only the old rows show a size, it could not be read from rows with room.
     numbers = {str(n.meta["val"]) for n in inputs if isinstance(n.meta["val"], torch.SymInt)}
     folded = {name for fold in program.folds for name in fold.weights}
     special = {

@@ -15,7 +15,7 @@ If each rank has its own heads, their queries are gathered first, and the result
 
 The second form is also correct for equal heads. ``merge`` is :mod:`mla_compile.kernels.merge`, written as operators. A
 rank that sees no key of a query gives it minus infinity for ``lse``, and so no weight. All tensors that are sent are
-dense, because collectives send memory as it lies.
+dense, because collectives ignore strides.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Exchange:
         return self.call(aten.flatten.using_ints, self.call(aten.permute.default, by_rank, [1, 2, 0, 3, 4]), 2, 3)
 
     def gathered(self, x: fx.Node) -> fx.Node:
-        """Gather the tensors of all ranks, [C,...]; ``x``, which is dense, is this rank's."""
+        """Gather the tensors of all ranks, [C,...]. ``x``: this rank's tensor, which is dense."""
         size, group = self.sharing.size, self.sharing.group
         sent = self.call(_c10d.all_gather_into_tensor.default, self.call(aten.unsqueeze.default, x, 0), size, group)
         return self.call(_c10d.wait_tensor.default, sent)

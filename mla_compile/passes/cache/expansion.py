@@ -21,7 +21,7 @@ Call: TypeAlias = Callable[..., X]
 
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """Make K: compute it from tensors, or add it to a graph, depending on ``call``."""
-    # There may be further rows behind this recipe's, which belong to another K or V.
+    # `rows` may be longer: rows behind those of this recipe belong to another K or V.
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]
@@ -72,7 +72,7 @@ def _expand_part(
         left = "".join(names[k] for k in outer) + "z"
         right = "".join(names[k] for k in (*own, recipe.columns)) + "z"
         out = "".join(names[k] for k in present)
-        # In K's dtype, as in the model's own projection.
+        # The product has K's dtype, as in the model's own projection.
         operands = [_cast(rows, recipe.dtype, call), _cast(weight, recipe.dtype, call)]
         x = call(aten.einsum.default, f"{left},{right}->{out}", operands)
     for k in range(len(recipe.kinds)):
@@ -118,7 +118,7 @@ def evaluate(formula: Formula, leaves: Sequence[X], call: Call[X], memo: dict[Fo
                 return evaluate(value, leaves, call, memo)
             return tuple(map(given, value)) if isinstance(value, tuple) else value
 
-        # `_written` turned the operators' lists into tuples.
+        # Recipes hold tuples where operators take lists.
         args = [list(a) if type(a) is tuple else a for a in map(given, formula.args)]
         memo[formula] = call(formula.op, *args, **{k: given(v) for k, v in formula.kwargs})
     return memo[formula]

@@ -15,12 +15,12 @@ A buffer of full length is the same, with a write in place of the join::
     K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
 
 This also holds for positions that were not written yet: rows of zeros make zeros, because a bias becomes the weight of
-one more column of the rows, which is one where something was written.
+one more column of the rows, which is 1 only at written positions.
 
 K and V of the attention are then expanded from rows, and the other passes absorb them. This is legal if the contents of
 the past were made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`). Tensors that carry their
-recipe prove this. Otherwise it is assumed (``assume``): a program gets a new signature, and its past may only be its
-own outputs or a cache converted for it.
+recipe prove this. Otherwise it is assumed (``assume``): the program gets a new signature, and callers may only pass its
+own outputs, or a cache converted for it, as the past.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Past:
 class CacheOfRows:
     """One K or V of a cache that can be kept as rows: the tensor, its parts in order of time, and its recipe.
 
-    ``sides``: its roles in each attention that reads it, by the output of that. ``write``: the write of the new part
-    into a buffer of full length, if it is not joined to the past. ``emptied``: the input that holds the buffer, if
-    nothing of its contents is left.
+    ``sides``: output of each attention that reads it -> its roles there. ``write``: the write of the new part into a
+    buffer of full length, if it is not joined to the past. ``emptied``: the input that the result overwrites, if the
+    write starts from zeros and keeps none of the input's contents.
     """
 
     node: fx.Node
@@ -84,7 +84,7 @@ class CacheOfRows:
 
     @property
     def pasts(self) -> tuple[fx.Node, ...]:
-        """The inputs among its parts, or the input whose place it takes."""
+        """The inputs among its parts, or the ``emptied`` input."""
         read = tuple(p for p in self.parts if isinstance(p, fx.Node) and not is_zeros(p))
         return read if self.emptied is None else (self.emptied,)
 
@@ -100,11 +100,11 @@ def find_caches(
     *,
     packs: bool = False,
 ) -> list[CacheOfRows]:
-    """Return the K and V of ``sites`` that can be kept as rows, or one of both if the other cannot.
+    """Return the K and V of ``sites`` that can be kept as rows, or only one of them if the other cannot.
 
     ``returned``: the values that the caller gets, and their indices in the output. ``assume``: inputs that are assumed
-    to hold what this graph itself returned. ``overwritten``: values that are written to an input in place, and the
-    input. ``packs``: rows that a weight expands are kept in float8.
+    to hold what this graph itself returned. ``overwritten``: value -> the input to which it is written in place.
+    ``packs``: rows that a weight expands are kept in float8.
     """
     search = _Search(maps, pasts, returned, frozenset(assume), overwritten or {}, packs)
     found: dict[fx.Node, CacheOfRows] = {}
@@ -116,7 +116,7 @@ def find_caches(
         tensors = read["keys"] | read["values"]
         # Values come before keys, because the usual obstacle is an operator on keys alone (a rotation, a norm).
         options = [tensors, alone(read, "values"), alone(read, "keys")]
-        # If a weight makes one side of the cached tensor, the model caches latents itself and returns K besides.
+        # If a weight makes keys or values from a cached tensor, the model caches latents itself, and returns K besides.
         if any(search.expands(own, site) for site, own in group):
             options = options[:1]
         for chosen in options:
@@ -165,11 +165,11 @@ class _Search:
             written = self._written(node, operand, site)
             if written is not None and written[0].node in self.returned:
                 return {written[0].node: written[1]}
-            # What is computed of a buffer, such as half of it, is made as a write is, and no cache.
+            # A part of a written buffer counts as a write too, but is no cache. Behind it, only writes can be caches.
             if computed := computed or written is not None:
                 continue
             grows = self._grows(node)
-            # An assumed past holds what this graph returned; a past that carries its recipe needs no assumption.
+            # A past that carries its recipe need not be returned. An assumed past holds what this graph returned.
             known = node in self.pasts or (
                 grows and all(p in self.pasts for p in _parts_of(node, Join) if p.op == "placeholder")
             )
@@ -188,7 +188,7 @@ class _Search:
         return {}
 
     def _ways(self, node: fx.Node) -> list[dict[fx.Node, None]]:
-        """Return the nodes on the way to ``node`` from each tensor of which it is made, also behind picked tokens."""
+        """Return, for each source of ``node``, the nodes on the way from it, which may go through picks of tokens."""
         ways: list[dict[fx.Node, None]] = []
         for piece in self.maps.map(node).pieces:
             if piece.source is not None:
@@ -198,9 +198,9 @@ class _Search:
         return ways
 
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
-        """Return the write of new tokens into a buffer of full length, if ``node`` is one or shows a part of one."""
+        """Return a write of new tokens into a buffer, and its token axis, if ``node`` is the result or a part of it."""
         whole, axes, write = node, [*range(len(shape(node)))], self._apart.get(place_of(node))
-        if write is None and node in self.returned and isinstance(decode(node), Slice):  # a join without its oldest
+        if write is None and node in self.returned and isinstance(decode(node), Slice):  # a join, cut at its start
             write = self._write(node)
         while write is None and isinstance(shown := decode(whole), (Slice, Permute, Select)):
             if isinstance(shown, Permute) and shown.map is not None:
@@ -214,22 +214,22 @@ class _Search:
         if write is None or not write.dims:
             return None
         shown_as = self._token_axis(node, operand, site)
-        # If a single token is read, its axis cannot be told from others; the last axis that is written counts tokens.
+        # If a size of 1 hides the token axis, it is the last axis that is written.
         tokens = write.dims[-1] if shown_as is None else axes[shown_as]
         write = self._token_write(write.node, tokens)
         return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> CacheWrite | None:
-        """Return ``node`` as a write of tokens into a buffer of rows."""
+        """Return ``node`` as a write along its axis ``tokens``; None if it is none."""
         write = self._write(node)
-        # The axis decides, because K that is assembled from columns is a write as well.
+        # K that is assembled from columns is a write as well, but not along tokens.
         if write is None or tokens not in write.dims:
             return None
         stacks = [how for part in write.parts if isinstance(how := decode(part), Stack)]
         dims = {(how.dim, len(how.parts)) for how in stacks}
         if len(stacks) < len(write.parts) or len(dims) > 1 or (dim := write.outer(stacks[0].dim)) in write.dims:
             return write
-        # Heads that are stacked may be made by one weight; K and V may not.
+        # Stacked heads have one recipe. Stacked K and V have none, so they are taken apart.
         own = write.inner(tokens)
         one = all(not isinstance(make_recipe(p, self.maps.map(p), own), Stop) for p in write.parts)
         new = tuple(tuple(n for part in parts for n in _parts_of(part, Stack)) for parts in write.new)
@@ -237,7 +237,7 @@ class _Search:
 
     @cached_property
     def _apart(self) -> dict[Selected, CacheWrite]:
-        """The writes of tensors that are returned, by what they make of each part that is written by itself."""
+        """Written part -> its write, for returned tensors whose parts are written one by one."""
         writes = [write for node in self.returned if (write := self._write(node)) is not None]
         return {Selected(part): write for write in writes for part in write.apart.nodes}
 
@@ -278,7 +278,7 @@ class _Search:
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
         new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
-        # New rows may have a factor each, which moves before the weight. Slices of new tokens stay as they are.
+        # A factor of each new row moves before the weight. Slices of new tokens stay as they are.
         gates = with_slices_of([new], self.maps).virtual.gates if new else {}
         maps = self.maps.with_virtual(replace(self.maps.virtual, gates=gates)) if gates else self.maps
         cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
@@ -292,7 +292,7 @@ class _Search:
             if one is None:
                 return None
             kept.append(one)
-            for part, lmap in made.items():  # kept call by call, and joined when it is read
+            for part, lmap in made.items():  # the new tokens of each call are also returned alone
                 if part in self.returned and part is not node:
                     own = self._keep_one(part, sides[node], tokens, [part], {part: lmap})
                     kept += [] if own is None else [own]
@@ -354,7 +354,7 @@ class _Search:
     def _made(
         self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, write: CacheWrite | None
     ) -> FullRecipe | None:
-        """Return how new tokens are made: one tensor, or several that a ``write`` stacks."""
+        """Return the recipe of new tokens: of one tensor, or of several that ``write`` stacks; None without one."""
         own = tokens if write is None else write.inner(tokens)
         made = [make_recipe(p, maps[p], own, packs=self.packs) for p in parts]
         known = [m for m in made if not isinstance(m, Stop) and any(p.weight is not None for p in m[0].parts)]
@@ -368,7 +368,7 @@ class _Search:
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
     """Whether the buffer that is written to can be a buffer of rows."""
-    # Rows have no heads to choose from, and packed ones have no place for a mark and cannot be multiplied.
+    # Rows have no head axis to write along. Packed rows have no place for a mark and cannot be multiplied.
     plain = not any(recipe.packed) or not (any(recipe.marked) or computes(write.made))
     return plain and all(recipe.kinds[dim] == "row" for dim in write.dims)
 
@@ -393,6 +393,6 @@ def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index in range(len(k.recipe.widths)):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = k.recipe.row_values(index)
-    # Every head multiplies whole rows, so if the other side stays, saving a few values is not worth that.
+    # Every head multiplies whole rows. If the other side stays, saving a few values does not pay for that.
     held, values = sum(rows.values()) * (2 if alone else 1), sum(k.recipe.values for k in kept)
     return held < values or all(k.node in k.parts for k in kept)

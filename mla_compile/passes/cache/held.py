@@ -23,8 +23,8 @@ def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> HeldValues |
 
     ``plans``: the plan of the attention, or those of its groups of heads.
 
-    Most models keep rows themselves, and nothing changes. If the cache held K and V of each head, ``cache`` tells which
-    inputs are rows now, and how many values per token the tensors had that they replaced.
+    Most models cache rows themselves, and both sizes are equal. If the cache held K and V of each head, ``cache`` tells
+    which inputs are rows now, and how many values per token the replaced tensors had.
     """
     every = {rows.node: rows for plan in plans for rows in plan.rows}
     pasts = [pasts_of(node) for node in every]

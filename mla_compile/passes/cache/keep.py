@@ -45,7 +45,7 @@ def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
     if sides is None or plan is None:
         return False
     absorbed = {side for side, terms in plan.sides if terms}
-    # Rows may be wider than K and V. If one side stays expanded, its rows were already compared with the other side.
+    # Rows may be wider than K and V. For a single side, `find_caches` has already compared the rows with it.
     return sides <= absorbed and (len(absorbed) < 2 or plan.saves_cache)
 
 
@@ -59,9 +59,9 @@ def keep_rows(
     assume: bool,
     packs: bool,
 ) -> KeptRows:
-    """Rewrite the caches of all attentions of a canonical program but ``refused``.
+    """Rewrite the caches of all attentions of a canonical program, except the ``refused`` ones.
 
-    ``maps``: the linear maps without row slices, since the rewrite handles buffers, which are read from row 0.
+    ``maps``: the linear maps without slices of rows, because whole buffers become rows.
     ``analysed``: analyses the graph again, once it has been rewritten.
     ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``: rows are kept in float8.
     """
@@ -83,7 +83,7 @@ def keep_rows(
     new = dict(zip(program.mutations, program.outputs, strict=False))
     overwritten = {new[name]: named[name] for name in written}
     caches = find_caches(graph, sites, maps, pasts, returned, assumed, overwritten, packs=packs)
-    # An input that the attention reads as it came in, but that the program also writes to, stays K.
+    # If an attention reads the old value of an input that the program writes to, the input stays K.
     caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
     torn: set[str] = set()
     if caches:
@@ -114,7 +114,7 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
         rows = [[one.node for one in part] for part in cache.parts if not isinstance(part, fx.Node)]
         made = [(cache.node, dict.fromkeys(node for own in rows for node in own))]
         if cache.write is not None and cache.write.stacked:
-            # Of several tensors each is made of its own rows, which those of the layers behind it depend on.
+            # Each stacked tensor is made of its own rows, and the rows of later layers depend on these.
             each = [part.parts for part in cache.recipe.each(cache.write.stacked)]
             made = [
                 (part, {own[p.rows]: None for p in blocks})
@@ -174,7 +174,7 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
     found: dict[fx.Node, Past] = {}
     for name, tensor in program.capture.latents.items():
         if name in program.mutations and name not in program.capture.own:
-            continue  # The caller's own tensor: the caller may hold other tensors of these rows.
+            continue  # This is the caller's tensor, and the caller may hold other tensors of these rows.
         if tensor.recipe is None:
             continue
         leaves = [names.get(id(leaf)) or _carried(program, leaf, names) for leaf in tensor.leaves]
@@ -194,7 +194,7 @@ def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str
     """Add a weight that came along with rows, and that the graph does not read otherwise; return the name of its node.
 
     K and V that are made once and read in every call (such as those of an encoder's memory) are made in another graph.
-    Returns None if the weight is not one plain tensor of this process.
+    Returns None if there are several processes, or if the weight is not a plain tensor.
     """
     group = torch.distributed
     alone = not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1

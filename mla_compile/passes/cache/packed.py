@@ -49,7 +49,7 @@ def pack(rows: X, width: int, call: TensorCall[X]) -> X:
     scale = call(aten.clamp_min.default, call(aten.mul.Tensor, largest, 1 / _TOP), _LEAST)
     values = call(aten._to_copy.default, call(aten.div.Tensor, x, scale), dtype=FLOAT8)
     start, end = place_of_scale(width).start, packed_width(width)
-    # At least two, because Inductor of torch 2.11 does not read an axis of size 1 as bytes.
+    # There are at least two copies, because Inductor of torch 2.11 does not read an axis of size 1 as bytes.
     several = call(aten.cat.default, [scale] * max(2, (end - start) // _SCALE), -1)
     copies = call(aten.view.dtype, several, torch.uint8)
     parts = [call(aten.view.dtype, values, torch.uint8)]
@@ -79,7 +79,7 @@ def scales(rows: X, width: int, call: TensorCall[X]) -> X:
 
 
 def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-    """Apply an operator eagerly: a :data:`Call` on tensors."""
+    """Apply an operator eagerly: a :data:`TensorCall` on tensors."""
     return op(*args, **kwargs)
 
 

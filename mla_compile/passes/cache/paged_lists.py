@@ -6,16 +6,15 @@ Before, with ``keys`` the rows of a growing cache, in a step of one token::
 
 After: each request chooses among its own ``seq_lens[b]`` rows::
 
-    keys = pages[block_table];  scores = masked_fill(index_scores(query, keys, weights), arange(M) >= seq_lens, -inf)
-    indices = topk(scores, min(k, M)).indices
+    keys = pages[block_table];  scores = masked_fill(index_scores(query, keys, weights), arange(n) >= seq_lens, -inf)
+    indices = topk(scores, min(k, n)).indices                          # n: the rows of all pages of block_table
 
 A request with fewer than k rows gets all of them, and positions past its end, which name no key. This is correct if
 nothing is hidden from the indexer (each ``hidden`` is proved to be False everywhere), and if nothing else reads the
 scores or the list, because their sizes showed the length of the batch's cache.
 
-If ranks share the pages, each rank chooses k of its own rows, all ranks gather the scores and positions of all, and
-each keeps its own rows among the k best. Every rank computes the same from these, so no row is missing or counted
-twice.
+If ranks share the pages, each rank chooses k of its own rows and gathers the choices of all ranks with their scores.
+Every rank finds the same k best rows among these and keeps its own, so no row is missing or counted twice.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class PagedList:
         scores: the scores of all rows.
         between: the dtypes to which the scores are converted before they are compared.
         most: the number of rows that are chosen, if there are as many.
-        indices: the tensors of int32 [B,1,k] that attentions are given.
+        indices: the tensors, int32 [B,1,k], that attentions read as their lists.
         region: every node from the scores to the indices; a rewrite replaces them.
     """
 

@@ -4,7 +4,7 @@ Before, for every growing cache, in a step of one token::
 
     rows = cat([past, new], tokens);  decode_attention(q, latent_rows, rope_rows, ...) -> and rows are returned
 
-After: the new rows are written into the pool, and the attention is told where the rows of each request are::
+After: the new rows are written into the pool, and the attention looks up the rows of each request::
 
     page, offset = block_table[b, (len - 1) // size], (len - 1) % size
     index_put_(pages, [page, offset], new)
@@ -69,7 +69,7 @@ class PagedRows:
 
     @property
     def is_latent(self) -> bool:
-        """Whether attentions sum these rows."""
+        """Whether these rows are the latent of attentions."""
         return any(place == 1 for _, place in self.attentions)
 
     @property
@@ -86,9 +86,9 @@ class Unpaged:
 
 
 def read_batch_from(program: Program, tokens: str) -> int:
-    """Read the number of sequences from the token ids [B,1] wherever it was read from another tensor.
+    """Make the graph read the number of sequences from the token ids [B,1], not from other tensors.
 
-    Returns how often it was.
+    Returns the number of replaced reads.
     """
     source, found = program.node(tokens), 0
     B = shape(source)[0]
@@ -103,7 +103,7 @@ def read_batch_from(program: Program, tokens: str) -> int:
 def find_pages(program: Program, caches: Sequence[str]) -> tuple[PagedRows, ...] | Unpaged:
     """Return the caches of a decode step that may become pages, in the order of ``caches``, or why they may not.
 
-    ``program`` is rewritten, takes one token of each sequence and has been through :func:`read_batch_from`. ``caches``
+    ``program`` has been rewritten, also by :func:`read_batch_from`, and takes one token of each sequence. ``caches``
     names placeholders of rows [B,T,width] or [B,1,T,width]; the program's last outputs are these rows with the new
     ones.
     """
@@ -313,7 +313,7 @@ def _write(rows: PagedRows, pool: fx.Node, where: _Slots, builder: Builder, *, p
     new, slot = builder.call(aten.reshape.default, rows.new, [-1, rows.width]), [where.page, where.offset]
     if packed and rows.is_latent:
         new = pack(new, rows.width, builder.call)
-    if where.mine is not None:  # other ranks rewrite the present value, which may be another token's
+    if where.mine is not None:  # other ranks write the value that is there, which may be another token's
         new = builder.call(aten.where.self, where.mine, new, builder.call(aten.index.Tensor, pool, slot))
     builder.call(aten.index_put_.default, pool, slot, new)
 

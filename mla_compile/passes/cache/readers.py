@@ -15,7 +15,7 @@ Read: TypeAlias = "dict[Side, dict[fx.Node, int]]"
 
 
 def grouped(reads: Sequence[tuple[AttentionSite, Read]]) -> list[list[tuple[AttentionSite, Read]]]:
-    """Return the attentions that read cached tensors; those that read the same ones, directly or not, together."""
+    """Group the attentions that read cached tensors: a group shares tensors, directly or indirectly."""
     groups: list[tuple[set[fx.Node], list[tuple[AttentionSite, Read]]]] = []
     for site, read in reads:
         tensors, joined = {*read["keys"], *read["values"]}, [(site, read)]
@@ -28,7 +28,7 @@ def grouped(reads: Sequence[tuple[AttentionSite, Read]]) -> list[list[tuple[Atte
 
 
 def sides_of(read: Read, tensor: fx.Node) -> frozenset[Side]:
-    """Return as what ``tensor`` is read."""
+    """Return the sides as which ``tensor`` is read."""
     return frozenset(side for side in read if tensor in read[side])
 
 

@@ -57,7 +57,7 @@ class ColumnBlock:
     ``heads``: for each head axis of K, whether the weight has it; otherwise the heads share its values. The weight is
     [heads..., columns, width], and factor and bias broadcast to K. ``added``: the block is added to the columns of the
     previous one, instead of following them. ``padded``: how many columns of zeros follow it. ``stack``: its positions
-    along the axes of K on which parts are stacked.
+    along the stacked axes of K.
     """
 
     rows: int
@@ -82,7 +82,7 @@ class Recipe:
         parts: column blocks, each following the previous one along ``columns`` or added to it.
         widths: the widths of the rows, in values.
         packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
-        marked: which rows have a last column with a one in it. It carries the bias: rows of zeros then make zeros.
+        marked: which rows end with a column of ones that the bias is multiplied by, so that rows of zeros make zeros.
         dtype: the dtype of K.
         leaves: the number of weight tensors that the parts read.
         stacked: the axes of K along which tensors with columns of their own are stacked (K and V, or all layers).
@@ -118,7 +118,7 @@ class Recipe:
         return tuple(one for k in range(count) for one in self.part(first, k).each(inner))
 
     def part(self, axis: int, index: int) -> Recipe:
-        """Return the recipe of the tensors at one position of a stacked ``axis``, which is gone."""
+        """Return the recipe of the tensors at one position of a stacked ``axis``, which they lack."""
         at = self.stacked.index(axis)
         parts = (replace(p, stack=(*p.stack[:at], *p.stack[at + 1 :])) for p in self.parts if p.stack[at] == index)
         return replace(
@@ -159,7 +159,7 @@ class Recipe:
         return packed_width(self.widths[index]) if self.is_packed(index) else self.row_values(index)
 
     def held_dtype(self, index: int, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of that tensor, for rows that a graph computes in ``dtype``."""
+        """Return the dtype of the tensor that holds the rows ``index``, which a graph computes in ``dtype``."""
         return torch.uint8 if self.is_packed(index) else dtype
 
     def shape(self, rows: Sequence[int]) -> tuple[int, ...]:

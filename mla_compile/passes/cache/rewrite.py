@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 @dataclass
 class LatentCache:
-    """The changes of a graph's inputs and outputs.
+    """The changes to a graph's inputs and outputs.
 
     Attributes:
         inputs: removed placeholders -> the names of the placeholders of their rows.
@@ -153,7 +153,7 @@ class _Rewriter:
                 node.replace_all_uses_with(first)
 
     def _read_apart(self, cache: CacheOfRows, rows: Sequence[fx.Node], plain: fx.Node | None) -> None:
-        """Make the readers of parts that are written one by one, as layers write theirs, expand these alone."""
+        """Let readers of parts that are written one by one, such as those of layers, expand only these parts."""
         apart = NO_PARTS if cache.write is None else cache.write.apart
         if not apart.nodes:
             return
@@ -172,7 +172,7 @@ class _Rewriter:
             self._replace(part, expand(recipe, rows, cache.leaves, builder.call))
 
     def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Make the readers of some tokens or sequences of a cache, or of one half of it, expand these alone."""
+        """Let readers of some tokens, sequences or stacked parts of a cache expand only these."""
         own = {block.rows for block in recipe.parts}
         for user in list(node.users):
             how, shown, part = decode(user), rows, recipe
@@ -230,12 +230,12 @@ class _Rewriter:
         write, made = cache.write, self._made(cache)
         key = (*parts, made)
         if key not in self.joined and write is not None and made is not None:
-            # As early as can be: K and V share rows, and layers read their own before others are made.
+            # As early as possible: K and V share rows, and a layer reads its rows before later layers make theirs.
             builder = Builder(self._after(max(*parts, *nodes_of(made))), self.fake_mode)
             self.joined[key] = make(made, builder, [builder.cast(one, val(parts[0]).dtype) for one in parts])
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
-            # If nothing is joined, the rows are copied: they outlive this call and must not share memory.
+            # If nothing is joined, returned rows are copied: they outlive this call and must not share memory.
             self.joined[key] = (
                 builder.call(aten.cat.default, parts, cache.recipe.token_axis)
                 if len(parts) > 1
@@ -250,7 +250,7 @@ class _Rewriter:
         return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
-        # K and V may take different axes of size 1 for an axis of the rows.
+        # K and V of the same rows may take different axes of size 1 for an axis of these rows.
         key = ingredient.node, ingredient.target, recipe.is_marked(index)
         if key not in self.arranged:
             builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
@@ -267,7 +267,7 @@ class _Rewriter:
     def _past(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """Return the placeholder of the rows behind an input."""
+        """Return the rows behind an input: a placeholder, or zeros."""
         if is_zeros(node):
             return self._zeros(node, cache, index, ingredients)
         past = self.pasts.get(node)

@@ -4,7 +4,7 @@ Before: ``joined = cat([past, new], dim)``, kept by the caller, and ``decode_att
 After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``, where ``past'`` are the rows of this rank with
 room for later ones, and :mod:`mla_compile.passes.cache.share_attention` in place of the attention.
 
-A buffer of full length is the same with positions that are known at run time::
+A buffer of full length is rewritten alike, with positions that are known at run time::
 
     rows = index_copy(buffer, dim, at, new)
       ->  own = index_copy(buffer', dim, at // C, where(at % C == rank, new, old))
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def share_rows(program: Program) -> str | None:
-    """Rewrite a program to this rank's share of the rows that are shared; return None, or why it needs all rows.
+    """Rewrite a program to read and write only this rank's shared rows; return None, or why it needs all rows.
 
     If there is a reason, the rows stay whole. The rewritten caches are listed in ``program.appends``.
     """
@@ -175,7 +175,7 @@ def _plain_sizes(graph: fx.Graph, cache: _JoinedCache) -> None:
 
 
 class _RankWriter:
-    """Writes new rows into this rank's. Equal caches share the nodes that decide which rows are its own."""
+    """Writes new rows into this rank's rows. Writes at equal positions share the nodes that choose this rank's rows."""
 
     def __init__(self, program: Program, sharing: Sharing) -> None:
         self.program = program
@@ -194,7 +194,7 @@ class _RankWriter:
         with self.program.fake_mode or contextlib.nullcontext():
             if cache.positions is None:
                 cache.past.meta["val"] = past.new_empty_strided(tuple(rows), token_major(rows, dim))
-            else:  # dense, as the tensor written to it: then a compiler copies neither
+            else:  # dense, like the result that is written back, so that a compiler copies neither
                 cache.past.meta["val"] = past.new_empty(tuple(rows))
         new, axes = cache.new, [1] * (val(joined).dim() - dim - 1)
         if cache.positions is not None:

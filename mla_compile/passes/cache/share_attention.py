@@ -38,7 +38,7 @@ class OwnRows:
 
 
 def readers(joined: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> list[fx.Node] | str:
-    """Return the attentions that read a cache, or, in words, another reader that needs all of its rows.
+    """Return the attentions that read a cache, or a message that names a reader that needs all rows.
 
     ``dims``: the shared caches, and their token axes.
     """

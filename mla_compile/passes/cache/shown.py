@@ -1,4 +1,4 @@
-"""Tensors that a program shows to its caller by views of them."""
+"""Tensors of which a program returns views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of one buffer for K and V, ``kv[0]`` and ``kv[1]``, or for all layers, made of the recipes of its parts."""
+"""The recipe of a buffer that stacks K and V (``kv[0]``, ``kv[1]``) or all layers, from the recipes of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FullRecipe = tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]]
 
 
 def stacked(parts: Sequence[FullRecipe], axes: Sequence[int], counts: Sequence[int]) -> FullRecipe | None:
-    """Return the recipe of ``parts``, stacked along new ``axes`` of these lengths; None if their own are not alike."""
+    """Return the recipe of ``parts`` stacked along new ``axes`` of lengths ``counts``; None if layouts differ."""
     first, _, _ = parts[0]
     rows: dict[tuple[object, ...], tuple[int, Ingredient]] = {}
     leaves: dict[fx.Node, int] = {}

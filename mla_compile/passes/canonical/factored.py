@@ -1,4 +1,4 @@
-"""A node as what becomes of another one by factors, permutations and reshapes."""
+"""Reads a node as another node after factors, permutations and reshapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_STEPS = 8
 
 @dataclass(frozen=True)
 class Factored:
-    """What becomes of ``of``, step by step: it is multiplied or divided by a factor, or one node permutes it."""
+    """``of`` after ``steps``: each multiplies or divides by a factor, or is a node that permutes or reshapes."""
 
     of: fx.Node
     steps: tuple[Factor | fx.Node, ...] = ()
@@ -45,7 +45,7 @@ class Factored:
         return bool(self.steps) and not isinstance(self.steps[-1], fx.Node)
 
     def follow(self, axes: Axes) -> tuple[list[Placed], Axes] | None:
-        """Return the factors and the axes of the result, where ``of`` has ``axes``; None if a view cuts an axis."""
+        """Return the placed factors and the axes of the result, if ``of`` has ``axes``; None if a view cuts an axis."""
         placed: list[Placed] = []
         for step in self.steps:
             if not isinstance(step, fx.Node):
@@ -60,9 +60,9 @@ class Factored:
 
 
 def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_STEPS) -> Factored | None:
-    """Return ``node`` as what becomes of a node that ``ends`` is true of; None if it is nothing of the kind.
+    """Trace ``node`` back through at most ``most`` operators to a node for which ``ends`` is true; None if none is.
 
-    Conversions between floats are no steps.
+    Conversions between floats are not recorded as steps.
     """
     if not is_tensor(node) or not val(node).dtype.is_floating_point or not most:
         return None

@@ -1,4 +1,4 @@
-"""Reads the probabilities of a head from the scores of that head, where a loop writes and reads one head after another.
+"""Computes a head's probabilities from its own scores, if a loop writes and reads one head after another.
 
 Before::
 
@@ -7,7 +7,7 @@ Before::
     out_h = p[:, h] @ v_h                       # for each h
 
 After: ``out_h = softmax(masked_fill(q_h @ k_h.mT / a, m, -inf), -1) @ v_h``, in which each head is an attention of its
-own. Nothing changes where anything but one head is read of ``p``.
+own. Nothing changes if ``p`` is read in any other way than by selecting one head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mla_compile.passes.ir.walk import nearest, remove_dead_code
 
 aten = torch.ops.aten
 _ELEMENTWISE = {aten.masked_fill, aten.where, aten._to_copy}
-"""Operators on single numbers that torch does not tag as such in all their forms."""
+"""Elementwise operators that torch does not tag as pointwise in all their overloads."""
 
 
 def read_heads(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
@@ -61,7 +61,7 @@ def _outermost_first(node: fx.Node) -> bool:
 
 
 def _stacked(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
-    """Return the tensors of which ``node`` consists along an axis, one for each position, and the axis."""
+    """Return the tensors that ``node`` stacks along an axis, one per position, and the axis."""
     how = decode(node)
     if isinstance(how, Stack):
         return how.parts, how.dim
@@ -77,7 +77,7 @@ def _stacked(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
 
 
 def _selections(softmax: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-    """Return the selections along ``dim`` through which alone the probabilities are read; empty if there are others."""
+    """Return the selections along ``dim`` that read the probabilities; empty if anything else reads them."""
     found: list[tuple[fx.Node, int]] = []
     queue = [softmax]
     for node in queue:
@@ -95,7 +95,7 @@ def _selections(softmax: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether each number of the result is computed of the numbers at the same place, and of nothing random."""
+    """Whether each number of the result depends only on the numbers at the same place, without randomness."""
     if not is_tensor(node) or any(isinstance(a, (list, tuple)) for a in args_of(node)):
         return False
     tags = getattr(node.target, "tags", ())
@@ -105,14 +105,14 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 class _Head:
-    """What is computed of position ``at`` of axis ``dim`` of ``stack``, which is ``part``."""
+    """The computation of one head: ``part`` is at position ``at`` of axis ``dim`` of ``stack``."""
 
     def __init__(self, stack: fx.Node, part: fx.Node, dim: int, at: int) -> None:
         self.dim, self.at, self.rank = dim, at, len(shape(stack))
         self._made = {stack: part}
 
     def reaches(self, selection: fx.Node) -> bool:
-        """Whether ``selection`` follows from the part by operators that keep positions along the axis apart."""
+        """Whether only operators that keep positions along the axis apart lie between the stack and ``selection``."""
         queue, ends = [args_of(selection)[0]], False
         for node in queue:
             if node in self._made:
@@ -129,13 +129,13 @@ class _Head:
         return any(n in self._made for n in (node, *nearest(node, _inputs, self._made.__contains__, is_contraction)[0]))
 
     def read(self, node: fx.Node, builder: Builder) -> fx.Node:
-        """Return position ``at`` of ``node``, computed of the part where it follows from the stack."""
+        """Return position ``at`` of ``node``, computed from ``part`` if ``node`` depends on the stack."""
         if node not in self._made:
             self._made[node] = self._again(node, builder) if self._follows(node) else self._selected(node, builder)
         return self._made[node]
 
     def _selected(self, node: fx.Node, builder: Builder) -> fx.Node:
-        # Operands are aligned from the right; those with fewer axes, or a length of 1, are the same for all heads.
+        # Operands are aligned from the right. Operands without the axis, or of size 1 there, are shared by all heads.
         dim = self.dim - self.rank + (len(shape(node)) if is_tensor(node) else 0)
         if not is_tensor(node) or dim < 0:
             return node

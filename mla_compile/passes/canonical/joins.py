@@ -8,8 +8,8 @@ After::
 
     k = view(linear(cat([old, new], 1), w), sizes)
 
-This is done if the parts are made by the same operators with the same weights, which do the same to each token, and
-nothing else reads what lies between: otherwise it would be computed twice.
+This is done if the same operators with the same weights make all parts and treat every token alike. Nothing else may
+read the tensors in between, because they would then be computed twice.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ aten = torch.ops.aten
 class _Joined:
     """Tensors to be joined along axis ``dim``.
 
-    If ``how`` is given, they are made by one operator: its operands are joined instead, and it runs once. ``pattern``:
-    the part whose operator is repeated. ``operands``: the operands of the parts, by those of the pattern. ``fill``: the
-    parts are constant tensors, and a longer one is made instead.
+    If ``how`` is given, the same operator makes all parts: its operands are joined instead, and it runs once.
+    ``pattern``: the part whose operator is repeated. ``operands``: for each operand of the pattern, those of all parts.
+    ``fill``: the parts are constant tensors, and a longer one is made instead.
     """
 
     parts: tuple[fx.Node, ...]
@@ -69,7 +69,7 @@ class _Joined:
 def join_rows(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
     """Move joins of K and V before the projection of their parts; return how many."""
     count = 0
-    # A part may be made of another join, which has to be moved first.
+    # A part may be computed from another join, which has to be moved first.
     while found := _movable(graph, weights):
         maker = _Maker(Builder(next(iter(found)), fake_mode))
         for node, joined in found.items():
@@ -108,7 +108,7 @@ def _movable(graph: fx.Graph, weights: Collection[fx.Node]) -> dict[fx.Node, _Jo
 
 
 def _parts(how: Join, dim: int) -> Iterator[fx.Node]:
-    """Yield the parts of a join along ``dim``, of which some may be written as a join of their own."""
+    """Yield the parts of a join along ``dim``; a part that is itself such a join is replaced by its parts."""
     for x in how.parts:
         inner = decode(x)
         if isinstance(inner, Join) and inner.dim == dim:
@@ -122,9 +122,9 @@ def _is_alive(node: fx.Node) -> bool:
 
 
 class _Follower:
-    """Follows tensors that are joined back to what they are made of.
+    """Follows the parts of joins back to what they are made of.
 
-    ``equals``: maps each node to the first that computes the same. ``ends``: nodes that are needed themselves.
+    ``equals``: returns, for each node, the first that computes the same. ``ends``: nodes that have other readers too.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Follower:
         self._known: dict[tuple[tuple[fx.Node, ...], int, bool], _Joined] = {}
 
     def follow(self, parts: tuple[fx.Node, ...], dim: int, depth: int = 0, *, rows: bool = False) -> _Joined:
-        """Follow ``parts`` to the operands of a projection; ``rows``, which are such operands, as far as it goes."""
+        """Follow ``parts`` to the operands of a projection; if they are such operands (``rows``), as far as it goes."""
         key = (parts, dim, rows)
         if key not in self._known:
             self._known[key] = self._follow(parts, dim, depth, rows=rows)
@@ -144,7 +144,7 @@ class _Follower:
         if not self.ends.isdisjoint(_needed_for(parts)):
             return _Joined(parts, dim)
         as_they_are = _Joined(parts, dim, fill=_fill_of(parts))
-        # The axis of a part with one token looks like one that broadcasts: a longer part tells where the tokens are.
+        # In a part with one token, the axis looks as if it broadcast, so a longer part is the pattern.
         pattern = next((x for x in parts if not same(shape(x)[dim], 1)), None)
         how = None if pattern is None or depth == REACH else per_position(pattern, dim)
         if pattern is None or how is None or not how.reads:
@@ -156,7 +156,7 @@ class _Follower:
         below = rows or projects
         operands = {own: self.follow(x, how.reads[own].dim, depth + 1, rows=below) for own, x in given.items()}
         projected = projects or any(one.projected for one in operands.values())
-        if projected and not below:  # what stands beside a projection, a rotary key, is joined as rows
+        if projected and not below:  # operands without a projection (a rotary key) are joined as rows
             operands = {
                 own: one if one.projected else self.follow(given[own], one.dim, depth + 1, rows=True)
                 for own, one in operands.items()
@@ -166,7 +166,7 @@ class _Follower:
     def _operands(
         self, parts: Sequence[fx.Node], pattern: fx.Node, dim: int, how: Blind
     ) -> dict[fx.Node, tuple[fx.Node, ...]] | None:
-        """Return the operands with the axis, of all parts, by those of ``pattern``; None if the operators differ."""
+        """Return, for each operand of ``pattern`` with the axis, those of all parts; None if the operators differ."""
         read = [_arguments(part, pattern, dim, how) for part in parts]
         own = read[parts.index(pattern)]
         if own is None or any(given is None or len(given) != len(own) for given in read):
@@ -190,7 +190,7 @@ class _Follower:
 
 
 def _fill_of(parts: Sequence[fx.Node]) -> Fill | None:
-    """Return the fill of constant tensors, or of slices of such, that have the same one; K may be written into them."""
+    """Return the common fill of constant tensors or slices of them (K may be written into them); None without one."""
     first, *others = (decode(behind(x, (Slice, Select))[-1]) for x in parts)
     if not isinstance(first, Fill) or isinstance(first.value, fx.Node) or any(one != first for one in others):
         return None
@@ -198,7 +198,7 @@ def _fill_of(parts: Sequence[fx.Node]) -> Fill | None:
 
 
 def _needed_for(parts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the parts, and the splits through which members of splits are read."""
+    """Return the parts, and the tuples (results of splits) that some of them are members of."""
     return [*parts, *(n for x in parts for n in x.all_input_nodes if is_tuple(n))]
 
 
@@ -248,7 +248,7 @@ class _Maker(Repeater):
         return self.repeat(joined.pattern, joined.how, joined.dim, length, new)
 
     def _join(self, joined: _Joined) -> fx.Node:
-        """Return the join of the parts: the one that the model itself keeps, if there is one."""
+        """Return the join of the parts: the model's own, moved up if necessary, or a new one."""
         for user in joined.parts[0].users:
             how = decode(user)
             if isinstance(how, Join) and how.parts == joined.parts and how.dim == joined.dim:

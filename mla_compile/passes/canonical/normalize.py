@@ -1,4 +1,4 @@
-"""Removes operators that mean nothing to the analysis.
+"""Removes operators that do not matter to the analysis, and simplifies others.
 
 Before::
 
@@ -8,7 +8,7 @@ Before::
 After: the users of ``y`` and ``z`` read ``x``; the check is gone. The checks held when the graph was traced, and
 Dynamo's own guards cover them. Copies whose value escapes (outputs, inputs written in place) stay.
 
-Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, to which ``k[..., a:b] = x`` is traced
+Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, the trace of ``k[..., a:b] = x``
 
 After: ``new = slice_scatter(k, x, dim, a, b)``, which does not read the overwritten part; or ``x``, if it covers all of
 ``k``
@@ -21,11 +21,11 @@ Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))`` where the
 
 After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, with all axes of ``k``
 
-Before: ``new = select_scatter(k, x, dim, at)`` into a buffer ``k`` of which no other position is written
+Before: ``new = select_scatter(k, x, dim, at)`` into a buffer ``k``, with no write of another position beside it
 
 After: ``new = slice_scatter(k, unsqueeze(x, dim), dim, at, at + 1)``, the form in which rows are written
 
-Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, to which ``k.zero_()`` and ``k[:] = 0`` are traced
+Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, the traces of ``k.zero_()`` and ``k[:] = 0``
 
 After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which do not read the overwritten values
 
@@ -106,9 +106,9 @@ _NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: _LAST, aten.new_empt
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is neither an input nor a view of one.
+    """Whether ``node`` is neither an input, nor a view of one, nor one with some positions written.
 
-    A tensor like a buffer may be written back to clear the buffer.
+    A model may clear a buffer with a tensor like it, so such tensors stay as they are.
     """
     while node.op == "call_function" and (how := decode(node)) is not None:
         if isinstance(how, (Write, WriteOne, WriteRows)):
@@ -143,17 +143,17 @@ def _is_write_of_all(node: fx.Node) -> bool:
 
 
 def _is_write_over_all(node: fx.Node) -> bool:
-    """Whether ``node`` overwrites all of a tensor with an earlier write: ``k[:B]`` where B is its size."""
+    """Whether ``node`` replaces all of a tensor by the result of another write, as ``k[:B] = ...`` if k has B rows."""
     how = decode(node)
     if not isinstance(how, Write) or not isinstance(decode(how.x), (Write, WriteRows)):
         return False
     alike = val(how.x).dtype == val(node).dtype and val(how.x).stride() == val(node).stride()
-    # As many positions are written as there are: all of them, whatever the bounds say of a length that grows.
+    # With equal sizes all positions are written, even if the bounds are symbolic.
     return alike and same_sizes(shape(how.x), shape(node))
 
 
 def _write_of_slice(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """The write of one position of a buffer, as one of a slice; None where heads may be written one by one."""
+    """Return the write of one position of a buffer as a write of a slice; None if it may be one head of several."""
     how = decode(node)
     if (
         not isinstance(how, WriteOne)
@@ -166,7 +166,7 @@ def _write_of_slice(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node 
         return None
     at = args_of(node)[3] if how.index is None else how.index
     number = at.meta["val"] if isinstance(at, fx.Node) else at
-    if not statically_known_true(number >= 0):  # the position before 0 is the last, and no slice ends behind that
+    if not statically_known_true(number >= 0):  # a slice for the last position, -1, would end at 0 and be empty
         return None
     builder = Builder(node, fake_mode)
     end = builder.call(operator.add, at, 1) if isinstance(at, fx.Node) else at + 1
@@ -200,7 +200,7 @@ def _filled_with(node: fx.Node) -> object:
     if packet(node) is aten.zero:
         return 0
     if isinstance(how, Assign) and isinstance(of := decode(how.x), Fill):
-        return 0 if of.value == 0 else None  # no dtype on the way rounds 0
+        return 0 if of.value == 0 else None  # 0 is exact in every dtype in between
     if packet(node) is not aten.fill:
         return None
     value = args_of(node)[1]

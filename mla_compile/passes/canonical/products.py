@@ -29,7 +29,7 @@ _GATES = {aten.addcmul.default: aten.mul.Tensor, aten.addcdiv.default: aten.div.
 
 
 def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Split products of two activations beside a softmax, or beside an ``exp``; return how many."""
+    """Split fused products beside a softmax or ``exp``, and ``addcmul`` and ``addcdiv``; return how many."""
     found = 0
     for node in [n for n in graph.nodes if n.target in _PRODUCTS or n.target in _GATES]:
         added, left, right = args_of(node)[:3]
@@ -49,7 +49,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
             product = build.call(_PRODUCTS[node.target], left, right)
         if alpha != 1:
             product = build.call(aten.mul.Tensor, product, alpha)
-        # This is not a multiplication by zero: the bias may hold NaN, which `beta=0` ignores.
+        # `beta=0` ignores the bias, which may hold NaN; a multiplication by zero would not.
         if beta != 0:
             added = added if beta == 1 else build.call(aten.mul.Tensor, added, beta)
             product = build.call(aten.add.Tensor, added, product)
@@ -60,7 +60,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
 
 
 def is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Whether a product of activations reads ``node`` or what is made of it, as it does keys and values."""
+    """Whether a product of activations reads ``node`` or what is made of it, as an attention reads K and V."""
 
     def multiplies(user: fx.Node) -> bool:
         product = is_contraction(user) and not any(n in weights for n in user.all_input_nodes)

@@ -1,9 +1,9 @@
 """Factors of rows of scores, as fractions of sums of exponentials.
 
 A softmax may be written in parts: a shift in the exponent, a division by a sum, a factor ``sigmoid(lse - sink)`` or
-``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row: a fraction in Z, the sum of
-``exp(x)`` over the row, and in exponentials of other numbers. So the product of the parts is one fraction too. Its
-reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
+``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row: a fraction of
+polynomials in Z, the sum of ``exp(x)`` over the row, and in exponentials of other numbers. So the product of the parts
+is one fraction too. Its reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
 
 Axes are followed as atoms, so the parts may be permuted and reshaped against each other.
 """
@@ -43,7 +43,7 @@ def row_axes(sizes: Sequence[Size], dim: int) -> Axes:
 
 
 def broadcast_axes(given: object, axes: Axes) -> Axes:
-    """Return the axes of what broadcasts to a tensor with ``axes``; a number has none."""
+    """Return the axes of ``given``, which broadcasts to a tensor with ``axes``; a number has none."""
     sizes = shape(given) if is_tensor(given) else []
     return tuple(() if same(n, 1) else a for n, a in zip(sizes, axes[len(axes) - len(sizes) :], strict=True))
 
@@ -65,10 +65,10 @@ class DivisorTerm:
 
 
 class RowFactors:
-    """Reads factors of rows of scores with ``axes`` that lie along ``dim``.
+    """Reads factors of the rows of scores. The scores have ``axes``, and their rows lie along ``dim``.
 
     Attributes:
-        axes: those of the scores.
+        axes: the axes of the scores.
         row: the axis along which the rows lie.
     """
 
@@ -82,18 +82,18 @@ class RowFactors:
         self._x: fx.Node | None = None
 
     def exponent(self, given: fx.Node) -> tuple[fx.Node, sympy.Expr]:
-        """Read the exponent ``given``: scores minus numbers of each row. Return them and the exponential of these."""
+        """Split the exponent ``given`` into scores minus numbers per row; return the scores and ``exp(numbers)``."""
         self._x, shifts = self._unshifted(given, self.axes)
         power = self._power_of_all(shifts)
         assert power is not None, "what broadcasts to the scores has no axes but theirs"
         return self._x, power
 
     def softmax(self) -> sympy.Expr:
-        """By what a softmax multiplies ``exp(x)``."""
+        """Return the factor by which a softmax multiplies ``exp(x)``."""
         return 1 / self._total
 
     def value(self, given: object, axes: Axes) -> sympy.Expr | None:
-        """Return a number of each row, a tensor with ``axes``, as a fraction; None if it is not known to be one."""
+        """Return ``given``, one number per row with ``axes``, as a fraction; None if it is not known to be one."""
         if isinstance(given, (int, float)) and abs(given) < float("inf"):
             return sympy.Rational(given)
         if not is_tensor(given) or not val(given).dtype.is_floating_point:
@@ -118,7 +118,7 @@ class RowFactors:
         return None if a is None or b is None or (kind is aten.div and b == 0) else rule(a, b)
 
     def whole(self, start: sympy.Expr, factors: Iterable[tuple[object, bool, Axes]]) -> sympy.Expr | None:
-        """Return ``start`` times ``factors``, of which some divide; None if one is no number of each row."""
+        """Return ``start``, multiplied or divided by ``factors``; None if one is not known to be a number per row."""
         for factor, divides, axes in factors:
             value = self.value(factor, axes)
             if value is None:
@@ -173,7 +173,7 @@ class RowFactors:
         return {aten.logaddexp: a + b, aten.add: a * b}.get(kind, a / b)
 
     def _sum(self, y: fx.Node, axes: Axes) -> sympy.Expr | None:
-        """Return the sum of ``exp(y)`` along the row, of ``x`` or of ``x`` and numbers that are joined to it."""
+        """Return the sum of ``exp(y)`` along the row, where ``y`` is the scores, or joins other numbers to them."""
         y, shifts = self._unshifted(y, axes)
         if y is self._x:
             found = self._total if axes == self.axes else None
@@ -186,7 +186,7 @@ class RowFactors:
         return None if found is None or shift is None else found / shift
 
     def _unshifted(self, x: fx.Node, axes: Axes) -> tuple[fx.Node, list[RowNumber]]:
-        """Return ``x`` before it was widened and before numbers of each row were subtracted, and these numbers."""
+        """Undo widening casts and subtractions of a number per row; return the operand and these numbers."""
         shifts: list[RowNumber] = []
         while (source := _narrower(x)) or (packet(x) is aten.sub and not x.kwargs and len(args_of(x)) == 2):
             if source is not None:
@@ -207,7 +207,7 @@ class RowFactors:
         return None if None in powers else sympy.Mul(*powers)
 
     def _reduced(self, x: fx.Node, axes: Axes) -> tuple[Any, Axes] | None:
-        """Return what a reduction along one axis, the row, is of, and its axes; None if ``x`` is another reduction."""
+        """Return the operand of ``x``, a reduction along the row only, and the operand's axes; None for others."""
         y, dims = args_of(x)[0], argument(x, 1, "dim")
         if not isinstance(dims, (list, tuple)) or len(dims) != 1 or x.kwargs.get("dtype") is not None:
             return None
@@ -218,7 +218,7 @@ class RowFactors:
 def _moved(x: fx.Node, axes: Axes, *, rounded: bool = True) -> tuple[fx.Node, Axes]:
     """Return ``x`` before it was converted to another float, permuted, reshaped or expanded, and its axes there.
 
-    ``rounded``: also before it was converted to a float that has not all of its numbers.
+    ``rounded``: conversions that may round are undone too.
     """
     while isinstance(how := decode(x), (Copy, Rearrange)):
         if isinstance(how, Copy):
@@ -235,7 +235,7 @@ def _moved(x: fx.Node, axes: Axes, *, rounded: bool = True) -> tuple[fx.Node, Ax
 
 
 def _narrower(x: fx.Node) -> fx.Node | None:
-    """Return ``x`` before it was copied to a dtype that has all of its numbers; None if it is no such copy."""
+    """Return the operand of ``x``, if ``x`` is a copy of it that cannot round; None otherwise."""
     how = decode(x)
     if not isinstance(how, Copy) or not same_sizes(shape(how.x), shape(x)):
         return None

@@ -1,4 +1,4 @@
-"""Terms beside the sum of the exponentials of a row, as one more score of it."""
+"""Writes the terms that are added to the sum of a row's exponentials as one more score of the row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sink_column(
 ) -> fx.Node:
     """Return the logarithm of the sum of ``terms`` as a column beside ``x``, of size 1 along ``dim``.
 
-    ``axes``: those of ``x`` in the atoms of the terms.
+    ``axes``: the axes of ``x`` in the atoms of the terms.
     """
     writer = _ColumnWriter(builder, x, axes, dim, dtype)
     column = reduce(lambda a, b: builder.call(aten.logaddexp.default, a, b), map(writer.logarithm, terms))

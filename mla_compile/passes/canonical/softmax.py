@@ -41,7 +41,7 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
     found = 0
     tracer = ScoreTracer(weights)
     alive = set(graph.nodes)
-    # A factor comes after what it multiplies, so the last node has all factors.
+    # A factor comes after what it multiplies, so only the last node includes all factors.
     for node in reversed(list(graph.nodes)):
         written = _written(node, tracer) if node in alive else None
         if written is None:
@@ -55,10 +55,11 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
 
 @dataclass(frozen=True)
 class _Written:
-    """``exp(x)`` along ``dim``, divided by the sum of itself and ``terms``; the result has the dtype of ``root``.
+    """``exp(x)``, divided by its sum along ``dim`` plus ``terms``; the result has the dtype of ``root``.
 
-    ``axes``: those of ``x``, in the atoms of the terms. ``weights`` are ``root`` after ``views``. ``product``: the
-    value product, of which ``weights`` are an operand, if some factor comes after it and after ``later`` views.
+    ``axes``: the axes of ``x``, in the atoms of the terms. ``views`` lead from ``root`` to ``weights``, the
+    probabilities. ``product``: the product of ``weights`` and values, if a factor comes after it; ``later``: the views
+    between the product and the last factor.
     """
 
     x: fx.Node
@@ -80,9 +81,9 @@ def _written(node: fx.Node, tracer: ScoreTracer) -> _Written | None:
 
 
 def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Written | None:
-    """Match a weighted sum with factors of its weights that come after it."""
+    """Match a product of weights and values, after which factors of the weights are applied."""
     product, labelled = later.of, product_labels(later.of)
-    # A view behind the last factor stays where it is.
+    # A view after the last factor stays where it is.
     if labelled is None or not later.ends_with_a_factor or not _only_read_by(node, product):
         return None
     left, right, out = labelled
@@ -129,7 +130,7 @@ def _is_root(node: fx.Node) -> bool:
 
 
 def _sums(weights: fx.Node, after: Callable[[Axes, Axis], list[Placed] | None] | None = None) -> Iterator[_Written]:
-    """Yield the softmaxes that ``weights`` are, with the factors of a product of them that come ``after``."""
+    """Yield the ways to read ``weights`` as a softmax. ``after``: returns the factors that come after their product."""
     found = factored(weights, _is_root)
     if found is None:
         return
@@ -168,7 +169,7 @@ def _replacement(builder: Builder, node: fx.Node, written: _Written) -> fx.Node:
 
 
 def _softmax(builder: Builder, written: _Written) -> fx.Node:
-    """The softmax of a row, or of the row and one more score that is dropped again, in the dtype of the original."""
+    """Add the softmax of the rows, with one more score for ``terms`` whose column is dropped again."""
     call, dim = builder.call, written.dim
     # A sink may be in float32 beside scores in half precision.
     x = builder.cast(written.x, dtype_of_terms(written.terms, val(written.root).dtype))

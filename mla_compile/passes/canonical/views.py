@@ -8,10 +8,10 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-An operator that already has its spelling keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts
-all positions from the front. The nodes keep their names, metadata and users: values, strides and dtypes do not change,
-and looking up a name still works. The operator that the user called is kept for reports
-(:data:`~mla_compile.passes.ir.graph.SPELLED`).
+An operator that already has its spelling keeps its arguments, even positions that count from the end:
+:func:`~mla_compile.passes.ir.operators.decode` resolves them. The nodes keep their names, metadata and users: values,
+strides and dtypes do not change, and looking up a name still works. The operator that the user called is kept for
+reports (:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
 Later passes read these spellings, which ``decode`` turns into records:
 
@@ -189,7 +189,7 @@ def _number(reader: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argu
     """Add a node before ``reader`` that computes a number for one of its arguments."""
     with reader.graph.inserting_before(reader):
         node = reader.graph.call_function(op, args)
-    # `val` describes another value, and the user did not spell this number.
+    # These keys describe the reader's own value and the operator that the user called.
     node.meta.update({k: v for k, v in reader.meta.items() if k not in ("val", "tensor_meta", SPELLED)})
     node.meta["val"] = value
     return node
@@ -240,7 +240,7 @@ def _narrow(node: fx.Node) -> Spelling | None:
         return None
     x, dim, start, length = (argument(node, k, name) for k, name in enumerate(("self", "dim", "start", "length")))
     if free_unbacked_symbols([val(node), *(n.meta["val"] for n in (start, length) if isinstance(n, fx.Node))]):
-        return None  # torch infers less about a slice with such bounds
+        return None  # torch infers less about a slice with bounds that are read from data
     end: Dim | None
     if isinstance(start, int) and isinstance(length, int):
         end = start + length
@@ -285,7 +285,7 @@ _STACKS = {aten.hstack: 1, aten.column_stack: 1, aten.vstack: 0, aten.row_stack:
 
 
 def _stack_along(node: fx.Node) -> Spelling | None:
-    """Rewrite hstack, vstack, dstack and column_stack of tensors that have the axis; otherwise they add it."""
+    """Rewrite hstack, vstack, dstack and column_stack if all tensors have the axis, which they would add otherwise."""
     parts, dim = argument(node, 0, "tensors"), _STACKS[packet(node)]
     # hstack joins vectors along their only axis, and other tensors along the second axis.
     if packet(node) is aten.hstack and all(len(shape(x)) == 1 for x in parts):

@@ -27,7 +27,7 @@ The choice of a form matters most in a long context, where the ratio of the two 
 """
 
 _REMEMBERED = 4096
-"""Estimates kept by each cache: the layers and calls of a model ask about the same few sizes again and again."""
+"""The number of estimates that each cache keeps; the layers and calls of a model have the same few sizes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DeviceModel:
 DEVICES: Mapping[str, DeviceModel] = MappingProxyType(
     {
         # These are orders of magnitude, not measurements: a mid-size server CPU, and a data-centre GPU in bfloat16 at
-        # about half of its peak. Only ratios matter for the choice of a form. Pass your own Device for another machine.
+        # about half of its peak. Only ratios matter for the choice of a form. Another machine needs its own model.
         "cpu": DeviceModel("cpu", flops_per_s=5e11, bytes_per_s=5e10, launch_s=2e-6),
         "cuda": DeviceModel("cuda", flops_per_s=5e14, bytes_per_s=3e12, launch_s=2e-6),
     }
@@ -97,7 +97,7 @@ def choose(
     all tokens are in the cache. ``chosen``: the number of keys that each query may see, if they are listed.
 
     The time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. First expanded is compared
-    with chained, which takes as many launches. Then each side is folded or not by itself, and there launches count. A
+    with chained, which takes as many launches. Then each side is compared with its folded form, which takes fewer. A
     side is folded only if the caller allows it and the width it needs (Q, D) is known. Raises :class:`OptionError` for
     an unknown ``forms`` or ``fold``.
     """
@@ -143,7 +143,7 @@ def _choose(
     expanded, dense = time_of("expanded"), time_of("chained")
     chained = dense if chosen is None else min(dense, time_of("sparse"))
     sparse = chained < dense or (chosen is not None and S == 1)
-    saved = dense - chained  # folded or not
+    saved = dense - chained  # by sparse attention, also in the folded forms
     estimates = {"expanded": expanded, "chained": chained}
     told = _told(S, T, made, device, chained, expanded, chosen if sparse else None)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):

@@ -48,7 +48,7 @@ DECODE = {S: 1}
 class Stage:
     """A step that has to end before the next begins.
 
-    ``projection``: the letter (Q or D) that a step outside the attention core needs, which folding removes or creates.
+    ``projection``: the width (Q or D) that a step outside the attention core needs; folding replaces such steps.
     ``makes_kv``: the step makes K and V, for the whole buffer even if the attention reads only part of it.
     """
 
@@ -74,7 +74,7 @@ def stages(form: Form) -> tuple[Stage, ...]:
         attend = Stage("attention", B * S * T * H * columns, sympy.Integer(0), B * (S + T) * H * columns)
         return (query, *([expand] if form == "expanded" else []), attend, output)
     absorb = Stage("query into the latent", B * S * H * N * L, H * N * L, B * S * H * (N + L))
-    keys, read = (J, S * J) if form == "sparse" else (T, T)  # keys of a query, rows read by all of them
+    keys, read = (J, S * J) if form == "sparse" else (T, T)  # keys per query, rows read by all queries
     moved = B * read * (L + R) + B * S * H * (2 * L + R)
     attend = Stage("attention", B * S * keys * H * (2 * L + R), sympy.Integer(0), moved)
     leave = Stage("values out of the latent", B * S * H * L * V, H * L * V, B * S * H * (L + V))
@@ -105,7 +105,7 @@ def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
 
 @cache
 def part_gain() -> sympy.Expr:
-    """Return the multiply-adds that absorbing such a part saves per sequence.
+    """Return the multiply-adds that absorbing a part (see :func:`part_stages`) saves per sequence.
 
     With K = H, the savings of two parts (keys and values) add up to those of MLA.
     """
@@ -123,8 +123,8 @@ def written_stages() -> tuple[Stage, ...]:
 def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
     """Return the FLOPs of one call, 2 per multiply-add.
 
-    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces. Only with it can a folded
-    form be compared.
+    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces. Folded forms can only
+    be compared with it.
     """
     return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections=projections)))
 

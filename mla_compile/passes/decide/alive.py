@@ -28,7 +28,7 @@ class Alive:
 
 
 def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
-    """Return the new inputs of the nodes of a site whose inputs the rewrite changes."""
+    """Return the nodes of a site whose inputs the rewrite changes, each with its new inputs."""
     site = plan.site
     keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
     values = [site.v.node] if not plan.vals else _sources(plan.vals)
@@ -77,7 +77,7 @@ def added_to(verdict: Verdict, node: fx.Node, source: fx.Node) -> tuple[fx.Node,
         for paths in ([p.path for p in pieces], [p.before for p in pieces]):
             if any(visit.node is node for path in paths for visit in path):
                 rows += [path[0].node for path in paths if path]
-                # The product is read before it is multiplied by factors, and then beside the other summands.
+                # A reader after the factors and the sum needs the rows of all summands, with their factors.
                 rows += read if any(map(has_factors, read)) else []
     return tuple(dict.fromkeys(rows))
 

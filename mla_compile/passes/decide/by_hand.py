@@ -56,7 +56,7 @@ def _told(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Ver
 
 
 def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
-    """Return the products whose queries a weight makes for each of several heads with the same keys and values.
+    """Return the products whose queries are made by a weight per head, for several heads with the same keys and values.
 
     Other axes that only the queries have (the two of an image, say) are not heads.
     """
@@ -66,7 +66,7 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
 
 
 def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
-    """Return the plan for rows that heads share as they are; the code may write heads like tokens."""
+    """Return the plan for heads that share rows with no weight in between; the code may write heads like tokens."""
     bases = {behind(o.node, (Copy, Rearrange))[-1] for o in (*(p.k for p in site.products), site.v)}
     if len(bases) == 1:  # key and value at once, however it was joined
         maps = maps.with_sources(bases)
@@ -107,7 +107,7 @@ def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
         return True
 
-    # Queries that have heads before that weight, through a norm or from an input, are not a linear map of rows.
+    # Queries with heads before that weight (from an input, or through a norm) are no linear map: search their products.
     def inputs(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if not maps.is_weight(n)]
 

@@ -44,7 +44,7 @@ def bytes_of(site: AttentionSite) -> int:
 
 
 def groups_along_heads(site: AttentionSite, weights: Collection[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
-    """The region of an attention along its heads and the ends of its groups, or the stop that prevents grouping."""
+    """The region of an attention along its heads and the bounds of its groups, or the stop that prevents grouping."""
     stop = Stop(site.node, "unsupported_op", "it has no axis of heads of a known length")
     # The innermost axis that queries, keys and output share: the axes before it are batch axes.
     for dim, axis in reversed(list(enumerate(site.out.axes))):

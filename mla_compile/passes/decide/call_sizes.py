@@ -19,10 +19,10 @@ from mla_compile.passes.sources.records import AbsorbPlan
 class CallSizes:
     """B, S and T as representative numbers (T None: a long context), and what is known of S.
 
-    ``symbolic``: the number of queries may differ from call to call. ``prefill``: it does, and always equals the number
-    of keys, as in a prompt, or K and V are held. ``made``: the number of tokens for which K and V are made, if T of
-    them are then sliced out; 0 if buffers hold K and V besides the rows. ``chosen``: the number of keys in a query's
-    list.
+    ``symbolic``: the number of queries may differ from call to call. ``prefill``: it may, and either
+    it always equals the number of keys (a prompt), or buffers hold K and V. ``made``: the number of tokens for which
+    K and V are made, if T of them are then sliced out; 0 if buffers hold K and V besides the rows. ``chosen``: the
+    number of keys in a query's list.
     """
 
     B: int
@@ -36,7 +36,7 @@ class CallSizes:
 
     @property
     def many(self) -> str:
-        """Why many queries are assumed, where ``prefill`` says so."""
+        """Why many queries are assumed, if ``prefill`` is set."""
         if self.made == 0:
             return "several queries per call, and K and V of all keys are in the buffers beside the rows"
         return "a prompt: as many queries as keys, whatever their number"  # the traced length may suggest absorbing
@@ -60,7 +60,7 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
 
 
 def keys_read(plan: AbsorbPlan) -> tuple[int, int]:
-    """How many keys a query reads at most where windows and lists say so, and how many there are, as traced."""
+    """Return the most keys that windows and lists let a query read, and the number of all keys, both as traced."""
     T, seen = _axis_hint(plan, plan.site.keys), plan.visible
     return min(T, seen.window or T, chosen_keys(plan) or T), T
 

@@ -72,7 +72,7 @@ def _product(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], s
 
 
 def _made(node: fx.Node, T: Size) -> bool:
-    """Whether a product over the keys made ``node``; otherwise it holds rows that are kept."""
+    """Whether a product over the keys made ``node``; otherwise it holds cached rows."""
     return any(_product(n) is not None for n in reachable([node], lambda n: with_keys(n, T)))
 
 

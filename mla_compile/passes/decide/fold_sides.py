@@ -36,7 +36,7 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
 
 
 def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
-    """Return Q, the width of the rows from which ``columns`` of a query tensor are projected; None if they are not."""
+    """Return Q, the width of the rows from which ``columns`` of a query tensor are projected; None if none is known."""
     for segment in maps.map(node).segments:
         stop = segment.stop or columns.stop
         if segment.start <= columns.start and columns.stop <= stop:

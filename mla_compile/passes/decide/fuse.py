@@ -27,7 +27,7 @@ from mla_compile.passes.sources.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.sources.refine import value_features
 
 MOST_QUERIES = 8
-"""The most queries per call for which the operator is used whatever it reads; a prompt has more, and large products."""
+"""The most queries per call for which the operator may pay even if it reads all keys; prompts make large products."""
 FEWER_KEYS = 2
 """How many times fewer keys the operator must read in a prompt, because of windows and lists.
 

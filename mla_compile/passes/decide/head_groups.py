@@ -34,12 +34,12 @@ every head has rows of its own, and there is nothing to share.
 
 
 Unit = Literal["head", "group", "batch entry", "entry"]
-"""A head; several heads on an axis of their own, which share rows; those of one sequence; or it is not known which."""
+"""One head; a group of heads that share rows, on its own axis; all heads of one batch entry; or not known which."""
 
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """The bounds between groups of heads of ``site``, along axis ``dim`` of its output.
+    """Where the groups of heads of ``site`` end, along axis ``dim`` of its output.
 
     ``unit``: what one position along this axis is; see :data:`Unit`.
     """
@@ -89,7 +89,7 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
     ends -= {o.node for o in (*(p.k for p in site.products), site.v)}
     parts = AxisParts(maps.weights, ends, lambda node: _made_of(node, maps))
     lead = [dim for dim, axis in enumerate(site.out.axes) if axis and set(axis) <= set(site.lead)]
-    lead = [dim for dim in lead if isinstance(shape(site.node)[dim], int)]  # an open batch is not cut
+    lead = [dim for dim in lead if isinstance(shape(site.node)[dim], int)]  # a batch of unknown length is not cut
     for dim in lead:
         core = parts.core(site.node, dim, products)
         # If something else reads the scores or probabilities, they must exist for all heads at once.
@@ -98,8 +98,8 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
         runs = parts.runs(site.node, dim)
         if not 1 < len(runs) <= MOST or not any(_expanded(r.made) for r in runs):
             continue
-        # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head. The
-        # heads of a group may have an axis of their own.
+        # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head. Heads
+        # that share rows may lie along another axis than the groups.
         shared = {d for d in lead if any(_expanded(r.made) and r.stop - r.start > 1 for r in parts.runs(site.node, d))}
         if shared:
             role = Proofs(site, maps).role_of(site.out.axes[dim])

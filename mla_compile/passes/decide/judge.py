@@ -2,9 +2,9 @@
 
 For every attention, the analysis chooses the sources of its keys and values (the narrowest rows that weights expand),
 checks the proof obligations of :mod:`mla_compile.passes.proof.plan`, and picks a form by the cost model. If an
-attention cannot be absorbed as a whole, parts of it are tried (:mod:`mla_compile.passes.decide.partial`). At the end
-come expanded keys and values that other readers need anyway: absorbing that side would save nothing, so the site keeps
-it or is given up.
+attention cannot be absorbed as a whole, parts of it are tried (:mod:`mla_compile.passes.decide.partial`). Last come
+sites whose expanded keys or values other readers need anyway. Absorbing that side would save nothing, so the side or
+the whole site stays expanded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 _OF_A_SIDE = {
     Code.NONLINEAR, Code.POSITION_DEPENDENT, Code.TOKEN_MIXING, Code.HEAD_DEPENDENT_LATENT, Code.UNSUPPORTED_WEIGHT,
 }  # fmt: skip
-"""What operators on the way to one side do, which says nothing of the other side."""
+"""Codes for operators on the way to one side; they say nothing about the other side."""
 
 
 def judge(
@@ -89,7 +89,7 @@ class _Judge:
         operands = (*(p.k for p in site.products), site.v)
         cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
         plan = make_plan(site, maps.with_sources({*cuts, *computed}))
-        # Products that are rewritten one by one meet all keys, and the mask between them.
+        # Products that are rewritten one by one read all keys, under a mask instead of a list.
         if isinstance(plan, AbsorbPlan) and not (self.sparse and plan.whole):
             plan = replace(plan, visible=plan.visible.dense)
         if isinstance(plan, Stop) and (mixed := mixing_products(site, plan, maps)):
@@ -153,9 +153,9 @@ class _Judge:
     def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
         """Change the verdict on every site whose K or V would still be expanded for another reader.
 
-        The options, in order: make what the other reader needs by itself; start from the rows that are computed anyway
+        The options, in order: compute only what the other reader needs; start from the rows that are computed anyway
         (the projection that makes the latent may also make the rotary key, from a hidden state that happens to be
-        narrower); absorb only the other side. A site for which none of these works stays as it is.
+        narrower); absorb only the other side. If none of these works, the site is not absorbed.
         """
         # Every change of a verdict changes which nodes are alive, so all sites are checked again. This terminates:
         # `computed` only grows, and `options` holds the few remaining verdicts, each of which is taken once.
@@ -206,7 +206,7 @@ class _Judge:
     ) -> Verdict:
         """Return the next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway.
 
-        ``read`` names the other reader.
+        ``read``: the verdict that names the other reader.
         """
         site = verdict.site
         assert verdict.plan is not None
@@ -224,7 +224,7 @@ class _Judge:
             if self.forms != "expanded":
                 # Absorbing the other side alone is tried first, because this side is expanded in any case.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                # This side was to be absorbed: a symptom of the whole, or an obstacle elsewhere, says nothing about it.
+                # This side could be absorbed, so a symptom of the whole, or an obstacle elsewhere, is no reason for it.
                 rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]
                 about = _made_with(site, which, final.blame) and not _behind(rows, final.blame)
                 why = final if about and final.code not in SYMPTOMS else read
@@ -250,7 +250,7 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
 
 
 def _whole(node: fx.Node) -> list[fx.Node]:
-    """Return ``node`` and the tensors from which it selects rows or around which it puts zeros."""
+    """Return ``node`` and the tensors from which it selects rows or which it pads."""
     found = [node]
     others = (aten.index, aten.index_select, aten.constant_pad_nd)
     while isinstance(how := decode(found[-1]), (Slice, Select)) or packet(found[-1]) in others:
@@ -292,13 +292,13 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
 
 
 def _ways(verdict: Verdict) -> set[fx.Node]:
-    """Return the nodes on the ways from the sources to K and V."""
+    """Return the nodes on the paths from the sources to K and V."""
     assert verdict.plan is not None
     return {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
 
 
 def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: Alive, maps: Maps) -> Stop | None:
-    """What makes rows of the site itself of ``node``, where nothing else reads it; None where something does."""
+    """Return how ``node`` makes other rows of the site itself; None if anything outside the site reads it too."""
     assert verdict.plan is not None
     site = verdict.site
     if _needed_beside(site, site.node.graph.output_node().all_input_nodes, node, alive):
@@ -314,14 +314,14 @@ def _needed_beside(site: AttentionSite, ends: Iterable[fx.Node], node: fx.Node, 
 
 
 def _read_by_its_own_scores(site: AttentionSite, node: fx.Node, alive: Alive) -> bool:
-    """Whether only what lies between the products reads ``node`` besides them, as a factor of the scores does."""
+    """Whether, besides the products, only operators between them read ``node``, such as a factor of the scores."""
     outputs = site.node.graph.output_node().all_input_nodes
     between = site.probs is not None and _needed_beside(site, [site.probs.node], node, alive)
     return between and not _needed_beside(site, outputs, node, alive)
 
 
 def _merely_wide(closer: Verdict, plan: AbsorbPlan, maps: Maps) -> bool:
-    """Whether ``closer`` says that rows are too wide, and what ``plan`` reads of them are images of them."""
+    """Whether ``closer`` says that rows are too wide, and all rows of ``plan`` made from these are their images."""
     wide = closer.blame
     if closer.code is not Code.COST_LATENT_WIDE or wide is None:
         return False
@@ -330,7 +330,7 @@ def _merely_wide(closer: Verdict, plan: AbsorbPlan, maps: Maps) -> bool:
 
 
 def _made_with(site: AttentionSite, side: Side, node: fx.Node | None) -> bool:
-    """Whether ``node`` has a part in one side; True for no node."""
+    """Whether ``side`` is computed from ``node``; True if there is no node."""
     operands = [site.v.node] if side == "values" else [p.k.node for p in site.products]
     return node is None or _behind(operands, node)
 
@@ -340,7 +340,7 @@ def _behind(nodes: Iterable[fx.Node], node: fx.Node | None) -> bool:
 
 
 def _stop_of(side: Side, verdict: Verdict, node: fx.Node) -> Stop:
-    """What a verdict says of one side, whose product ``node`` may be needed for the other side alone."""
+    """Return the stop of a verdict for ``side``; a code that concerns only the other side becomes "unsupported_op"."""
     told = verdict.code in _OF_A_SIDE and not _made_with(verdict.site, side, verdict.blame)
     return Stop(verdict.blame or node, (Code.UNSUPPORTED_OP if told else verdict.code).value, verdict.reason)
 
@@ -355,7 +355,7 @@ def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: Alive, maps
     if (stop := _read_by_its_own_rows(verdict, node, source, alive, maps)) is not None:
         return replace(verdict, code=Code(stop.code), reason=stop.detail, blame=stop.node)
     if (part := tokens_read(node, rows, maps, alive.reads, alive.nodes)) is not None:
-        made = f"the product that makes the {which}"  # of which the other side may be the other half
+        made = f"the product that makes the {which}"  # which may also make the other side
         why = "returned with the strides of all" if strides_show(part) else "read outside the attention"
         reason = f"some tokens of {made} are {why}, and cannot be made alone"
         return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)

@@ -2,8 +2,8 @@
 
 Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` does not involve the keys, and ``q K^T``
 does not involve the values. So V can be absorbed if K is rotated after its up-projection, and K can be absorbed if V is
-not a linear image of any rows. Of K, some columns may be absorbed, namely those from rows that all heads share; the
-other columns keep their own product. Parts that are not absorbed keep their nodes, and the report says why.
+not a linear image of any rows. Some columns of K can be absorbed alone: those made from rows that all heads share.
+The other columns keep their own product. Parts that are not absorbed keep their nodes, and the report says why.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
 
 
 def _of_heads(site: AttentionSite, side: Side, node: fx.Node, maps: Maps) -> Stop:
-    """Return why columns of ``side`` are read of ``node``, where each head has its own; no operator is to blame."""
+    """Return why columns of ``side`` stay that are read from ``node``, in which each head has its own rows."""
     _, wide = choose_sources(pieces_of([maps.map(node)]), of_queries(site, maps))
     if wide is not None:
         return Stop(
@@ -162,7 +162,7 @@ def _of_heads(site: AttentionSite, side: Side, node: fx.Node, maps: Maps) -> Sto
 
 
 def _kept_part(what: str, stop: Stop) -> KeptPart:
-    if what == "values" and stop.code == "per_head_rope":  # which speaks of keys
+    if what == "values" and stop.code == "per_head_rope":  # this code is about keys
         stop = Stop(stop.node, "head_dependent_latent", "some rows differ from head to head")
     return KeptPart(what, Code(stop.code), stop.detail, locate(stop.node))
 

@@ -1,4 +1,4 @@
-"""The same operator over other operands, which differ from its own in the length of one axis."""
+"""Repeat an operator over operands that have another length along one axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Repeater:
     def repeat(self, node: fx.Node, how: Blind, dim: int, length: Dim, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Repeat ``node``, whose step along axis ``dim`` is ``how``, with ``new`` in place of the operands it reads.
 
-        ``length``: that of axis ``dim`` of the result.
+        ``length``: the new length of axis ``dim`` of the result.
         """
         if how.instead is not None:
             (x,) = new.values()
@@ -51,7 +51,7 @@ class Repeater:
         return self._again(node, op, (x, wanted), {})
 
     def _size(self, node: fx.Node, dim: int, x: fx.Node, told: Sequence[Dim] | None) -> Dim:
-        """Return a dimension of ``node`` from its arguments or from its operand ``x``, because the node may go away."""
+        """Return a size of ``node`` from its arguments or its operand ``x``, because ``node`` itself may go away."""
         known = size(val(node).shape[dim])
         if isinstance(known, int):
             return known

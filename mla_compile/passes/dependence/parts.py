@@ -210,7 +210,7 @@ class PartMaker(Repeater):
         return self._made[key]
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """Return the source of a copy. The copy also reads its target, which need not be built."""
+        """Return the source if ``node`` is a copy into a target, which need not be built; else ``node``."""
         while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
         return node
@@ -230,7 +230,7 @@ class PartMaker(Repeater):
                 for p in inside
             ]
             return made[0] if len(made) == 1 else self.builder.call(aten.cat.default, made, dim)
-        # The part ends within a unit of the operand, so it has to be sliced from the result.
+        # The part starts or ends within a unit, so it has to be sliced from the whole result.
         if start % how.unit or stop % how.unit:
             return self._slice(node, dim, start, stop)
         new = {

@@ -57,7 +57,7 @@ class Region:
         return {node for node, _ in self.core}
 
     def bounds(self, most: int) -> tuple[int, ...] | None:
-        """Return cuts of axis ``dim`` into at most ``most`` groups of heads, with both ends; None if impossible.
+        """Return where to cut axis ``dim`` into at most ``most`` groups of heads, with both ends; None if impossible.
 
         No cut separates positions that an operator computes together, such as the queries that share a key head.
         """

@@ -33,7 +33,7 @@ Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]
 
 @dataclass(frozen=True)
 class OperandAxis:
-    """Axis ``dim`` of an operand. Each unit of the result reads ``inner`` positions along this axis."""
+    """Axis ``dim`` of an operand. Each unit (see :class:`Blind`) of the result reads ``inner`` positions along it."""
 
     dim: int
     inner: int = 1
@@ -89,7 +89,7 @@ def per_position(node: fx.Node, dim: int) -> Blind | None:
 
 
 def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
-    """Return the operands that have axis ``dim`` of ``node``, each with its number there, even if tokens are mixed.
+    """Return the operands that have axis ``dim`` of ``node``, each with its axis, even if ``node`` mixes positions.
 
     Unlike :func:`step`, this names no positions, so lengths may be symbolic. Operands that broadcast along the axis are
     left out.
@@ -124,7 +124,7 @@ def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
 
 
 def reduced(node: fx.Node) -> tuple[int, ...]:
-    """Return the axes of its first operand over which a sum, mean or maximum runs."""
+    """Return the axes of the first operand over which ``node``, a sum, mean or maximum, runs."""
     rank, dims = len(shape(args_of(node)[0])), argument(node, 1, "dim")
     dims = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
     return tuple(axis(d, rank) for d in dims)
@@ -209,7 +209,7 @@ def _normalized(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 
 
 def _rearranged(node: fx.Node, how: moves.Rearrange, dim: int, length: int) -> BackwardStep | None:
-    """Handle an axis that is the outer factor of an operand's axis, or has one as its outer factor."""
+    """Handle an axis whose outermost factor is also the outermost factor of an axis of the operand."""
     if how.map is None:
         return None
     outer, *rest = how.map.after[dim]
@@ -240,7 +240,7 @@ def _selected(node: fx.Node, how: moves.Select, dim: int, length: int) -> Backwa
 
 
 def _stacked(node: fx.Node, how: moves.Stack, dim: int, length: int) -> BackwardStep | None:
-    # Along the new axis no operand has positions to name; `parts.py` tells these apart.
+    # No operand has the new axis; `AxisParts.stacked` tells its positions apart.
     return None if how.dim == dim else _reads([(x, dim - (dim > how.dim)) for x in how.parts], length)
 
 

@@ -1,7 +1,7 @@
-"""Calls of flex_attention with a block mask, or of which the log-sum-exp is used, as plain attention.
+"""Writes calls of flex_attention as plain attention, if they have a block mask or their log-sum-exp is used.
 
-The log-sum-exp is followed where it makes a factor of the output, ``sigmoid(lse - sink)`` in whatever words: the call
-and the factor are an attention with a sink. flex_attention with neither is found as it is.
+The log-sum-exp may only be used for a factor of the output, ``sigmoid(lse - sink)`` in any form: the call and the
+factor together are an attention with a sink. Calls with neither are found as they are.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ aten = torch.ops.aten
 def plain_flex(
     call: fx.Node, alive: Collection[fx.Node], fake_mode: FakeTensorMode | None
 ) -> tuple[fx.Node, Plain] | None:
-    """Return the node that ``call`` is read for, and the plain attention that computes it.
+    """Return the output of ``call``, or what is made of it with sinks, and the plain attention that computes it.
 
-    ``alive``: the nodes of which something is read. None if the call is found as it is, or not analysed. Raises
+    ``alive``: the nodes that the graph's outputs need. None if the call is found as it is, or not analysed. Raises
     ``UntoldError`` if it is not a plain attention.
     """
     flex = read_flex(call)
@@ -64,7 +64,7 @@ def _modified(flex: Flex, builder: Builder, scores: fx.Node) -> fx.Node:
 
 
 def _seen(flex: Flex, mask: FlexMask, builder: Builder) -> fx.Node:
-    # What does not depend on the sequence or the head is computed once.
+    # A mask that does not read the batch or head index is computed once along that axis.
     lead = [builder.size(flex.q, d) if read else 1 for d, read in enumerate(mask.indexed)]
     sizes = (*lead, builder.size(flex.q, 2), builder.size(flex.k, 2))
     indices = [builder.call(aten.arange.default, n, device=val(flex.q).device) for n in sizes]
@@ -75,7 +75,7 @@ def _seen(flex: Flex, mask: FlexMask, builder: Builder) -> fx.Node:
 class _Sunk:
     """``result``: the output of a call, times a factor for sinks, perhaps permuted.
 
-    ``axes``: those of the scores in the atoms of ``terms``; the features of the output stand for the keys.
+    ``axes``: the axes of the scores in the atoms of ``terms``; the output's last axis stands for the keys.
     """
 
     result: fx.Node
@@ -94,7 +94,7 @@ def _sunk(call: fx.Node, out: fx.Node, log2_of_sum: fx.Node, alive: Collection[f
     def readers(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.users if n in alive]
 
-    # The last factor comes first: a product of some factors would leave the log-sum-exp in use.
+    # Later nodes come first: a product without the last factor would leave the log-sum-exp in use.
     for node in reversed(list(reachable([out], readers, REACH))):
         steps = factored(node, lambda n: n is out)
         sunk = None if steps is None or not steps.ends_with_a_factor else _read(node, steps, log2_of_sum)

@@ -7,8 +7,8 @@ release with more arguments is therefore read too, as long as the new arguments 
 * FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), also as built for vLLM and for the ``kernels`` package of
   Hugging Face, whose namespaces end in the hash of a build: docstrings of ``flash_attn_func`` and
   ``flash_attn_with_kvcache``. Builds for vLLM, which transformers uses too, take a sink of each head as ``s_aux``.
-* xformers: docstring of ``memory_efficient_attention``. It checks that no diagonal from the first key reaches
-  FlashAttention, not even torch's.
+* xformers: docstring of ``memory_efficient_attention``. xformers itself checks that no diagonal from the first key
+  reaches FlashAttention, not even torch's.
 * torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere the alignment of ``is_causal`` is not documented,
   so it is only read if there are as many queries as keys.
 """
@@ -49,7 +49,7 @@ INERT = frozenset(
 )
 """Arguments that say how something is computed, or which further results are returned: any value will do.
 
-The interleaving of rotations is among them, because operators that rotate are refused for their rotary tables.
+The interleaving of rotations is among them, because a call that rotates is refused for its rotary tables anyway.
 """
 
 
@@ -61,7 +61,7 @@ class Fused:
         heads_first: operands are [..., heads, tokens, width], otherwise [..., tokens, heads, width]. With ``starts_q``
             and ``starts_k`` sequences are packed, [tokens, heads, width].
         diagonal: where ``causal`` and windows are aligned. ``"last"``: the last query is at the last key. ``"same"``:
-            this is only known for as many queries as keys. ``"first"``: the first query is at the first key.
+            known only if there are as many queries as keys. ``"first"``: the first query is at the first key.
         words: meanings of arguments, by their names without trailing underscores.
     """
 
@@ -77,7 +77,7 @@ _KEEPING_CACHE = Fused(words={**_WORDS, "k_new": "appended", "v_new": "appended"
 _OF_TORCH = Fused(heads_first=True, diagonal="same")
 
 OF_TORCH_BY_NAME = Fused(heads_first=True, diagonal="first")
-"""``scaled_dot_product_attention``, for the case of ``is_causal`` with more keys than queries.
+"""``scaled_dot_product_attention`` with ``is_causal`` and unequal numbers of queries and keys.
 
 Its documentation aligns the lower triangular mask with the upper left corner.
 """

@@ -3,10 +3,10 @@
 Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, tokens before heads
 
 After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With modified scores
-or sinks it is two products and a softmax between them, in float32 or wider, as the kernels compute it inside.
+or sinks, two products with a softmax between them, in float32 or wider, as the kernels compute inside.
 
 Of T keys, query s of S sees key t with ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation),
-where T and S belong to its sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
+where T and S count its own sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Plain:
     Attributes:
         q: [B,S,H,D], or [B,H,S,D] if ``heads_first``; without heads [B,S,D]; packed [S,H,D].
         k, v: the same with T tokens and perhaps fewer heads, each of which serves neighbouring heads of ``q``.
-        modify: adds the nodes that change all scores [B,H,S,T] at once; None: they stay.
+        modify: adds the nodes that change all scores [B,H,S,T] at once; None: scores stay as they are.
         left, right: the number of keys before and after the diagonal that are seen; None: all.
         first: the diagonal begins at the first key, instead of ending at the last one.
         starts: the start of each packed sequence among the queries and among the keys [n+1], integers.
         used: the number of keys of each batch entry or packed sequence [n], integers.
         bias: added to the scores; or booleans, True where a key is seen.
-        sinks: one more score for each head of ``q`` [H] or for each query [B|1,H|1,S|1,1], which has no value. It is
-            not scaled, modified or hidden.
+        sinks: one more score, without a value, for each head of ``q`` [H] or for each query [B|1,H|1,S|1,1]. Sinks are
+            not scaled, modified or masked.
         views: nodes that permute or reshape the result, one after the other.
     """
 
@@ -74,7 +74,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class PlainNodes:
-    """The nodes of a plain attention: those that contain the products, and ``out`` in the layout of the operator."""
+    """The nodes of a plain attention: its products or fused call, and ``out`` in the operator's memory layout."""
 
     core: tuple[fx.Node, ...]
     out: fx.Node
@@ -82,7 +82,7 @@ class PlainNodes:
 
 
 def capped(softcap: float, builder: Builder, scores: fx.Node) -> fx.Node:
-    """Add ``softcap * tanh(scores / softcap)``."""
+    """Return the scores as ``softcap * tanh(scores / softcap)``."""
     scores = builder.call(aten.tanh.default, builder.call(aten.div.Tensor, scores, softcap))
     return builder.call(aten.mul.Tensor, scores, softcap)
 
@@ -146,14 +146,14 @@ class _PlainWriter:
         return self.call(aten.masked_fill.Scalar, self.plain.bias, dropped, float("-inf"))
 
     def _seen(self, q: fx.Node, k: fx.Node) -> tuple[fx.Node | None, bool]:
-        """Return a boolean mask of the keys that are seen; or None, and whether the attention is causal."""
+        """Return a boolean mask of the keys that are seen (None: no mask), and whether the attention is causal."""
         plain = self.plain
         if plain.starts is not None:
             return self._seen_packed(q, k, *plain.starts), False
         left, right = plain.left, plain.right
         square = same(shape(q)[-2], shape(k)[-2])
         if plain.used is None:
-            # The last query is at the last key, so no key comes after it.
+            # A single query is at the last key, so no key comes after it.
             if same(shape(q)[-2], 1) and not plain.first:
                 right = None
             if left is None and right is None:
@@ -183,8 +183,8 @@ class _PlainWriter:
         columns = self._counted(q, self.builder.size(k, -2))
         rows = call(aten.unsqueeze.default, rows, 1)
         ends = call(aten.slice.Tensor, starts_q, 0, 1, None)
-        # A query belongs to the sequence whose index is the number of sequences that ended before. Beyond the last
-        # sequence nothing is defined.
+        # A query belongs to the sequence whose index is the number of sequences that ended before it. Results beyond
+        # the last sequence are undefined, so there the index is only kept in bounds.
         own = call(aten.sum.dim_IntList, call(aten.ge.Tensor, rows, ends), [1])
         last = self.builder.size(ends, 0)
         most = call(operator.sub, last, 1) if isinstance(last, fx.Node) else last - 1
@@ -226,7 +226,7 @@ class _PlainWriter:
     def _in_two_products(
         self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, *, causal: bool
     ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
-        """Return the two products with all between them, and the result; k and v may have fewer heads."""
+        """Add two products with a softmax between; return the products and the result. k and v may have fewer heads."""
         call, plain = self.call, self.plain
         dtype = wide(val(q).dtype)
         group = 1
@@ -260,7 +260,7 @@ class _PlainWriter:
 
     def _beside_sinks(self, scores: fx.Node, sinks: fx.Node, group: int) -> fx.Node:
         call, dtype = self.call, val(scores).dtype
-        # A sink of minus infinity takes nothing from other keys, and all of a row that sees no key, which is zero then.
+        # A clamped sink of minus infinity takes nothing from keys, and all of a row without keys, which gives zero.
         column = call(aten.clamp.default, self.builder.cast(sinks, dtype), torch.finfo(dtype).min)
         if len(shape(column)) == 1:
             column = call(aten.view.default, column, [-1, 1, 1])

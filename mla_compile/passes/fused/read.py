@@ -55,7 +55,7 @@ def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> in
 
 
 def _library(call: fx.Node, fake_mode: FakeTensorMode | None) -> tuple[fx.Node, Plain] | None:
-    """Return the result of a library's operator and the plain attention that it is; None if it is not known."""
+    """Return the result of a library's operator and the plain attention that computes it; None for other nodes."""
     known = _known(call)
     if known is None:
         return None
@@ -67,7 +67,7 @@ def _stand_for(result: fx.Node, name: str, plain: Plain, fake_mode: FakeTensorMo
     written = write(result, plain, fake_mode)
     for node in written.core:
         node.meta[SPELLED] = name
-        if plain.first:
+        if plain.first and (plain.left, plain.right) != (None, None):
             node.meta[TOLD] = _seen_from_the_first(plain)
     new = written.builder.call(stand_in, written.out)
     result.replace_all_uses_with(new)
@@ -82,7 +82,7 @@ def _known(node: fx.Node) -> Fused | None:
 
 
 def _is_triangular(node: fx.Node) -> bool:
-    """Whether torch's own attention is causal with unequal numbers of queries and keys."""
+    """Whether ``node`` is torch's own attention, causal, with unequal numbers of queries and keys."""
     if packet(node) is not aten.scaled_dot_product_attention:
         return False
     plain = argument(node, 3, "attn_mask") is None and argument(node, 4, "dropout_p", 0.0) == 0.0
@@ -105,7 +105,7 @@ def _only_result(call: fx.Node) -> fx.Node:
         raise UntoldError("its results are used as a whole")
     others = sorted({args_of(n)[1] for n in read} - {0})
     if others:
-        # The results are followed by the arguments that the operator may write into, as they are afterwards.
+        # After the results come the arguments that the operator may write into, with their new values.
         own = len(_schema(call).returns)
         of = {1: "the log-sum-exp, besides the output,", own: "an argument that it may write into"}
         raise UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")
@@ -147,7 +147,7 @@ def _schema(call: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class _Sight:
-    """The keys before and after the diagonal that a query sees; None: all on that side."""
+    """How many keys a query sees before and after the diagonal; None: all on that side."""
 
     left: int | None
     right: int | None
@@ -206,8 +206,8 @@ def _check_shapes(q: fx.Node, k: fx.Node, v: fx.Node, known: Fused) -> None:
     if val(q).dtype.itemsize < 2 or len({val(x).dtype for x in (q, k, v)}) != 1:
         raise UntoldError("queries, keys and values in dtypes that have scales of their own")
     rank = min(ranks)
-    if rank < 4 and not known.heads_first:
-        return  # packed, where the heads are checked below, or without heads
+    if rank < 4:
+        return  # packed sequences, or no heads
     heads = [shape(x)[1 if known.heads_first else -2] for x in (q, k, v)]
     if not same(heads[0], heads[1]) and not all(isinstance(h, int) for h in heads):
         raise UntoldError("numbers of heads that are not constants")

@@ -4,9 +4,9 @@ A reshape merges and splits axes. To know that the 24 columns of a ``[B, T, 4*6]
 has to follow the factors, not the axes. An axis is therefore a row-major product of *atoms*, as in einops' ``(h d)``; a
 size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be confused.
 
-What an operator that rearranges axes does to positions is an :class:`IndexMap`: the axes before and after, as products
-of the same atoms (einops' ``a (b c) -> c (a r)``). The position along each atom stays what it is, and an atom that
-only the result has repeats values. Analyses carry the axes that they know of one side to the other.
+An :class:`IndexMap` says where a rearranging operator puts each position: the axes before and after it, as products of
+the same atoms (einops' ``a (b c) -> c (a r)``). The position along each atom stays the same, and an atom that only
+the result has repeats values. From the axes of one side, an analysis gets those of the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Atom:
         self.splits: dict[Size, tuple[Atom, Atom]] = {}
 
     def split(self, outer: Size, inner: Size) -> tuple[Atom, Atom]:
-        # Cached, because two tensors that share the atom are split separately and have to share the parts afterwards.
+        # Cached, because tensors that share the atom are split one by one and have to share the parts afterwards.
         if outer not in self.splits:
             self.splits[outer] = (Atom(outer), Atom(inner))
         return self.splits[outer]
@@ -145,20 +145,20 @@ def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
 
 @dataclass(frozen=True)
 class IndexMap:
-    """The axes of a tensor ``before`` an operator and ``after`` it; every atom of ``before`` is once in ``after``."""
+    """The axes ``before`` an operator (the operand's) and ``after`` it; ``after`` has each atom of ``before`` once."""
 
     before: Axes
     after: Axes
 
     def forward(self, axes: Axes) -> tuple[Axes, Split] | None:
-        """Return the result's axes in the atoms of ``axes``, the tensor's, and the atoms of these that are split.
+        """Return the result's axes, if the operand has ``axes``, and the splits of its atoms that this needs.
 
-        Every call makes new atoms for what is repeated. None if a boundary of the result cuts through an atom.
+        Each call makes new atoms for repeated values. None if a boundary of the result cuts through an atom.
         """
         return _carried(self.before, self.after, axes)
 
     def backward(self, axes: Axes) -> Axes | None:
-        """Return the tensor's axes in the atoms of ``axes``, the result's; None if an atom would have to be split."""
+        """Return the operand's axes, if the result has ``axes``; None if an atom would have to be split."""
         carried = _carried(self.after, self.before, axes)
         return None if carried is None or carried[1] else carried[0]
 
@@ -168,16 +168,16 @@ class IndexMap:
         return None if carried is None else IndexMap(tuple(substitute(a, carried[1]) for a in self.before), carried[0])
 
     def kept(self, dim: int) -> int | None:
-        """Return the axis of the result that is axis ``dim`` of the tensor, whole and alone; None if none is."""
+        """Return the axis of the result that consists of exactly axis ``dim`` of the operand; None if none does."""
         return next((k for k, axis in enumerate(self.after) if axis == self.before[dim]), None)
 
     def read_along(self, dim: int) -> list[int]:
-        """Return the axes of the tensor whose position depends on the position along axis ``dim`` of the result."""
+        """Return the axes of the operand whose position depends on the position along axis ``dim`` of the result."""
         return [k for k, own in enumerate(self.before) if set(own) & set(self.after[dim])]
 
 
 def _carried(own: Axes, other: Axes, axes: Axes) -> tuple[Axes, Split] | None:
-    """Return the axes ``other``, where the axes ``own`` are ``axes``, and the atoms of ``axes`` that are split."""
+    """Return the axes ``other`` with the atoms of ``own`` replaced by those of ``axes``, and the splits this needs."""
     found: dict[Atom, Axis] = {}
     split: Split = {}
     spare: Axis = ()
@@ -186,7 +186,7 @@ def _carried(own: Axes, other: Axes, axes: Axes) -> tuple[Axes, Split] | None:
         given = (*spare, *given)
         spare = () if known else given  # an atom of size 1 moves with the next axis
         found |= dict.fromkeys(known, ())
-        if len(factors) == 1 or len(known) == 1:  # moved as a whole, whatever its factors and its width in a segment
+        if len(factors) == 1 or len(known) == 1:  # moves as a whole, even if a segment has another width
             found[(factors or known)[0]] = given
         elif known:
             cuts = common_factors(tuple(factors), given)

@@ -40,8 +40,8 @@ def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
 def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
     """Return the bytes that a rank receives in one call of ``graph``, by the name of the collective.
 
-    The sizes are those of tracing, and no byte moves twice: an all-reduce is a reduce-scatter and an all-gather. In any
-    other collective each rank is assumed to keep one of n parts. ``ours``: count only the collectives that passes
+    The sizes are those of tracing. No byte moves twice: an all-reduce counts as a reduce-scatter and an all-gather. In
+    any other collective each rank is assumed to keep one of n parts. ``ours``: count only the collectives that passes
     added.
     """
     found: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Tensors computed from weights alone, described without adding them to the graph.
+"""Tensors computed only from weights, described without adding them to the graph.
 
 An analysis must not change the graph, yet it needs products and slices of weights ("the rows of W_kc that make head 3's
 keys"). An :class:`Expr` describes such a tensor: an operator over graph nodes, whose fake value is known. A rewrite
@@ -165,7 +165,7 @@ class Expr:
 def evaluated_once(fake_mode: FakeTensorMode | None) -> Iterator[None]:
     """Let equal expressions, such as those for the weights of equal layers, share one fake value within this context.
 
-    The values are dropped at the end: they refer to the mode, and a mode that refers to them would never be freed.
+    The values are dropped at the end: the mode holds them and they refer to it, so neither would be freed.
     """
     if fake_mode is None or _KNOWN in vars(fake_mode):
         yield
@@ -259,7 +259,7 @@ _PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
 def is_foreign(op: object) -> bool:
     """Whether ``op`` belongs to a library or to one machine and may not support the dtype of an exact evaluation.
 
-    Its result on quantized values is taken as their meaning, in the precision that it has.
+    Such an operator runs in its own precision, and its result counts as exact.
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False

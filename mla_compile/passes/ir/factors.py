@@ -44,7 +44,7 @@ def terms_of(f: Factor) -> tuple[tuple[Factor, ...], ...]:
 
 
 def _few(terms: tuple[tuple[Factor, ...], ...]) -> tuple[tuple[Factor, ...], ...]:
-    """Return ``terms``, or none if they are so many that nothing is gained by them."""
+    """Return ``terms``, or none if there are too many to gain anything."""
     return terms if len(terms) <= MOST_TERMS and all(len(term) <= MOST_FACTORS for term in terms) else ()
 
 

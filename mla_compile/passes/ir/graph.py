@@ -158,7 +158,7 @@ class Builder:
         return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
     def filled(self, sizes: Sequence[int | fx.Node], value: object, like: fx.Node) -> fx.Node:
-        """Return a tensor of one value, in the dtype and on the device of ``like``; of any values if it is None."""
+        """Return a tensor of one value, in the dtype and on the device of ``like``; uninitialized if it is None."""
         own = {"dtype": val(like).dtype, "device": val(like).device}
         if value is None:
             return self.call(torch.ops.aten.empty.memory_format, sizes, **own)
@@ -178,7 +178,7 @@ class Builder:
 
 
 def new_input(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
-    """Add an input behind all others, with another name if an input of the user's has this one."""
+    """Add an input after all others, under another name if ``name`` is taken."""
     with graph.inserting_after(next(reversed(graph.find_nodes(op="placeholder")), None)):
         node = graph.placeholder(name)
     node.target, node.meta["val"] = node.name, value  # the graph's code names its arguments by their targets
@@ -217,10 +217,10 @@ def virtual(
     """Return ``op(of, *args)`` as a node outside the graph, for an analysis to reason about: a *virtual source*.
 
     It can be read like any node but is not a user of its inputs, so an unused one leaves no trace; :func:`materialize`
-    adds the used ones. ``decided_by``: the nodes that determine its value, if ``of`` holds copies of their values,
-    which a verification must not draw independently.
+    adds the used ones. ``decided_by``: the nodes that determine its value, for which a verification draws numbers;
+    by default those of ``of``.
     """
-    # It is built by hand, because `graph.call_function` would insert it into the graph.
+    # `graph.call_function` would insert the node into the graph.
     node = fx.Node(of.graph, f"{of.name}_view", "call_function", op, (of, *args), {})
     # A user outside the graph would keep dead code alive.
     for read in node.all_input_nodes:
@@ -247,7 +247,7 @@ _PICKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default}
 def whole_rows(node: fx.Node, *, picked: bool = True) -> fx.Node:
     """Return the tensor that a virtual node slices or pads with zeros; any other ``node`` itself.
 
-    ``picked``: or of which it picks rows.
+    ``picked``: also the tensor of which a virtual node picks rows.
     """
     while is_virtual(node) and (node.target in _SLICES or (picked and node.target in _PICKS)):
         node = args_of(node)[0]

@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def weights_of(builder: Builder, sums: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return each part's weight, and where it sees no key, which gives it the weight 0.
+    """Return the weight of each part, and where a part sees no key; its weight is 0 there.
 
     ``sums`` [P,B,S,H] are the log-sum-exps of the parts, minus infinity where a part sees no key.
     """

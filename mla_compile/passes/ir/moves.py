@@ -1,4 +1,4 @@
-"""What operators that move values without computing any do, as records: which value of which tensor is where.
+"""Records of operators that move values without computing any: which value of which tensor is where.
 
 A rearrangement has an index map. An operator that works along one axis has parts: which positions of the axis come from
 which tensor. Analyses read these two and no operators.
@@ -40,7 +40,7 @@ class Dropout:
 class Rearrange:
     """``x`` with its axes permuted, merged, split or repeated.
 
-    ``index``: makes the map, when it is first read. ``told``: the sizes that the operator is given, if any.
+    ``index``: makes the map when ``map`` is first read. ``told``: the sizes that the operator is given, if any.
     """
 
     x: fx.Node
@@ -130,7 +130,7 @@ class Slice(Along):
 
 @dataclass(frozen=True)
 class Select:
-    """One position of axis ``dim`` of ``x``, which the result lacks. ``index``: None if it is not a known number."""
+    """``x`` at one position of axis ``dim``, which is dropped. ``index``: None if it is not a known number."""
 
     x: fx.Node
     dim: int

@@ -1,8 +1,8 @@
 """The only decoder of operators that move values without computing any: a record says what a node does.
 
 :func:`decode` knows the positions and defaults of each operator's arguments and how negative positions count. All other
-code reads the records. It expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`. Some operators
-have none, such as splits at sizes that are only known at run time; of these it reads as much as is known.
+code reads the records. :func:`decode` expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`. Of
+operators without one, such as splits at sizes that are only known at run time, it reads as much as is known.
 
 Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
 """
@@ -66,13 +66,13 @@ Found = TypeVar("Found")
 
 
 def decode(node: object) -> Reading | None:
-    """Return how ``node`` moves the values that it reads; None if it computes others or its arguments do not tell."""
+    """Return how ``node`` moves the values that it reads; None if it computes values, or the arguments do not tell."""
     rule = _DECODERS.get(packet(node))
     return None if rule is None or not isinstance(node, fx.Node) else rule(node)
 
 
 def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[fx.Node]:
-    """Return ``node`` and the tensors behind it, nearest first, through operators of ``kinds``, which read one each."""
+    """Return ``node`` and the tensors behind it, nearest first, through operators of ``kinds``, each of one operand."""
     found = [node]
     while isinstance(how := decode(found[-1]), kinds):
         found.append(how.x)
@@ -80,7 +80,7 @@ def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[
 
 
 def whole_scatter(node: fx.Node) -> tuple[fx.Node, int, fx.Node, fx.Node] | None:
-    """Return the tensor, axis, positions and source of a scatter that writes all of its source; None if it is none."""
+    """Return the tensor, axis, positions and source of a scatter that writes all of its source; None for others."""
     if node.target is not torch.ops.aten.scatter.src:  # other overloads add to the tensor, or write one number
         return None
     base, dim, index, x = args_of(node)
@@ -90,7 +90,7 @@ def whole_scatter(node: fx.Node) -> tuple[fx.Node, int, fx.Node, fx.Node] | None
 
 
 VARYING = 16
-"""How many operators back a broadcast is looked for."""
+"""How many operators :func:`varying` looks back for a broadcast."""
 
 
 def varying(node: fx.Node, depth: int = VARYING) -> frozenset[int]:

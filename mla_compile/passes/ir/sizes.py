@@ -35,7 +35,7 @@ class _Solved:
         self._read = 0
         self._values: dict[sympy.Symbol, sympy.Expr] = {}
         self._multiples: dict[sympy.Expr, tuple[sympy.Integer, sympy.Expr]] = {}
-        self._canonical: dict[sympy.Expr, sympy.Expr] = {}  # since the last guard
+        self._canonical: dict[sympy.Expr, sympy.Expr] = {}  # a cache, cleared by new guards
 
     def read(self, guards: Sequence[Any]) -> None:
         # Guards are only ever appended, so reading continues behind the last one.
@@ -213,14 +213,14 @@ def _equal(a: sympy.Expr, b: sympy.Expr) -> bool:
         return True
     if isinstance(a, (Mod, PythonMod)) and b == 0:
         return quotient(*a.args) is not None
-    if isinstance(a, FloorDiv):  # b times the divisor, and less than one divisor more
+    if isinstance(a, FloorDiv):  # b * by <= over < (b + 1) * by
         over, by = a.args
         return _covers(by, sympy.S.One) and _covers(over, b * by) and _covers((b + 1) * by, over + 1)
     return False
 
 
 def _covers(most: sympy.Expr, least: sympy.Expr) -> bool:
-    """Whether ``most >= least``. If ``least`` grows with a minimum, any argument of the minimum bounds it."""
+    """Whether ``most >= least``. If ``least`` grows with a minimum, any argument of the minimum is an upper bound."""
     if at_least(most, least):
         return True
     least = sympy.expand(least)

@@ -6,8 +6,8 @@ A stand-in expresses such a node in plain operators (``linear`` with the dequant
 
     y = gemm_4bit(x, packed, ...)      ->      y; plain = stand_in(linear(x, dequantize(packed, ...))), read for y
 
-The original waits without readers. When everything is decided, :func:`settle` restores it where it is still needed: if
-a product is still read, and if an attention was not rewritten.
+The original waits without readers. When everything is decided, :func:`settle` restores the originals that are still
+needed: products that are still read, and attentions that were not rewritten.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WAITS = "mla_compile_waits"
 """Metadata key of a node that has a stand-in: its original name. The node is not dead code."""
 
 DROPPED = "mla_compile_dropped"
-"""Metadata key of a stand-in whose original rounds rows: the target dtype in words."""
+"""Metadata key of a stand-in whose original rounds rows: what they are rounded to, in words."""
 
 CORE = "mla_compile_core"
 """Metadata key of a stand-in for an attention: the names of the nodes that a rewrite of it would replace."""
 
 BARRED = "mla_compile_barred"
-"""Metadata key of a node that may have no stand-in because it rounds rows: the target dtype in words."""
+"""Metadata key of a node that may have no stand-in because it rounds rows: what they are rounded to, in words."""
 
 REFUSED = "mla_compile_refused"
 """Metadata key of a library's attention operator that is not a plain attention: a code and the reason in words."""
@@ -76,7 +76,7 @@ def settle(graph: fx.Graph) -> int:
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase ``node`` and the call that only it reads: torch counts some attentions as random operators."""
+    """Erase ``node`` and its call if nothing else reads it: dead-code removal keeps attentions that may be random."""
     reads = node.all_input_nodes if node.target is operator.getitem else []
     node.graph.erase_node(node)
     for call in reads:

@@ -1,4 +1,4 @@
-"""Walks over a graph: dependences, nodes that weights alone determine, dead code."""
+"""Walks over a graph: dependences, nodes that depend only on weights, dead code."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iter
         return reachable(computed_from(node), computed_from)
     oldest = min((n for n in back_to if not is_virtual(n)), default=None)
 
-    # Nodes before all of them in the graph cannot read them; without this bound, each question would walk the whole
+    # Nodes before all of `back_to` in the graph cannot read them; without this bound, each search would walk the whole
     # model. Virtual nodes have no position in the graph.
     def step(of: fx.Node) -> list[fx.Node]:
         return [n for n in computed_from(of) if is_virtual(n) or (oldest is not None and not n < oldest)]
@@ -101,7 +101,7 @@ def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iter
 
 
 def length_behind(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
-    """Return an axis of ``node`` as an argument, read from the earliest tensor behind it that has that length."""
+    """Return the length of an axis as an argument, read from the earliest tensor behind ``node`` that has it."""
     length, behind = shape(node)[dim], islice(ancestors(node), REACH)
     having = [(n, k) for n in behind if is_tensor(n) for k, other in enumerate(shape(n)) if same(other, length)]
     return builder.size(*min(having, default=(node, dim)))
@@ -136,7 +136,7 @@ def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def leads_to(first: fx.Node, last: fx.Node) -> bool:
     """Whether ``last`` depends on ``first``, even if only on its sizes."""
-    # Nodes before `first` in the graph cannot read it; without this bound, each question would walk the whole model.
+    # Nodes before `first` in the graph cannot read it; without this bound, each search would walk the whole model.
     return first in reachable([last], lambda node: (n for n in node.all_input_nodes if not n < first))
 
 

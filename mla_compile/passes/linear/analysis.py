@@ -32,7 +32,7 @@ class LinearMaps:
 
     ``sources``: nodes that were chosen as sources, so the walk ends there although it could go on. ``per_row``: weights
     may differ along an axis of the source's rows. Otherwise such a weight ends the walk, because a table of rotations
-    would pass for one. ``per_row`` is needed if the attention's output is the source, since W_v differs along the
+    looks the same. ``per_row`` is needed if the attention's output is the source, since W_v differs along the
     heads. ``virtual``: rows that are not nodes of the graph.
     """
 
@@ -51,7 +51,7 @@ class LinearMaps:
         self.sources = frozenset(sources)
         self.per_row = per_row
         self.virtual = virtual
-        # All analyses of the graph share it, because it does not depend on the sources.
+        # independent of the sources, so all analyses of the graph share one
         self._nearby = nearby or Nearby()
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
@@ -73,13 +73,13 @@ class LinearMaps:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             rows |= {g.rows for several in self.virtual.gates.values() for g in several}
             self._whole = self.with_sources(rows, per_row=self.per_row)
-            # Otherwise it would create another analysis at the first slice.
+            # Otherwise the new analysis would create yet another one at its first slice.
             self._whole._whole = self._whole
         return self._whole
 
     @property
     def unbound(self) -> LinearMaps:
-        """The analysis without chosen sources. It is shared until it has to choose a source itself."""
+        """The analysis without chosen sources; made anew once the old one has chosen a source (:class:`RowsJoined`)."""
         if self._unbound is None or self._unbound.sources:
             self._unbound = self.with_sources(())
         return self._unbound

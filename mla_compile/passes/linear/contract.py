@@ -167,7 +167,7 @@ def _aligned_labels(rank: int, weight_rank: int) -> tuple[str, str, str]:
 
 def multiply_weight(maps: Maps, node: fx.Node, x: fx.Node, weight: fx.Node, *, reciprocal: bool) -> LinearMap | Stop:
     expr = maps.leaf(weight)
-    # The weight is a divisor: its reciprocal is computed once, in its dtype.
+    # The reciprocal of a divisor is computed once, in the divisor's dtype.
     if reciprocal:
         expr = expr.call(aten.reciprocal.default)
     labels, weight_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
@@ -248,14 +248,14 @@ def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if offset == 0 or isinstance(result, Stop):
         return result
     bias = args_of(node)[0]
-    # A bias with more axes may differ from token to token, and along segments it would have to be cut with them.
+    # A bias with more axes may differ from token to token, and a bias of a segmented map would have to be cut too.
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
         return unexplained(maps, node)
     return _with_bias(result, maps.leaf(bias), node)
 
 
 def convolution(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Map a convolution of kernel size 1 over [B,C,...], a product with a matrix [out,C]; any other mixes tokens."""
+    """Map a convolution of kernel size 1 over [B,C,...], a product with a matrix [out,C]; larger kernels mix tokens."""
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     rank = len(shape(x))
     if maps.is_weight(x) or not maps.is_weight(weight) or (bias is not None and not maps.is_weight(bias)):

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
-    """Return the segments of ``source`` as a single map, if all of them are images of one source by weights."""
+    """Return ``source`` as a single map, if weights make all its segments of the same rows; None otherwise."""
     if source.axis is None:
         return source
     piece = side_by_side(source.segments, source.axis, node)
@@ -55,8 +55,8 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
 def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
     """Join maps of tensors of size 1 along ``dim``; None if they are not maps of the same rows.
 
-    The elements are heads that were made one by one. Each segment is joined from weights, or repeats rows (a rotary
-    key).
+    The elements are heads that were made one by one. Each segment joins their weights, or repeats their common rows (a
+    rotary key).
     """
     first = elements[0]
     # An element is segmented along the stacked axis, or the elements are segmented along different axes.
@@ -139,7 +139,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     parts: list[Expr] = []
     for f, axis, width in zip(factors, own, widths, strict=True):
         if f is None:
-            # A piece without a bias has a bias of zeros beside pieces that have one.
+            # If other pieces have a bias, a piece without one has a bias of zeros.
             parts.append(known[0].expr.call(aten.new_zeros.default, [width, *sizes], dtype=dtype))
             continue
         expr = aligned(f, (*axis, *rest)).cast(dtype)

@@ -1,6 +1,6 @@
-"""Dependence questions that are asked for every layer.
+"""Dependences between nodes, looked up for every layer.
 
-Residual connections link every layer to the first one, so each node is visited once for all questions. A set of nodes
+Residual connections link every layer to the first one, so each node is visited once for all look-ups. A set of nodes
 is an integer used as a bit set.
 """
 
@@ -23,8 +23,8 @@ class Nearby:
     def __init__(self, asked: Mapping[fx.Node, list[fx.Node]] = MappingProxyType({})) -> None:
         self.asked = asked
         self._bits: dict[fx.Node, int] = {}
-        # For each node, itself and the nodes behind it: all of them, the tensors with no projection in between, and the
-        # tensors with at most one.
+        # For each node, itself and the nodes behind it: all of them (`_all`), tensors with no projection in between
+        # (`_plain`), and tensors with at most one (`_projected`).
         self._all: dict[fx.Node, int] = {}
         self._plain: dict[fx.Node, int] = {}
         self._projected: dict[fx.Node, int] = {}
@@ -45,8 +45,8 @@ class Nearby:
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
         """Return ``nodes`` and everything they depend on, except through keys and values of earlier attentions.
 
-        One layer's latent is behind the queries of the next layer, which may read it again. Hidden states are behind
-        queries.
+        Hidden states are behind queries. Without the exception, an earlier layer's latent, which a later layer may read
+        again, would look like one.
         """
         found = 0
         for node in nodes:
@@ -76,7 +76,7 @@ class Nearby:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A set of nodes; a virtual part of a node belongs to it too."""
+    """A set of nodes, which also contains the virtual parts of its nodes."""
 
     found: int
     bits: dict[fx.Node, int]

@@ -41,10 +41,11 @@ class Visit:
 
 @dataclass(frozen=True)
 class Piece:
-    """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone).
+    """One linear map. ``source`` None: the piece is constant (zeros, or only a bias).
 
-    ``before``: if ``source`` and X are slices, the path from the whole rows to the whole of X. ``added``: if X is a
-    sum, the maps of the other sources, without biases; their axes have the same sizes.
+    ``before``: if ``source`` holds sliced or multiplied rows (:class:`VirtualSources`), the path from the original rows
+    to X before the same operation. ``added``: if X is a sum, the maps of the other sources, without biases; their axes
+    have the same sizes. ``defined``: False for uninitialized memory.
     """
 
     axes: Axes
@@ -190,9 +191,9 @@ class VirtualSources:
     """Rows that an analysis may use besides the nodes of the graph.
 
     ``slices``: slices of linear images of rows, with the same slices of those rows. ``gates``: images of rows that are
-    multiplied by a number per row, with those rows, multiplied. ``shared``: tensors that are constant along an axis.
-    ``grouped``: products whose weight differs along an axis of the rows that is not a token axis, such as groups of
-    heads with a latent each.
+    multiplied by a number per row, with those rows times the same numbers. ``shared``: tensors that are constant along
+    an axis. ``grouped``: products whose weight differs along an axis of the rows that is not a token axis, such as
+    groups of heads with a latent each.
     """
 
     slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
@@ -242,9 +243,9 @@ class Maps(Protocol):
 class Term:
     """One linear piece of K or V, in the site's atoms.
 
-    ``at`` gives the piece's atom for each site atom that it has; the others broadcast. ``features`` are the piece's own
-    atoms along columns ``start`` to ``stop`` of the feature axis; the terms of a sum share the columns. ``product`` is
-    the index of its query-key product (None for a value term).
+    ``at`` gives the piece's atom for each site atom that it has; it broadcasts along the others. ``features`` are the
+    piece's own atoms along columns ``start`` to ``stop`` of the feature axis; the terms of a sum share the columns.
+    ``product`` is the index of its query-key product (None for a value term).
     """
 
     piece: Piece
@@ -262,7 +263,7 @@ class Term:
         if own in self.piece.source_atoms:
             return "token"
         factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
-        # An atom that is in no factor and is not a token has the same values at all positions.
+        # Along an atom that is neither a token nor in a factor, the piece has the same values at all positions.
         return "feature" if any(own in f.atoms for f in factors) else "broadcast"
 
 

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Taken:
-    """Some rows of ``x`` along axis ``dim``, or all rows, ``padded`` with this many zero rows before and behind.
+    """Some rows of ``x`` along axis ``dim``; or all rows, with ``padded`` zero rows before and after them.
 
     ``index``: one position is selected, and the axis is dropped. ``at``: the rows at the positions in this tensor.
     """
@@ -71,17 +71,17 @@ def picked_of(node: fx.Node) -> Taken | None:
         ((dim, at),) = ((k, one) for k, one in enumerate(indices) if one is not None)
     else:
         return None
-    # A mask picks as many rows as it has True values.
+    # A mask is no list of positions: it picks as many rows as it has True values.
     return Taken(x, dim, at=at) if len(shape(at)) == 1 and val(at).dtype in (torch.int64, torch.int32) else None
 
 
 def pick(call: Callable[..., fx.Node], node: fx.Node, rows: fx.Node, dim: int) -> fx.Node:
-    """Return what ``node`` picks, of axis ``dim`` of ``rows``. ``call``: applies an operator to rows."""
+    """Pick from axis ``dim`` of ``rows`` the positions that ``node`` picks. ``call``: applies an operator."""
     picked = picked_of(node)
     assert picked is not None
     if packet(node) is aten.index_select:
         return call(aten.index_select.default, rows, dim, picked.at)
-    # Negative positions count from the end here.
+    # Unlike `index_select`, `index` counts negative positions from the end.
     return call(aten.index.Tensor, rows, [*[None] * dim, picked.at])
 
 
@@ -105,12 +105,12 @@ def zero_widths(node: fx.Node) -> Sequence[Any] | None:
 
 
 def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:
-    """Return the padding argument that pads axis ``dim`` alone."""
+    """Return the padding argument that pads only axis ``dim``."""
     return (*(0,) * 2 * (rank - 1 - dim), *widths)
 
 
 def may_be_taken(piece: Piece, own: Axis, taken: Taken) -> bool:
-    """Whether padding the source with zero rows pads X along ``own``: only without a bias. Slices need no condition."""
+    """Whether slicing or padding the source does the same to X along ``own``; false for pads of rows with a bias."""
     return taken.padded is None or (piece.bias is None and (piece.source is None or not constant_along(piece, own)))
 
 
@@ -123,7 +123,7 @@ def rows_axis(piece: Piece, own: Axis) -> int | None:
 
 
 def position_axis(piece: Piece, own: Axis) -> int | None:
-    """Return the source axis of which ``own``, an axis of X, is the whole or the outer factor.
+    """Return the source axis whose outer factors (or all of them) are ``own``, an axis of X.
 
     None if there is none, or if a weight or bias has only some atoms of ``own``.
     """
@@ -254,7 +254,7 @@ def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
     def multiplied(piece: Piece) -> Piece | Stop:
         own = None if piece.source is None else gated.get(piece.source)
-        # Chosen sources on the path are refused, as for slices.
+        # A chosen source on the path would be skipped, so it is refused, as for slices.
         if own is None or gate_along(piece, how.gate) is None or any(v.node in maps.sources for v in piece.path[1:]):
             return Stop(
                 node, "position_dependent", f"{packet(node).__name__} with a factor that is computed from inputs"
@@ -278,7 +278,7 @@ def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     shared = maps.virtual.shared[node]
     if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):
         return found
-    # The walk ends at this virtual source, and a report needs a reason.
+    # The walk ends at this virtual source, so reports need a reason for it.
     maps.reasons[shared.one] = Stop(shared.one, "unsupported_op", "only a part of the rows is read")
     own = maps.axes_of(shared.one)
     axes = (*own[: shared.dim], fresh_axis(shape(node)[shared.dim]), *own[shared.dim :])

@@ -101,7 +101,7 @@ RULES: dict[object, Rule] = {
     aten.neg: negate,
     **dict.fromkeys((aten.mul, aten.div, aten.multiply, aten.true_divide), multiply),
     **dict.fromkeys((aten.add, aten.sub), add),
-    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # of the rows, if these are known as sources
+    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # or `some_rows`, for a virtual source
     **CONTRACTION_RULES,
 }
 """Rules for operators that compute, by operator."""

@@ -1,7 +1,7 @@
 """Transfer rules for operators that take parts of a tensor or assemble one from parts.
 
-Part of a weight's columns is still a linear map; part of the tokens is not, because the rows are others. A tensor that
-is assembled along its features becomes a list of segments, each with its own source.
+Some columns of an image are still an image of the same rows; some of its tokens are not. A tensor that is
+assembled along its features becomes a list of segments, each with its own source.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ aten = torch.ops.aten
 
 def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap | Stop:
     """Take the positions ``taken`` of axis ``dim``."""
-    # A stride runs across the segments (interleaved rotary columns). In a single map it is just a strided slice of a
-    # weight.
+    # A stride may run across the segments (interleaved rotary columns). In a single map, it only slices the weight.
     if source.axis == dim and taken.step != 1:
         source = one_map(source, node) or source
     if source.axis != dim:
@@ -105,7 +104,7 @@ def sliced(maps: Maps, node: fx.Node, how: Slice) -> LinearMap | Stop:
 
 def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
     x = how.x
-    # The selected position may have been written before: heads are kept in one buffer.
+    # If heads are kept in one buffer, the selected position was written before.
     while how.index is not None and (write := _write(x, how.dim)) is not None:
         if write.index == how.index:
             return unexplained(maps, node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
@@ -116,7 +115,7 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:
     """Return ``node`` as a write to a known position of axis ``dim``; None for other operators."""
-    # With symbolic sizes, full slices stand between the writes.
+    # With symbolic sizes, slices of the whole tensor stand between the writes.
     node = _itself(node)
     write = decode(node)
     if not isinstance(write, WriteOne) or write.index is None or val(write.x).dtype != val(node).dtype:
@@ -125,7 +124,7 @@ def _write(node: fx.Node, dim: int) -> WriteOne | None:
 
 
 def _itself(node: fx.Node) -> fx.Node:
-    """Skip full slices and writes: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
+    """Skip slices and writes of the whole tensor, which tracing with symbolic sizes makes of ``x[:, :]``."""
     while isinstance(how := decode(node), (Slice, Write)):
         if val(how.x).dtype != val(node).dtype or not same_sizes(shape(how.x), shape(node)):
             return node
@@ -179,7 +178,7 @@ def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
     if how.value not in (0, None):
         return unexplained(maps, node)
     axes = tuple(fresh_axis(s) for s in shape(node))
-    # `empty` passes for zeros as long as all of it is overwritten; `defined` tells them apart if it is not.
+    # `empty` counts as zeros that will be overwritten; `defined` marks the parts that are not, which are refused later.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
 
 

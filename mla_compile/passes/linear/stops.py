@@ -76,7 +76,7 @@ def computed_weight(maps: KnowsRows, node: fx.Node) -> bool:
         return False
     size = elements_hint(scaled)
     weight, factor = sorted(operands, key=elements_hint, reverse=True)
-    # A weight that is broadcast to the factor scales rows, or is the column that a row of width 1 is projected by.
+    # If the weight is broadcast instead, it scales rows, or it is the column by which a row of width 1 is projected.
     scales = elements_hint(factor) < elements_hint(weight) == size
     return scales and (maps.is_weight(weight) or computed_weight(maps, weight))
 
@@ -128,7 +128,7 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
         return Stop(node, "unsupported_op", f"{operator_name(node)} by parts of a weight that indices select")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
-    # A rotary embedding by complex numbers, for which "no rule" would be a poor answer.
+    # A rotary embedding in complex numbers gets a better reason than "no rule".
     rotated = name == "view_as_complex" and any(packet(user) is aten.mul for user in node.users)
     if rotated or name in ("view_as_real", "mul", "add", "sub", "div"):
         how = "a complex rotation" if rotated else f"{name} with a factor"

@@ -50,7 +50,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(b):
         return add_weight(maps, node, a, b, factor)
     if maps.is_weight(a):
-        # `weight - rows`, or a sum with alpha, would have to scale the map of the rows instead.
+        # In `weight - rows`, or with alpha, the factor belongs to the rows, whose map would have to be scaled.
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(maps, node)
     left: LinearMap | Stop = maps.map(a)
     right: LinearMap | Stop = maps.map(b)
@@ -122,7 +122,7 @@ def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Nod
             cut = within(one, axis, range(start, stop), node)
             if isinstance(cut, Stop):
                 return cut
-            if len(cut) != 1:  # a column that is broadcast along the columns of the other
+            if len(cut) != 1:  # one map is a column that broadcasts to the columns of the other
                 return Stop(node, "unsupported_op", "a sum of maps with different columns")
             pieces.append(cut[0].piece)
         piece = _sum(pieces[0], pieces[1], factor, node)
@@ -193,7 +193,7 @@ def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
 def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
     """Add two maps of one source: return one map, whose weight is the sum (LoRA).
 
-    Two maps are returned if each was projected to narrower rows on its way; these then become the sources.
+    If both were projected to narrower rows on the way, both are returned, and those rows become the sources.
     """
     if (a.weight is None) != (b.weight is None):
         return Stop(node, "unsupported_op", "a sum of maps of different sources")
@@ -208,7 +208,7 @@ def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
     a, b = aligned
     rename: dict[Atom, Atom] = {}
     for own, other_atom in zip(flatten(a.axes), flatten(b.axes), strict=True):
-        # As in `x + x.mT`, the source is the same but its tokens are not.
+        # One source, but different tokens, as in `x + x.mT`.
         if (own in a.source_atoms or other_atom in b.source_atoms) and own is not other_atom:
             return Stop(node, "token_mixing", "a sum of maps of different rows")
         rename[other_atom] = own

@@ -52,9 +52,9 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
         one = make_plan(_over(site, rows, part, keys, terms), maps.with_sources({part}), by_hand=True)
         if not isinstance(one, AbsorbPlan) or not one.whole or (one.batch, one.heads) != (plan.batch, plan.heads):
             return ()
-        # That a query sees no key of one memory says nothing about the other memory.
+        # A query that sees no key of one memory may see keys of another, so it does not weigh all keys alike.
         found.append(replace(one, visible=one.visible.dense) if one.visible.alike else one)
-    # If two memories may hide all keys by a large number, the difference of their sums is lost beside that number.
+    # If two memories may each hide all keys by a large number, rounding loses how their sums of exponentials compare.
     apart = not any(one.visible.alike for one in found) and sum(_may_sink(one) for one in found) < 2
     return tuple(found) if apart else ()
 
@@ -82,7 +82,7 @@ def together(each: Sequence[AbsorbPlan]) -> Visible:
         lengths=tuple(length for v in seen for length in v.lengths),
         numbers=tuple(n for v in seen for n in v.numbers),
         chosen=lists[0] if lists else None,
-        # An empty memory hides nothing and shows nothing.
+        # A memory without keys shows none, even if no mask hides any.
         always=any(p.visible.always and at_least(axis_size(p.site.keys), 1) for p in each),
         left=tuple(dict.fromkeys(why for v in seen for why in v.left)),
     )
@@ -152,7 +152,7 @@ def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> li
 
 
 def _before_zeros(node: fx.Node, dim: int) -> fx.Node | None:
-    """Return the tensor behind which ``node`` pads zeros along ``dim`` and nowhere else."""
+    """Return the tensor to which ``node`` adds zeros at the end of axis ``dim`` and nowhere else."""
     widths, behind = zero_widths(node) or (), 2 * (len(shape(node)) - 1 - dim) + 1
     others = [w for k, w in enumerate(widths) if k != behind]
     alone = len(widths) > behind and all(isinstance(w, int) and w == 0 for w in others)

@@ -107,7 +107,7 @@ class _Found:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
 
     def joined(self, sources: Sequence[fx.Node]) -> Rows:
-        """Return the rows of ``sources``, one after another."""
+        """Return the rows of ``sources`` as one, with their columns side by side."""
         first, *others = (self.rows[n] for n in sources)
         if not others:
             return first
@@ -166,7 +166,7 @@ def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis,
             heads.append(atom)
         else:
             return Stop(site.node, "per_head_rope", "some rows differ from head to head, but the latent does not")
-    # Some positions along these axes of the scores are selected behind the softmax. Their keys have to come from the
+    # Some positions along these axes of the scores are selected after the softmax. Their keys have to come from the
     # same rows, as the keys of different heads do.
     for atom in (a for p in site.products for a in selected(site, p)):
         if any(t.kind(atom) == "token" for t in terms):
@@ -186,7 +186,7 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None
                 return Stop(node, "token_mixing", "a key or value is not the image of the row of its own token alone")
         known = {*t.piece.source_atoms, *(t.piece.weight.atoms if t.piece.weight else ())}
         # Repeated columns of K add up in q . K. Repeated columns of V would each have to be written to the output.
-        summed = t.product is not None and t.piece.weight is not None  # the weight sums repeated columns into the query
+        summed = t.product is not None and t.piece.weight is not None  # q W^T sums over the repeated columns
         if t.piece.source is not None and not summed and not known.issuperset(t.features):
             return Stop(node, "unsupported_op", "one column of the rows stands for several")
         # A weight that differs from token to token cannot be moved past the sum over tokens.
@@ -224,7 +224,7 @@ def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) ->
 
 
 def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
-    """Return the source's axes in the site's atoms for batch, keys and heads with own rows, else in the piece's."""
+    """Return the source's axes: in the site's atoms for batch, keys and heads with own rows, else in the piece's."""
     site_atom = {term.at[a]: a for a in outer if a in term.at}
     return tuple(tuple(site_atom.get(a, a) for a in axis) for axis in term.piece.source_axes)
 
@@ -241,7 +241,7 @@ def _dims(
     of_latent = {r.node for r in latent.each}
     own = _columns(site, [t for t in keys if t.piece.source is None or t.piece.source in of_latent])
     rotary = 0 if rope is None else rope.size
-    # The widths of all rows that the scores read; R is the total without one latent.
+    # The widths of all rows that the scores read; R is the total minus one latent.
     widths = {r.node: r.size for rows in (latent, rope) if rows is not None for r in rows.each}
     read = {(t.product, t.piece.source): widths[t.piece.source] for t in keys if t.piece.source is not None}
     total = sum(_copies(site, product) * size for (product, _), size in read.items())
@@ -272,7 +272,7 @@ def _copies(site: AttentionSite, product: int | None) -> int:
 def _part_dims(
     site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
 ) -> Dims | Stop:
-    """Return the letters of a part: N counts columns of K that come from rows (all, if K stays), R the others."""
+    """Return the letters of a part: N counts the expanded columns of K (all, if K stays), R the others."""
     widths = [(axis_size(p.features), _copies(site, n)) for n, p in enumerate(site.products)]
     total = sum(size * copies for size, copies in widths if isinstance(size, int))
     value = axis_size(value_features(site))

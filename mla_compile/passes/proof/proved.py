@@ -57,7 +57,7 @@ class Proofs:
     maps: Maps
 
     def shown(self, stop: Stop) -> Stop:
-        """Return ``stop`` if its code is proved; else a reason that is, or one that names the operator."""
+        """Return ``stop`` if its code is proved; otherwise a reason that is proved or only names the operator."""
         node = stop.node
         if stop.code not in _STATED or not is_tensor(node) or node.op != "call_function":
             return stop
@@ -81,9 +81,9 @@ class Proofs:
         return self._axes(self.site.keys)
 
     def role(self, node: fx.Node, dim: int) -> LeadAxis | None:
-        """Return what axis ``dim`` of ``node`` is of the lead, also if it is joined with the one before it.
+        """Return what axis ``dim`` of ``node`` holds of the lead, even if it is later merged into the axis before it.
 
-        None: it is none of the lead.
+        None: it holds nothing of the lead.
         """
         if dim in self._of(node) or dim in self._columns.get(node, ()):
             return None
@@ -97,9 +97,9 @@ class Proofs:
         return "heads" if apart or self._is_weighed(node, dim) else "batch or heads"
 
     def role_of(self, axis: Iterable[Atom]) -> LeadAxis:
-        """Return whether an axis of the lead is one of heads: each has queries, keys or values by a weight of its own.
+        """Return "heads" if a weight that makes queries, keys or values differs along an axis of the lead.
 
-        It is one of the batch if a weight that makes heads is the same for all of it.
+        Return "batch" if weights that make heads do not differ along it, "batch or heads" if neither is shown.
         """
         if any(self._is_weighed(node, dim) for atom in axis for node, dims in self._lead[atom].items() for dim in dims):
             return "heads"
@@ -111,7 +111,7 @@ class Proofs:
         return any(is_contraction(node) and self._is_weighed(node, dim) for node, dim in heads)
 
     def _is_weighed(self, node: fx.Node, dim: int) -> bool:
-        """Whether ``node`` holds rows that a weight makes for each position along the axis."""
+        """Whether a weight that makes ``node`` differs from position to position along axis ``dim``."""
         maps, how = self.maps.unbound, decode(node)
         if maps.is_weight(node):
             return False
@@ -124,7 +124,7 @@ class Proofs:
 
     @cached_property
     def _lead(self) -> dict[Atom, dict[fx.Node, set[int]]]:
-        """The axes of nodes behind queries, keys and values that hold each atom of the lead, as far as it is whole."""
+        """For each atom of the lead, the axes that hold it behind queries, keys and values, up to a join along it."""
         queries = [p.q for p in self.site.products]
         return {atom: self._axes((atom,), queries, whole=True) for atom in self.site.lead}
 
@@ -172,7 +172,7 @@ class Proofs:
         return False
 
     def _rows_lie_along(self, x: fx.Node, dims: Iterable[int]) -> bool:
-        """Whether axes of ``x`` are rows of its source, and not columns."""
+        """Whether one of the axes ``dims`` of ``x`` counts rows of its source, not columns."""
         pieces = [p for p in self.maps.map(x).pieces if p.source is not None]
         return any(a in flatten(p.source_axes[:-1]) for p in pieces for d in dims for a in p.axes[d])
 
@@ -195,7 +195,7 @@ class Proofs:
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
         for dim in self._of(node):
             varies = [n for n, at in along(node, dim).items() if not axis_is_broadcast(n, at, self.maps)]
-            # If a factor is the same for all tokens, only the rows vary.
+            # A factor that is the same for all tokens does not vary, so only the rows are left.
             if min(len(operands), len(varies)) > 1 and any(self._is_positional(node, n) for n in varies):
                 return True
         return False
@@ -228,7 +228,7 @@ def along_all(node: fx.Node, dims: Iterable[int]) -> set[int]:
 
 
 def _reorders(node: fx.Node, dims: Collection[int]) -> bool:
-    """Whether ``node`` joins slices of one tensor in a different order."""
+    """Whether ``node`` joins slices of one tensor in a different order, or repeats one."""
     how = decode(node)
     if not isinstance(how, Join) or how.dim not in dims:
         return False

@@ -1,1 +1,1 @@
-"""Describes quantized products and quantized rows to the passes as the linear maps that they round."""
+"""Describes quantized products and quantized rows as the linear maps that they are up to rounding."""

@@ -39,7 +39,7 @@ def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
 
 
 def foreign_name(call: object) -> str | None:
-    """Return the name of the operator that ``call`` runs, or None for an ATen operator that has a rule.
+    """Return the name of the operator that ``call`` runs; None for ATen operators that are not in ``_ATEN``.
 
     In a functional graph, an operator that mutates its arguments is wrapped by a higher-order operator, which takes it
     as an argument.

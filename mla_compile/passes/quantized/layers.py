@@ -62,7 +62,7 @@ _PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
 
 
 def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
-    """Describe ``F.linear`` with rounded rows and results, and in earlier states with a rounded weight.
+    """Describe ``F.linear`` with rounded rows, and before compression a rounded weight; None if results are rounded.
 
     A hook of the model unpacks a packed layer before its first run, but a trace sees the layer as it was loaded.
     """

@@ -1,8 +1,8 @@
 """Operators of quantization libraries, by their qualified names, so that no library is imported.
 
-There are three tables. :data:`PRODUCTS` lists products whose weight has a format of its own, which the library itself
-dequantizes. :data:`ROWS` lists operators that round rows by scales or compute with rounded rows. ``_CHOICES`` lists
-operators that choose scales; the rules of :data:`ROWS` read it.
+:data:`PRODUCTS` lists products whose weight has a format of its own, and how it is dequantized. :data:`ROWS` and
+:data:`MEMBERS` list operators that round rows by scales or compute with rounded rows. ``_CHOICES`` lists operators that
+choose scales; the rules of :data:`ROWS` read it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mla_compile.passes.quantized.scales import TINY, Scale, block, covers
 aten, ops = torch.ops.aten, torch.ops
 
 
-# Weights are dequantized by the library that made them.
+# Functions that dequantize weights, with the library's own operators where it has them
 
 
 def _bitsandbytes_4bit(
@@ -74,14 +74,14 @@ PRODUCTS = ProductTable(
     {
         "aten::_weight_int8pack_mm": QuantizedLinear("self", _weight_int8),
         # These weights are packed for one kind of machine, and only the kernel can read them. Applied to unit vectors,
-        # each of its sums has a single term.
+        # it returns the weights, because each of its sums has a single term.
         "aten::_weight_int4pack_mm": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_for_cpu": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_with_scales_and_zeros": QuantizedLinear("self", None),
         "aten::_dyn_quant_matmul_4bit": QuantizedLinear("inp", None, rounds=True),
         "bitsandbytes::gemm_4bit": QuantizedLinear("A", _bitsandbytes_4bit),
-        # On a CPU with bfloat16 instructions the weight is repacked. On a GPU the operator takes one row, which a cache
-        # never is.
+        # On a CPU with bfloat16 instructions the weight is repacked, and only the kernel can read it. On a GPU the
+        # operator takes a single row, so it never multiplies the rows of a cache.
         "bitsandbytes::gemv_4bit": QuantizedLinear("A", None),
         "bitsandbytes::int8_mixed_scaled_mm": QuantizedLinear("A", _bitsandbytes_8bit, rounds=True),
         "quanto::qbytes_mm": QuantizedLinear("A", _quanto),
@@ -146,7 +146,7 @@ _DEQUANTIZE = {
 
 
 def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Describe ``x / scale + zero``, rounded, whose scale was chosen for exactly these rows."""
+    """Describe ``x / scale + zero``, rounded, if the scale was chosen for exactly these rows."""
     names, told = _QUANTIZE[schema_name(node)], named_arguments(node)
     x, scale = told[names.x], told[names.scale]
     if not is_tensor(x) or tracker.is_weight(x) or not is_tensor(scale) or is_tensor(told.get("quant_min")):
@@ -161,7 +161,8 @@ def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     low, high = _range(told, told[names.dtype])
     least, most = _range(chosen, chosen[choice.dtype])
-    # The operator must cover the range that the scale was chosen for, with enough steps, for ordinary rows.
+    # The operator must cover the range for which the scale was chosen, the range must have enough steps, and the
+    # scale must fit all ordinary rows.
     if low > least or high < most or most - least < 2 * FINE or not _fits_all(chosen, most):
         return None
     # The zero point must be the one that was chosen with the scale. It is zero for a range around zero.
@@ -179,7 +180,7 @@ def _member(node: Any, index: int) -> bool:
 
 
 def _fits_all(chosen: dict[str, Any], most: float) -> bool:
-    """Whether the rows alone determine a scale, except for guards that ordinary rows do not reach."""
+    """Whether only the rows determine a scale, except for guards that ordinary rows do not reach."""
     least = max((chosen.get("eps") or 0.0) * most, chosen.get("hp_value_lb") or 0.0)
     return least <= TINY and chosen.get("hp_value_ub") is None
 
@@ -221,7 +222,7 @@ def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Describe the first of three results: whole numbers up to 127, scaled by each row's maximum, the second result."""
+    """Describe the first result: rows as whole numbers up to 127, scaled by their maxima, which the second holds."""
     whole, at = args_of(node)
     told = named_arguments(whole)
     x, stats = told["A"], next((n for n in whole.users if args_of(n)[1:] == (1,)), None)

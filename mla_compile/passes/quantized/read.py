@@ -49,7 +49,7 @@ def _known(node: fx.Node) -> QuantizedLinear | None:
 def add_stand_ins(
     graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None, *, exact: bool
 ) -> int:
-    """Add a stand-in for every node that is plain rows up to rounding; return how many.
+    """Add a stand-in for every node that equals plain rows up to rounding; return how many.
 
     ``exact``: a node with rounded rows gets no stand-in but is barred, so that an attention that reads it is refused.
     """
@@ -82,7 +82,7 @@ class _Reader:
             return
         if not (found.settled and val(node).dtype.is_floating_point and val(node).dtype.itemsize > 1):
             self.tracker.known[node] = found
-        # Rows are rounded for a product. Rounded keys, in contrast, are what the model attends to or caches.
+        # Only rows rounded for a product get a stand-in: rounded keys are what the model attends to or caches.
         elif found.projected or self._only_projected(node):
             self._replace(node, found.plain, found.dropped)
 

@@ -55,7 +55,7 @@ class Scaled:
 
     Attributes:
         zero: the offset: a number, or the zero points that were chosen with a scale.
-        summed: after rows plus ``zero`` met a weight: the weight, and its axis over which ``zero`` is summed.
+        summed: if rows plus ``zero`` were multiplied by a weight: the weight, and its axis that was summed over.
         low, high: the bounds of the node's numbers.
         whole: whether the numbers are whole.
         projected: whether the rows were multiplied by a weight after they were rounded.
@@ -82,11 +82,11 @@ class Scaled:
 
     @property
     def settled(self) -> bool:
-        """Whether the node differs from ``plain`` by rounding alone."""
+        """Whether the node differs from ``plain`` only by rounding."""
         return not self.scales and self.zero is None and bool(self.dropped)
 
     def times(self, scale: Scale) -> Scaled | None:
-        """Multiply in another scale; None if the same root already scales blocks of another length."""
+        """Multiply by another scale; None if the same root already scales blocks of another length."""
         for own in self.scales:
             if own.root is scale.root:
                 if not same(own.block, scale.block):
@@ -271,7 +271,7 @@ def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     by = by if packet(node) is aten.add else -by
     moved = replace(x, zero=(x.zero or 0) + by or None, low=x.low + by, high=x.high + by)
-    # An offset beyond the range of the rows would lose them in its own rounding.
+    # With an offset beyond the range of the rows, rounding the sum could lose the rows.
     near = abs((x.zero or 0) + by) <= x.high - x.low + 1
     return moved if near and _holds(val(node).dtype, moved) else None
 

@@ -1,6 +1,6 @@
 """Scales of rows: which power of a tensor a scale is, and whether that tensor holds the largest magnitudes of the rows.
 
-Each number of a scale belongs to one block of the rows; the blocks are equal and follow each other in memory order.
+Each number of a scale belongs to one block of the rows; the blocks are equally long and adjacent in memory.
 Views keep that order, so a scale is identified by its root node and the length of a block.
 """
 

@@ -125,7 +125,7 @@ def _roundings(verdict: Verdict) -> list[str]:
 
 
 def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
-    """Complete the report on an attention over shared rows, some of which a list may name."""
+    """Add the cost of choosing keys to the report on an attention over shared rows, if a list names them."""
     for plan in fusion.each:
         if (listed := chosen_keys(plan)) is not None:
             chooses = choosing(plan)

@@ -12,7 +12,7 @@ After::
     out = einsum(o~, W_v)
 
 because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2). A bias
-on the keys adds the same number to every score of a row, which the softmax cancels; a bias on the values comes back
+on the keys adds the same number to every score of a row, which the softmax cancels. A bias on the values is added
 once, because the probabilities of a row sum to 1.
 
 Where something other than a softmax stands between the products (``open_core``), or only a part of the attention can be
@@ -216,7 +216,7 @@ class Whole(Sides):
         return arrange(self.builder, self.sizes, node, tuple((a,) for a in atoms), target)
 
     def _mask(self) -> fx.Node | None:
-        """Merge all mask terms: boolean if they only fill in minus infinity, otherwise additive in float32."""
+        """Merge all mask terms: boolean if they only fill in minus infinity, else additive in float32 or wider."""
         keep: fx.Node | None = None
         added: fx.Node | None = None
         extra = self._extra_scores()
@@ -237,9 +237,9 @@ class Whole(Sides):
             keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
         if keep is None:
             return self._plus(added, extra)
-        # There is one fill: an attention with several has an open core and is not rewritten here.
+        # There is one fill value: an attention with several has an open core and is not rewritten here.
         (fill,) = {term.fill for term in self.plan.visible.masks if term.kind != "add"}
-        # With a finite fill, a row that is filled throughout weighs all keys alike and does not become zero.
+        # With a finite fill, a row without a visible key weighs all keys alike and does not become zero.
         if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)
         if added is None and extra is None:

@@ -1,4 +1,4 @@
-"""Weights as they are stored: what a product reads if its operator converts the numbers by itself.
+"""Stored weights, which a product reads if its operator converts the numbers itself.
 
 Before::
 
@@ -27,9 +27,9 @@ _EXACT = {torch.int8: (torch.bfloat16, torch.float16, torch.float32), torch.bflo
 
 
 def as_stored(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return the input that holds exactly the numbers of ``weight``, and the views that lead from there.
+    """Return the input that holds exactly the numbers of ``weight``, and the views from the input to ``weight``.
 
-    None if there is none, because a call computes the weight.
+    None if each call computes the weight.
     """
     views = []
     while not _is_input(weight):
@@ -42,7 +42,7 @@ def as_stored(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def replayed(builder: Builder, stored: fx.Node, views: Sequence[fx.Node]) -> fx.Node:
-    """Add the views again, of the stored numbers."""
+    """Apply the views to the stored weight."""
     for view in views:
         op = aten.reshape.default if packet(view) is aten.view else view.target
         assert callable(op)

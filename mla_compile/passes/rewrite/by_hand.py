@@ -1,4 +1,4 @@
-"""Rewrite attention that was absorbed by hand: it becomes the operator, with no weight on either side."""
+"""Rewrite attention that already reads rows shared by all heads: it becomes the operator, without weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Memories(Whole):
         sums = call(aten.stack.default, each)
         weights, _ = weights_of(self.builder, sums)
         terms = []
-        for part, out in enumerate(outs):  # one by one, because stacking would copy outputs, which a prompt makes large
+        for part, out in enumerate(outs):  # stacked outputs would be copies, which are large in a prompt
             weight = call(aten.unsqueeze.default, call(aten.select.int, weights, 0, part), -1)
             terms.append(call(aten.mul.Tensor, self.builder.cast(out, val(weight).dtype), weight))
         total = reduce(partial(call, aten.add.Tensor), terms)

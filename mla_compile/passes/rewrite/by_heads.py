@@ -4,11 +4,11 @@ Before: ``out = merge(attention(heads(linear(x, Wq)), K(linear(c, Wkv)), V(...))
 
 After: ``out[:, :, a:b] = merge(attention(heads(linear(x, Wq[a:b])), K(linear(c, Wkv[a:b])), V(...)))`` for each group
 
-The operators are the same, and so are the numbers. Of each tensor that has heads, only one group's part is in memory at
-a time. This requires the groups to run one after the other, but a compiler may run first whatever does not wait for
-anything, such as the keys of all groups, and in fact does. Therefore a group reads copies of its weights, and of a
-rotary key that it repeats for its heads. Each copy is made when the group before is done (``mla_compile::copy_after``).
-All copies together are as large as the weights, plus one rotary key per group.
+The operators and the numbers are the same. Of each tensor that has heads, only one group's part is in memory at a time.
+The groups must therefore run one after the other. A compiler, however, may first run everything that waits for nothing,
+such as the keys of all groups, and does so. Therefore a group reads copies of its weights, and of a rotary key that it
+repeats for its heads. Each copy is made when the previous group is done (``mla_compile::copy_after``). All copies
+together are as large as the weights, plus one rotary key per group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read columns of a query that was joined from parts from the part that holds them.
+"""Read columns of a joined query directly from the part that holds them.
 
 Before: ``query = cat([nope, rope], -1)`` by the model, and ``slice(query, -1, 0, N)`` by a rewrite. After: ``nope``.
 

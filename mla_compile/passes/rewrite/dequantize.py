@@ -63,10 +63,10 @@ def dequantize_once(
 def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads: Heads | None) -> bool:
     """Whether a step that reads the dequantized weight takes less time than a step that dequantizes it.
 
-    ``heads`` reads a weight at memory bandwidth, also as it is stored if that only takes exact conversions. Loops that
-    a compiler makes of other forms take several times as long per value. Without ``heads`` bytes decide: for few rows
-    a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`), unless a library's
-    operator stands in between. Otherwise the weight is written in float32 and read again.
+    ``heads`` reads a weight at memory bandwidth, and a stored weight too if it only needs exact conversions. A
+    compiler's loops over weights that are stored otherwise take several times as long per value. Without ``heads``,
+    bytes decide: for few rows a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`),
+    unless a library's operator dequantizes them. Otherwise the weight is written in float32 and read again.
     """
     reading = reachable([weight], lambda n: n.users if n is weight or packet(n) is aten._to_copy else ())
     products = [n for n in reading if packet(n) is aten.einsum and OURS in n.meta]

@@ -37,9 +37,9 @@ def few_rows(
     """Replace products by the operator; return how many were replaced.
 
     ``weights``: the nodes computed from weights only. A weight that each call computes is left to the compiler, which
-    may fuse that computation with the product. ``pays``: whether the operator is faster on a device for rows of a
-    dtype, a weight of a dtype and a number of rows, up to ``most`` rows. A symbolic number of rows counts as few if its
-    hint is small. For more rows than pay off, the operator calls torch.
+    may fuse that computation with the product. ``pays``: whether the operator is faster, given the device, the dtypes
+    of rows and weight, and the number of rows, which is at most ``most``. A symbolic number of rows counts as few if
+    its hint is small. If a call has more rows than pay off, the operator calls torch.
     """
     done = 0
     for node in list(graph.nodes):

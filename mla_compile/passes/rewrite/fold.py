@@ -143,7 +143,7 @@ def add_input(
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
-    """Return ``expr`` in terms of the program's inputs, and their names; other nodes that it reads may be removed."""
+    """Return ``expr`` in terms of the program's inputs, which stay when other nodes are removed, and their names."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 

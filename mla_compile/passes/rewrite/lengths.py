@@ -29,7 +29,7 @@ class Lengths:
         self._written: dict[Hashable, fx.Node] = {}
 
     def write(self, plan: AbsorbPlan, builder: Builder, sizes: SizeSources) -> fx.Node | None:
-        """Return the smallest of the plan's lengths for each batch entry, or None if all keys are within."""
+        """Return the smallest of the plan's lengths for each batch entry, or None if the plan has none."""
         if not plan.visible.lengths:
             return None
         key = tuple(_key(length, plan) for length in plan.visible.lengths)

@@ -139,7 +139,7 @@ class _Picked:
         self.S = builder.size(args_of(node)[0], 1)
         T = builder.size(args_of(node)[1], 1)
         whole = builder.cast(argument(node, len(node.args), "indices"), torch.int64)
-        # An entry that names no key is clamped to a valid key, which is hidden later.
+        # An entry that names no key is clamped to a valid position, and hidden later.
         last = builder.call(operator.sub, T, 1) if isinstance(T, fx.Node) else T - 1
         self.at = builder.call(aten.clamp.default, whole, 0, last)
         self.keys = builder.call(aten.unsqueeze.default, self.at, 1)  # [B,1,S,k]

@@ -3,8 +3,8 @@
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
 The linear map of ``k`` names the rows of the weight, so every number is the same dot product as before. Where ``k`` is
-a sum of images of several rows, each of them gets its own product.
-:mod:`mla_compile.passes.sources.readers` has decided which nodes qualify.
+a sum of images of several rows, each image gets its own product. :mod:`mla_compile.passes.sources.readers` has decided
+which nodes qualify.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 
 def narrow(nodes: Iterable[tuple[fx.Node, tuple[fx.Node, ...]]], maps: Maps) -> int:
-    """Compute each node of ``(node, sources)`` from the rows of its sources alone; return how many were replaced."""
+    """Compute each ``node`` from its ``sources``, without the common product; return how many were replaced."""
     done = 0
-    # In reverse graph order, so that a few tokens of another listed node are read from its rows, as the verdict
-    # assumed.
+    # In reverse graph order: as the verdict assumed, a node with a few tokens of another listed node is made from rows,
+    # before that other node is replaced.
     for node, sources in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
-        # Since other sites were rewritten, nothing reads this node.
+        # Rewrites of other sites may have removed its readers.
         if not node.users:
             continue
         if (known := length_of(node, sources)) is not None:

@@ -4,8 +4,7 @@ Before: ``scores = q K^T; out = P V`` with K = W_k c, V = W_v c. After: ``scores
 
 This rewrite is for attentions whose core is not a plain softmax, and for attentions of which only a part can be
 absorbed: one side, or some columns of the keys while the others keep a product of their own. A fused attention is first
-written out. An attention that is absorbed in part is computed in float32, because the form that it replaces rounds less
-often.
+written out. An attention that is absorbed in part is computed in float32, because the original form rounds less often.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Multiply an activation by a weight as precisely as the form that the absorbed form replaces.
+"""Multiply an activation by a weight, so that the absorbed form is as precise as the original.
 
 In half-precision models, the tensors between W_kc and the scores, and between the values' rows and W_v, are kept in
 float32. One more rounding on either side would make the absorbed form up to 1.4 times less accurate than the original,
@@ -46,7 +46,7 @@ class Heads:
     """The operator for products of a few rows with a weight for each head, where this machine has one.
 
     Attributes:
-        reads: whether it multiplies rows on a device and of a dtype by a weight of another dtype.
+        reads: whether it is available, given the device, the dtype of the rows and the dtype of the weight.
         least_bytes: smaller weights are left to the compiler.
         most: the number of rows up to which it is used.
     """
@@ -59,7 +59,7 @@ class Heads:
 def lower_projections(
     graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: Collection[fx.Node], heads: Heads | None = None
 ) -> int:
-    """Turn products of few rows with a converted weight into what reads the weight once; return how many.
+    """Turn products of few rows with a converted weight into operators that read it once; return how many.
 
     Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call. After:
     ``mla_compile::few_rows_of_heads(x, w)`` with x and w as [h,b,s,n] and [h,l,n], where ``heads`` takes the product;
@@ -88,7 +88,7 @@ def reads_stored(node: fx.Node, heads: Heads) -> bool:
 
 
 def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
-    """Whether ``heads`` takes a product if its weight is stored in a dtype."""
+    """Whether ``heads`` takes a product if its weight is stored in dtype ``stored``."""
     equation, (x, weight) = args_of(node)
     if _head_letters(equation) is None or rows_sharing_weight(node) > heads.most:
         return False
@@ -97,7 +97,7 @@ def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
 
 
 def _of_heads(node: fx.Node, heads: Heads, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """Return the same product by the operator; None if it does not take it."""
+    """Return the same product, computed by the operator; None if the operator does not take it."""
     if not reads_stored(node, heads):
         return None
     equation, (x, weight) = args_of(node)
@@ -121,9 +121,9 @@ def _operand_letters(equation: str) -> tuple[list[str], str]:
 
 
 def _head_letters(equation: str) -> tuple[str | None, str, str] | None:
-    """Return the axes of a weight: of the heads, if it has one; of the result alone; and the one that is summed over.
+    """Return the letters of a weight's axes: heads (None without), columns of the result, and the summed axis.
 
-    None if it has other axes, or if axes of the rows are summed over.
+    None if the weight has other axes, or if axes that only the rows have are summed over.
     """
     (lx, lw), lo = _operand_letters(equation)
     roles = [(c in lx, c in lo) for c in lw]

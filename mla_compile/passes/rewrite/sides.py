@@ -129,7 +129,7 @@ class Sides:
         return aligned(self.builder, q, out, atoms)
 
     def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
-        """Return the columns of q that meet this term's columns of K, one axis per atom, and the atoms before them.
+        """Return the columns of q for this term's columns of K, one axis per atom, and the atoms of the other axes.
 
         The dtype is float32 or wider, for the reason given in :mod:`mla_compile.passes.rewrite.project`.
         """
@@ -162,7 +162,7 @@ class Sides:
         return self.joined[rows]
 
     def _beside(self, parts: Sequence[Rows]) -> fx.Node | None:
-        """Return the tensor whose columns, in their order, are the ``parts``; None if they are no slices of one."""
+        """Return the tensor that consists of the column slices ``parts``, in order; None if there is no such tensor."""
         whole, stop = None, 0
         for part in parts:
             how = None if is_virtual(part.node) else decode(part.node)
@@ -184,7 +184,7 @@ class Sides:
 
     @property
     def given(self) -> tuple[fx.Node, ...]:
-        """The rows that a check draws, if these are not the plan's sources: tensors that are read whole."""
+        """The tensors that a check fills with random rows, if these are not just the plan's sources."""
         sources = dict.fromkeys(self.wholes.get(source, source) for source in self.plan.sources)
         return tuple(sources) if self.wholes else ()
 
@@ -222,7 +222,7 @@ class Sides:
         return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
 
     def _out_layout(self) -> list[Atom | None]:
-        """Return the output's atoms in order, with None for the feature axis; a single feature comes last."""
+        """Return the output's atoms in order, with None for the feature axis, or at the end if there is none."""
         layout: list[Atom | None] = []
         for axis in self.site.out.axes:
             layout += [a for a in axis if a in self.outer]

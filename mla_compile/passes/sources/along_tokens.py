@@ -1,9 +1,9 @@
-"""What is done to a buffer of K and to new keys along tokens alone, as a record that can be done to their rows instead.
+"""Operations along tokens on a buffer of K and on new keys, as records that can be applied to their rows instead.
 
 A buffer of full length is written to by operators that move values from token to token (``index_copy``,
-``slice_scatter``), or that multiply tokens by numbers which all heads and columns share and add them (``buffer * (1 -
-one_hot) + k * one_hot``). With ``K = rows W`` and no bias, each of these may be done to rows: ``f(old W, new W) =
-f(old, new) W``.
+``slice_scatter``), or that multiply tokens by numbers that all heads and columns share, and add the products, as in
+``buffer * (1 - one_hot) + k * one_hot``. With ``K = rows W`` and no bias, each of these may be applied to rows: ``f(old
+W, new W) = f(old, new) W``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class Given:
-    """One of the tensors of which all others are made: the buffer, which is number 0, or one that is new."""
+    """One of the tensors that a record starts from: the buffer, which is number 0, or a new tensor."""
 
     number: int
 
@@ -41,7 +41,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of an ``index_put``: those in ``at`` for as many neighbouring axes from ``dim`` on."""
+    """The indices of an ``index_put``: the tensors ``at``, one for each neighbouring axis from ``dim`` on."""
 
     dim: int
     at: tuple[fx.Node, ...]
@@ -51,7 +51,7 @@ class Indices:
 class Shared:
     """A tensor that differs along some axes of K only.
 
-    ``axes``: the axis of K of each of its dimensions; None for one along which all its values are the same.
+    ``axes``: for each of its dimensions, the axis of K; None if all values along the dimension are the same.
     """
 
     node: fx.Node
@@ -62,7 +62,7 @@ class Shared:
 class Mix:
     """``x`` with each token replaced by a sum of tokens, weighted by the rows of ``matrix``.
 
-    ``summed``: the dimension of the matrix that is summed with axis ``dim`` of ``x``, which its other one replaces.
+    ``summed``: the dimension of the matrix that is summed with axis ``dim`` of ``x``; another takes that axis' place.
     """
 
     x: Writing
@@ -73,9 +73,9 @@ class Mix:
 
 @dataclass(frozen=True)
 class Applied:
-    """An operator over tensors that are made, with other arguments as they are; constants are themselves.
+    """An operator over records; its other arguments, such as constants, are kept as they are.
 
-    A list of arguments is a tuple.
+    A list among the arguments is kept as a tuple.
     """
 
     op: Callable[..., object]
@@ -83,7 +83,7 @@ class Applied:
 
     @property
     def parts(self) -> Iterator[object]:
-        """The arguments, and each of those in lists."""
+        """The arguments, with the members of lists in their place."""
         for arg in self.args:
             yield from arg if isinstance(arg, tuple) else (arg,)
 
@@ -92,7 +92,7 @@ Writing: TypeAlias = "Given | Mix | Applied"
 
 
 def axes_of(made: object, *, factors: bool = True) -> Iterator[int]:
-    """Yield the axes along which positions or ``factors`` differ; those that inner steps name come last."""
+    """Yield the axes along which positions or (with ``factors``) factors differ; those of inner steps come last."""
     if isinstance(made, Applied):
         plain = [a for a in made.parts if not isinstance(a, (Mix, Applied))]
         for arg in (*plain, *(a for a in made.parts if isinstance(a, (Mix, Applied)))):
@@ -138,7 +138,7 @@ _MOVES = {
 
 
 def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node]) -> X:
-    """Return ``made`` for a tensor that has axis ``axis(k)`` for ``k``, with nodes ``same(n)`` for ``n``."""
+    """Return ``made`` with each axis ``k`` replaced by ``axis(k)``, and each node ``n`` by ``same(n)``."""
 
     def on(one: object) -> Any:
         match one:
@@ -161,7 +161,7 @@ def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node
 
 
 def with_given(made: X, given: Sequence[Writing]) -> X:
-    """Return ``made`` of tensors that are made as ``given`` says, by their numbers."""
+    """Return ``made`` with each given tensor replaced by the record of its number in ``given``."""
 
     def on(one: object) -> Any:
         match one:
@@ -180,7 +180,7 @@ def with_given(made: X, given: Sequence[Writing]) -> X:
 
 
 def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
-    """Add ``made`` of the tensors ``given`` to a graph."""
+    """Add nodes that compute ``made`` from the tensors ``given``."""
     if isinstance(made, Given):
         return given[made.number]
     if isinstance(made, Mix):
@@ -191,14 +191,14 @@ def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
 
 
 def _made_of(arg: object, builder: Builder, given: Sequence[fx.Node]) -> object:
-    """Return an argument with the nodes of what is made."""
+    """Return an argument with its records replaced by nodes."""
     if isinstance(arg, tuple):
         return [_made_of(one, builder, given) for one in arg]
     return make(arg, builder, given) if isinstance(arg, (Given, Mix, Applied)) else arg
 
 
 def _argument(given: object, builder: Builder, dtype: torch.dtype, rank: int) -> Any:
-    """Return an argument of an operator on tensors of this ``dtype`` and ``rank``."""
+    """Return an argument as an operator on tensors of this ``dtype`` and ``rank`` takes it."""
     match given:
         case list():
             return [_argument(one, builder, dtype, rank) for one in given]
@@ -213,7 +213,7 @@ def _argument(given: object, builder: Builder, dtype: torch.dtype, rank: int) ->
 
 
 def _broadcast(builder: Builder, shared: Shared, rank: int) -> fx.Node:
-    """Return a shared tensor as one that broadcasts with tensors of ``rank`` axes."""
+    """Return a shared tensor in a shape that broadcasts with tensors of ``rank`` axes."""
     node, axes = _reduced(builder, shared), [a for a in shared.axes if a is not None]
     for k in range(min(axes, default=rank), rank):
         if k not in axes:

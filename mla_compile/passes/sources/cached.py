@@ -14,10 +14,10 @@ from mla_compile.passes.ir.walk import REACH, reachable
 
 
 def are_cached(rows: fx.Node) -> bool:
-    """Whether new rows are joined to, or written into, rows from an input, perhaps below a norm of all of them.
+    """Whether new rows are joined to, or written into, rows from an input, perhaps followed by a norm.
 
-    Then the caller keeps the rows, and their expansion is computed anew in every call. Behind a projection the rows are
-    different ones.
+    Then the caller keeps the rows, and their expansion is computed anew in every call. Rows on the other side of
+    a projection do not count.
     """
     return bool(pasts_of(rows))
 
@@ -30,7 +30,7 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
         return () if ends else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    # Rows that stand for K may be written by arithmetic, too; there is no need to look for that where there are none.
+    # Rows that replaced K may also be written by arithmetic. A graph without such rows needs no search for that.
     replaced = any(ROWS in n.meta for n in start.graph.find_nodes(op="placeholder"))
     held = _held_or_written if replaced else _held
     found = (_input(past) for node in reachable([start], same_rows, REACH) for past in held(node))
@@ -43,7 +43,7 @@ def come_from(rows: Iterable[fx.Node], mark: str) -> bool:
 
 
 def _held(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the tensors into whose rows ``node`` puts others."""
+    """Return the tensors that ``node`` joins, or the one that it writes to."""
     match decode(node):
         case Join(parts=parts):
             return parts
@@ -53,7 +53,7 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the same, or rows from an input that ``node`` multiplies or adds others to."""
+    """Return the same, also for a write by arithmetic: rows from an input that ``node`` computes with or rolls."""
     if held := _held(node):
         return [past for n in held for past in _held_or_written(behind(n, Slice)[-1]) or [n]]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -1,7 +1,7 @@
 """Find groups of heads with a latent each, where the group is a separate axis.
 
 In ``k = einsum("btgl,glhn->bghtn", c, W)`` each group has its own rows and weight. If queries, keys and output have
-that axis too, it acts as a batch: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Elsewhere, a weight that
+that axis too, it acts as a batch: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Otherwise, a weight that
 differs along an axis of the rows ends a walk: along the tokens it is a table of positions.
 """
 
@@ -25,7 +25,7 @@ from mla_compile.passes.sources.sources import choose_sources
 aten = torch.ops.aten
 
 _KEEP = (aten.add, aten.sub, aten.mul, aten.div)
-"""Operators with a weight that may differ between groups, as the weight of the product behind them does."""
+"""Operators with a weight that may differ between groups, like the weight of the product behind them."""
 
 
 def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
@@ -43,7 +43,7 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
     """Return the products at which walks end because a weight differs along an axis of the rows."""
     found: dict[fx.Node, None] = {}
     pieces = pieces_of([maps.map(o.node) for o in operands])
-    # Seen from the rows that one weight makes for all groups, the group is a column of that weight and not an axis.
+    # If one weight makes the rows of all groups, a walk past it sees the group as columns of that weight.
     batched = any(_is_batched(v.node, maps) for p in pieces for v in p.path)
     for at in (maps, maps.with_sources(choose_sources(pieces)[0])) if batched else (maps,):
 
@@ -51,7 +51,7 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
             stops = [at.reasons[end] for end in ends]
             found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
-            # A sum with such a product, a factor for each group, or a part of it, ends the walk too.
+            # Sums with such a product, factors for each group, and parts of such tensors end walks too.
             further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in _KEEP)
             return [n for stopped in further for n in at.operands(stopped)]
 

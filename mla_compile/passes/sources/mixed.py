@@ -1,7 +1,7 @@
-"""Products with a weight that mix the rows of tokens: what they make are rows of tokens again.
+"""Products with a weight that mix the rows of tokens: their results are taken as the rows.
 
-In ``attention(q, up(M c), ...)`` with a weight M over tokens (a fixed convolution, say), K is no image of the rows c,
-token by token, but one of the rows ``M c``.
+In ``attention(q, up(M c), ...)`` with a weight M over tokens (a fixed convolution, say), a token of K is no image of
+its row in c, but of its row in ``M c``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
 
 def mixing_products(site: AttentionSite, failed: Stop, maps: Maps) -> set[fx.Node]:
-    """Return the products behind which the tokens of K and V are those of rows; none if ``failed`` is no mixing."""
+    """Return products whose results, taken as rows, make K and V token by token; none if ``failed`` is no mixing."""
     if failed.code != "token_mixing":
         return set()
     operands = (*(p.k for p in site.products), site.v)

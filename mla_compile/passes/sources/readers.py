@@ -46,11 +46,11 @@ def narrower_readers(
     *,
     columns: bool = True,
 ) -> tuple[fx.Node, ...] | None:
-    """Return the narrower nodes through which alone ``expansion``, a product of rows, is still read.
+    """Return the narrower nodes through which all remaining readers read ``expansion``, a product of rows.
 
     ``sources``: those rows, and the rows of the images that are added to it. The nodes include lengths, if the rows
     have them too (:func:`length_of`), and parts of a few tokens (:func:`of_few_rows`). None if a reader needs all of
-    it, or columns that were ``absorbed`` (nodes on their way to the site): then nothing is saved. ``columns``: whether
+    ``expansion``, or ``absorbed`` columns (nodes on their way to the site): then nothing is saved. ``columns``: whether
     some columns of all tokens may still be read. ``reads`` says what a node reads, and ``alive`` which nodes are
     needed, once all sites are rewritten.
     """
@@ -74,7 +74,7 @@ def narrower_readers(
         elif of_few_rows(node, sources, maps):
             found.append(node)
         elif bytes_hint(node) >= whole:
-            # Of keys that are joined from several rows, only lengths may be read, perhaps behind other moves.
+            # If keys are joined from several rows, only their lengths may be read, perhaps after other moves.
             moved = decode(node) is not None
             only_lengths = (length_of(u, sources) is not None or (moved and decode(u) is not None) for u in users(node))
             if not images_of(node, sources, at_sources) and not all(only_lengths):
@@ -132,8 +132,8 @@ def other_reader(
 ) -> fx.Node:
     """Return the first operator that computes with ``expansion``, or with moved, cut, joined or added parts of it.
 
-    What makes K or V of it, the nodes ``absorbed``, is passed. If there is none, return the output of the graph, else
-    a reader of a length. The arguments are those of :func:`narrower_readers`.
+    The search goes on through ``absorbed`` nodes, which make K or V. If there is no such operator, return the output of
+    the graph, else a reader of a length. The arguments are those of :func:`narrower_readers`.
     """
     at_sources = maps.with_sources(sources)
 
@@ -151,7 +151,7 @@ def other_reader(
 
 
 def _carries(node: fx.Node, expansion: fx.Node, sources: Sequence[fx.Node], maps: Maps) -> bool:
-    """Whether ``node`` has numbers of ``expansion`` where they are needed to make it, or adds the other images."""
+    """Whether ``node`` only moves numbers of ``expansion``, or adds images of ``sources`` to them."""
     if node is expansion or decode(node) is not None:
         return True
     added = packet(node) in (aten.add, aten.sub)
@@ -168,13 +168,13 @@ def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] 
 
 
 def images_of(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps whose sum is ``node``, each of other rows among ``sources``; none if ``node`` is no such sum."""
+    """Return the maps whose sum is ``node``, each over different rows among ``sources``; none otherwise."""
     found = _summands(maps.map(node))
     return found if all(p.source in sources for p in found) else ()
 
 
 def _summands(lmap: LinearMap) -> tuple[Piece, ...]:
-    """Return the summands of a map in one piece, each of other rows and at least one projected; otherwise none."""
+    """Return the summands of a map in one piece, over different rows and at least one projected; otherwise none."""
     found = () if lmap.axis is not None else lmap.pieces
     apart = len({p.source for p in found}) == len(found)
     return found if apart and any(p.projected for p in found) else ()
@@ -193,7 +193,7 @@ def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tupl
 
 
 def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
-    """Whether ``rows`` is at most half of one of ``sources``, however long the context is; perhaps with factors."""
+    """Whether ``rows``, perhaps with factors, is at most half of one of ``sources``, however long the context is."""
     source = args_of(rows)[0] if is_virtual(rows) else rows
     if without_factors(source) not in map(without_factors, sources):
         return False
@@ -203,12 +203,12 @@ def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
 
 
 def without_factors(rows: fx.Node) -> fx.Node:
-    """Return what virtual ``rows`` are multiplied from; other rows themselves."""
+    """Return the rows that virtual ``rows`` multiply by factors; any other ``rows`` themselves."""
     return args_of(rows)[0] if has_factors(rows) else rows
 
 
 def has_factors(rows: fx.Node) -> bool:
-    """Whether these are virtual rows with a factor for each."""
+    """Whether ``rows`` are virtual, with a factor for each row."""
     return is_virtual(rows) and packet(rows) in (aten.mul, aten.div)
 
 

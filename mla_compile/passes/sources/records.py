@@ -172,7 +172,7 @@ class Verdict:
     is the verdict that applies if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be
     made alone because the rest of their projection is no longer read. ``fusion``: the fusion of a site over shared
     rows. ``fix``: what the user could change, if it differs from the code's advice. ``held``: whether the cache held K
-    and V of each head as it was given; ``beside``: whether it still does, beside rows.
+    and V of each head before the rewrite; ``beside``: whether it still does, beside rows.
     """
 
     site: AttentionSite
@@ -233,7 +233,7 @@ def axis_is_broadcast(node: fx.Node, dim: int, maps: Maps) -> bool:
 def ends_of(operands: Iterable[Operand], lead: Axis, maps: Maps) -> list[fx.Node]:
     """Return where the walks back from ``operands`` ended.
 
-    What is the same along an axis of the lead comes last: rows that all heads share are no obstacle by themselves.
+    Sources that are constant along a lead axis come last: rows that all heads share are no obstacle by themselves.
     """
     found = [(_shares(o, p, lead), p.source) for o in operands for p in maps.map(o.node).pieces if p.source is not None]
     return list(dict.fromkeys(source for _, source in sorted(found, key=lambda end: end[0])))

@@ -54,7 +54,7 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
     if len(at) != 1 and features:
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
     feature_axis = at[0] if at else None
-    # Parts joined along another axis have different maps there, so no one map makes all rows. Heads get a separate
+    # Parts joined along another axis have different maps there, so no single map makes all rows. Heads get a separate
     # code, because they can still be split into groups.
     if lmap.axis is not None and lmap.axis != feature_axis:
         made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]

@@ -33,7 +33,7 @@ def shortcut(node: fx.Node) -> fx.Node | None:
 
 
 def is_hidden_state(rows: fx.Node) -> bool:
-    """Whether ``rows`` come from a residual connection or a convolution, perhaps through a norm, unprojected."""
+    """Whether ``rows`` come from a residual connection or a convolution, perhaps through a norm but no projection."""
     rows = whole_rows(rows)
     count = elements_hint(rows)
 

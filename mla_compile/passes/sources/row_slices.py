@@ -47,7 +47,7 @@ _Row = TypeVar("_Row", RowSlice, RowGate)
 
 @dataclass(frozen=True)
 class Sliced:
-    """A slice of K or V, or of a tensor behind them; ``rows``: the rows of which it is an image, and the sliced axis.
+    """A slice of K or V, or of a tensor behind them; ``rows``: the rows behind it, each with its sliced axis.
 
     A pad with zeros counts as a slice: it takes more rows than there are.
     """
@@ -70,7 +70,7 @@ def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
 
 
 def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
-    """Do the same for tensors that need not be K and V; the tensors of each group are analysed together."""
+    """Do the same for groups of tensors that need not be K and V; each group is analysed together."""
     known: dict[tuple[object, ...], fx.Node] = {}
     while True:  # a slice of a slice is found once the first slice is known
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
@@ -86,7 +86,7 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
 
 
 def _not_made_by(gated: Collection[fx.Node], known: Mapping[fx.Node, Sequence[_Row]]) -> dict[fx.Node, Sequence[_Row]]:
-    """Return the entries of ``known`` whose rows no product in ``gated`` makes: there are narrower rows behind it."""
+    """Return ``known`` without entries whose rows a product in ``gated`` makes: narrower rows lie behind it."""
     return {node: rows for node, rows in known.items() if not any(_made_by(gated, r.rows) for r in rows)}
 
 
@@ -97,13 +97,13 @@ def _made_by(gated: Collection[fx.Node], node: fx.Node) -> bool:
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:
     """Return where the walks from ``operands`` end although rows could be sliced or multiplied instead."""
     slices = _ends(operands, maps)
-    if maps.virtual.grouped:  # seen from the rows of one weight for all groups, the group is a column
+    if maps.virtual.grouped:  # a walk past one weight for all groups sees the group as columns
         cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
         slices |= _ends(operands, maps.with_sources(cuts))
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    # Rows that were chosen for K and V together may be no narrower than one of them alone.
+    # Rows that were chosen for K and V together may be no narrower than one of them, so then any width will do.
     taken_from = pieces_of([maps.map(taken.x) for taken in slices.values()])
     cuts, _ = choose_sources([*taken_from, *others], any_width=bool(maps.sources))
     at_cuts = maps.with_sources(cuts)
@@ -122,7 +122,7 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedR
 def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
     """Return the slices and products with factors at which walks end, and those behind other ends.
 
-    Columns that are split off from a slice of K belong to their own row tensor as long as the slice counts as a source.
+    While a slice of K counts as a source, columns that are split off from it end walks, and the slice lies behind them.
     """
     found: dict[fx.Node, Taken | Gated] = {}
     seen: set[fx.Node] = set()
@@ -148,9 +148,9 @@ def _taken(node: fx.Node) -> Taken | None:
 
 
 def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
-    """Return the rows of which a slice of ``whole`` is an image, and their sliced axis; None if there are none."""
+    """Return the rows to slice instead of the tensor with the map ``whole``, and their axis; None if there are none."""
     dim = taken.dim
-    # If parts are joined along the sliced axis, the slice's part may only be known at run time.
+    # If parts are joined along the sliced axis, which of them is read may only be known at run time.
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
@@ -193,7 +193,7 @@ def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | Non
     made = {v.node for p in whole.pieces for v in p.path if v.contractions == p.path[-1].contractions}
     if gated.gate in made or depends_on(gated.gate, made):
         return None
-    # Rows that are computed from the factor are digits of a quantization scale, which other code handles.
+    # Rows that are computed from the factor are quantized, with the factor as scale; other code handles them.
     if any(p.source is not None and depends_on(p.source, [gated.gate]) for p in whole.pieces):
         return None
     found: dict[fx.Node, tuple[int | None, ...]] = {}

@@ -1,7 +1,7 @@
 """Parts of a buffer that are selected and written one by one, such as ``kv[0]``, ``k[layer]`` and ``kv[layer, 0]``.
 
 A write into a part makes a new buffer, ``select_scatter(k, index_copy(select(k, layer), ...), layer)``, of which other
-parts are selected next. Read through such writes, each part is one of the buffer as it came in, or what was written.
+parts are selected next. Seen through such writes, each part is a part of the first buffer, or what was written to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mla_compile.passes.ir.operators import decode
 
 @dataclass(frozen=True)
 class Selected:
-    """The part of ``node`` that has these positions ``at`` some of its axes; all of it if there are none."""
+    """The part of ``node`` at the positions ``at``, pairs of axis and index; all of ``node`` without any."""
 
     node: fx.Node
     at: tuple[tuple[int, int], ...] = ()
@@ -26,9 +26,9 @@ class Selected:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a tensor, which were all written one by one along ``axes``, in the order of their positions.
+    """The parts of a tensor along ``axes``, all written one by one, in the order of their positions.
 
-    ``chain``: the tensors in which some parts were written already.
+    ``chain``: the results of these writes.
     """
 
     axes: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ NO_PARTS = Parts()
 def place_of(node: fx.Node, at: tuple[tuple[int, int], ...] = (), *, shown: bool = False) -> Selected:
     """Return where a part of ``node`` comes from, through selections and writes of other parts.
 
-    ``shown``: and through slices and permutations, so that it may be less than the part or lie in another layout.
+    ``shown``: also through slices and permutations, so ``node`` may show less than that part, or in another layout.
     """
     fixed = dict(at)
     while True:
@@ -68,7 +68,7 @@ def place_of(node: fx.Node, at: tuple[tuple[int, int], ...] = (), *, shown: bool
 
 
 def parts_of(node: fx.Node) -> Parts:
-    """Return the parts of ``node`` that were written one by one; it is its only part if it has others."""
+    """Return the parts of ``node`` if all were written one by one; otherwise ``node`` as the only part."""
     whole, how = Parts(nodes=(node,)), decode(node)
     if not isinstance(how, WriteOne) or how.index is None:
         return whole

@@ -84,7 +84,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Equ
 
 
 def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
-    """Return the tensor that the copies along ``dim`` come from: groups of heads share what all heads share."""
+    """Return the tensor that the copies along ``dim`` come from, through joined groups of heads."""
     while isinstance(how := step(node, dim), Joined):
         node, dim = how.parts[0].node, how.parts[0].dim
     return node, dim
@@ -112,7 +112,7 @@ class _EqualAxes:
         return self._along[key]
 
     def made_of(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...]:
-        """Return the copied tensors and other inputs of the copies, which together determine all copies."""
+        """Return what determines all copies: the copied tensors, and other inputs of the operators on the copies."""
         found: dict[fx.Node, None] = {}
         queue = [(node, dim)]
         for one, at in queue:

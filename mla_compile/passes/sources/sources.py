@@ -62,8 +62,8 @@ def choose_sources(
     chosen: set[fx.Node] = set()
     for node, using in proper.items():
         cuts = [c for c in (cut(p, proper=False) for p in using) if c is not None]
-        # K and V may be two tensors made from the same rows, so the rows are compared with both together. Rows in a
-        # cache exist anyway, however few heads K and V have.
+        # K and V may be two tensors made from the same rows, so the rows' bytes are compared with the sum of both.
+        # Cached rows are chosen in any case.
         if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()) or are_cached(node):
             chosen.add(node)
         else:

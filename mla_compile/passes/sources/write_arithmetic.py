@@ -1,4 +1,4 @@
-"""Writes by arithmetic: the operators that are linear in tensors of all heads and columns, and what they read."""
+"""Writes by arithmetic, as ``buffer * (1 - m) + new * m``: operators linear in the buffer and the new tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reading(Protocol):
     """Reads how the operands of an operator are made."""
 
     def shows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a part of the buffer, or what it becomes by a write."""
+        """Whether ``node`` is the buffer or a part of it, before or after writes."""
         ...
 
     def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
@@ -88,4 +88,4 @@ ARITHMETIC: dict[object, Callable[[Reading, fx.Node], Writing | None]] = {
     aten.lerp.Tensor: _between,
     aten.masked_fill.Scalar: _emptied,
 }
-"""Operators that are linear in tensors of all heads and columns, and what they read."""
+"""Operators that are linear in the buffer and the new tokens -> the function that reads how the result is made."""

@@ -40,7 +40,7 @@ def times_number(node: fx.Node) -> fx.Node | None:
 
 
 def mix_of(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:
-    """Return the tensor of which ``node`` sums tokens, the matrix of weights, its summed dimension, and the axis."""
+    """Return the tensor whose tokens ``node`` sums, the matrix, its summed dimension, and the tensor's summed axis."""
     if node.target is aten.matmul.default:
         matrix, x = args_of(node)
         rank, own = len(shape(node)), len(shape(matrix))

@@ -41,16 +41,16 @@ from mla_compile.passes.sources.write_operands import is_spread, mix_of, shared,
 
 aten = torch.ops.aten
 _DEPTH = 8
-"""How many operators one write may consist of, one upon the other."""
+"""How many operators in a row one write may consist of."""
 
 
 @dataclass(frozen=True)
 class CacheWrite:
     """A write of new tokens into ``buffer`` that gives ``node``.
 
-    ``new``: the new tensors, each as its parts, which are stacked along the axes ``stacked``; if there are none, there
-    is one part. ``made``: how ``node`` is made of buffer and new tensors. ``grown``: the axes along which a new one is
-    broadcast. ``apart``: the parts of ``node``, if these are written one by one.
+    ``new``: the new tensors, each as the parts that are stacked along the axes ``stacked``, or as one part if there are
+    no such axes. ``made``: how ``node`` is made of buffer and new tensors. ``grown``: the axes along which a new tensor
+    is broadcast. ``apart``: the parts of ``node``, if these are written one by one.
     """
 
     node: fx.Node
@@ -68,7 +68,7 @@ class CacheWrite:
 
     @property
     def dims(self) -> list[int]:
-        """The axes along which not all is treated alike; that of an inner part comes last."""
+        """The axes along which positions are treated differently; those of inner steps come last."""
         return [*self.grown, *axes_of(self.made)]
 
     def outer(self, axis: int) -> int:
@@ -83,7 +83,7 @@ class CacheWrite:
 
 
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return ``node`` as a write of new tensors into one that ``is_buffer``; None if it does anything else.
+    """Return ``node`` as a write of new tensors into a tensor that ``is_buffer`` accepts; None if it is none.
 
     Several tensors count as one if they are written to the same places of each part of the buffer.
     """
@@ -97,10 +97,10 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or not reading.new:
         return None
     along = frozenset(axes_of(made)), frozenset(axes_of(made, factors=False))
-    # A multiple of a tensor is an image of rows too, and stays if it is all there is.
+    # A multiple of a tensor is an image of rows too. It is taken apart only if fewer new tensors remain.
     new, given = min((_merged(reading.new, *along, numbers=n) for n in (False, True)), key=lambda one: len(one[0]))
     grown = tuple(sorted({k for axes in new.values() for k in axes}))
-    # A new tensor that is broadcast may be converted on the way.
+    # An operator that broadcasts a new tensor may also convert it.
     if {val(n).dtype for n in (buffer, node, *new)} != {val(node).dtype}:
         return None
     return CacheWrite(node, buffer, tuple((n,) for n in new), with_given(made, [OLD, *given]), grown)
@@ -109,10 +109,10 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
 def _merged(
     read: Mapping[fx.Node, Collection[int]], along: Collection[int], moved_along: Collection[int], *, numbers: bool
 ) -> tuple[dict[fx.Node, set[int]], list[Writing]]:
-    """Return the tensors of which those that are ``read`` are made, with their axes, and how each of these is made.
+    """Return the tensors behind those that are ``read``, with their broadcast axes, and how each of ``read`` is made.
 
-    ``along``: the axes along which slices are no tensors of their own; along some, nor are joins. ``numbers``: nor are
-    multiples.
+    ``along``: the axes along which a slice is taken apart; ``moved_along``: the same for a join. ``numbers``: whether
+    multiples are, too.
     """
     new: dict[fx.Node, set[int]] = {}
 
@@ -131,7 +131,7 @@ def _merged(
 
 
 def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return the same write into each part of a buffer, such as ``kv[0]`` and ``kv[1]``, or ``k[layer]``."""
+    """Return equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, as one; None if they differ."""
     written = parts_of(node)
     axes, chain, lengths = written.axes, written.chain, [shape(node)[k] for k in written.axes]
     first = _buffer_of(written.nodes[0], lambda n: is_buffer(place_of(n).node))
@@ -163,10 +163,10 @@ def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> Cache
 def _are_read_apart(
     node: fx.Node, chain: Collection[fx.Node], parts: Mapping[Selected, fx.Node], *, whole: bool = False
 ) -> bool:
-    """Whether of ``node`` no more is read than parts that are written already, and others in order to write to them.
+    """Whether ``node`` is read only for parts that are written already, and for others in order to write to them.
 
-    ``whole``: other operators than selections may read it. ``chain``: what the buffer becomes part by part. ``parts``:
-    what becomes of each part.
+    ``whole``: operators other than selections may read it. ``chain``: the buffer after each write of a part. ``parts``:
+    place of a part -> the part after its write.
     """
     for user in node.users:
         if user in chain or user.op == "output":
@@ -184,7 +184,7 @@ def _are_read_apart(
 
 
 def _is_read_to_write(part: fx.Node, written: fx.Node) -> bool:
-    """Whether nothing but ``written`` is made of ``part``."""
+    """Whether ``part`` is only read to make ``written``, or for its sizes."""
     return all(
         user is written
         or packet(user) is aten.sym_size
@@ -265,7 +265,7 @@ class _Reading:
         return None if rule is None or not is_in_one_dtype(node) else rule(self, node)
 
     def shows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a part of the buffer, or what it becomes by a write."""
+        """Whether ``node`` is the buffer or a part of it, before or after writes."""
         return _buffer_of(node, lambda n: n is self.buffer) is not None
 
     def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
@@ -309,7 +309,7 @@ class _Reading:
         return Applied(aten.roll.default, (made, tuple(shifts), (Dim(axis(dims[0], len(shape(x)))),)))
 
     def _at_indices(self, node: fx.Node) -> Writing | None:
-        """Read a write at positions along several axes, such as one for each sequence, or one that adds what is new."""
+        """Read a write at positions along several axes, such as one for each sequence, or an addition at positions."""
         op = packet(node)
         found = _AT_POSITIONS[op](node)
         base, x = (
@@ -377,5 +377,5 @@ _AT_POSITIONS: dict[object, Callable[[fx.Node], Indices | tuple[Dim, Shared] | t
 
 
 def _is_kept(x: fx.Node, node: fx.Node) -> bool:
-    """Whether ``node``, which ``x`` is copied to, has the numbers of ``x`` as they are."""
+    """Whether ``node``, a copy of ``x``, has its shape and dtype."""
     return same_sizes(shape(x), shape(node)) and val(x).dtype == val(node).dtype

@@ -33,7 +33,7 @@ of a sample scatter around it.
 ROWS, TRIALS, MORE = 128, 16, 128
 """ROWS output rows are wanted for a comparison of errors, from at most TRIALS draws of the inputs.
 
-Beyond the 0.9 quantile of 128 rows lie a dozen rows. A decode step of one head gives a single row per draw, so the
+Of 128 rows, a dozen lie above the 0.9 quantile. A decode step of one head gives a single row per draw, so the
 number of draws is limited too. But the 0.9 quantile of two dozen rows is luck, so a site is condemned only after
 ``MORE`` draws.
 """

@@ -73,7 +73,7 @@ class Computations:
         if node.op == "get_attr" or node.meta.get(ORIGIN) in self._boundary or self._is_drawn(node):
             return True
         value = node.meta.get("val")
-        # The evaluation does not compute such a number either. A count of tokens may depend on the first layer.
+        # The evaluation reads such a number from the sizes too. Computing it could lead back to the first layer.
         return isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self._known_sizes
 
     def _read_by(self, node: fx.Node) -> list[fx.Node]:

@@ -106,7 +106,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Listed:
-    """An input that names keys: the number of keys, the axis that names them, and whether each occurs only once."""
+    """An input that lists keys: the number of keys, the axis of the list, and whether a list repeats no key."""
 
     keys: int
     axis: int
@@ -257,7 +257,7 @@ def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def _promoted(op: object, args: tuple[object, ...], dtype: torch.dtype | None) -> tuple[object, ...]:
-    """Cast integer tensors that meet a float to ``dtype``; torch would compute in its default dtype, float32."""
+    """Cast integer tensors to ``dtype`` if an argument is a float; torch would use its default dtype, float32."""
     pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
     if dtype is None or not pointwise or not any(isinstance(a, float) for a in args):
         return args
@@ -266,7 +266,7 @@ def _promoted(op: object, args: tuple[object, ...], dtype: torch.dtype | None) -
 
 
 class _Widened(fx.Interpreter):
-    """Runs a function that an operator calls in the precision of the evaluation, like the graph around it."""
+    """Runs a function that an operator calls, in the same precision as the graph around it."""
 
     def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None) -> None:
         super().__init__(module)

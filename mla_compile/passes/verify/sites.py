@@ -44,7 +44,7 @@ def site_comparison(
 
 
 def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
-    """Return the node to compare, by its name in the untouched graph and in the rewritten graph, and its other inputs.
+    """Return the node to compare (its name in the untouched graph, and the rewritten node) and its other inputs.
 
     The node is the site's output, unless canonicalisation extracted the output from a larger operator (a product from
     ``baddbmm``). Then it is the result of that operator.
@@ -62,7 +62,7 @@ def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]
 def nearest_known(
     nodes: Iterable[fx.Node], weights: Collection[str], without: Collection[fx.Node] = ()
 ) -> dict[str, fx.Node]:
-    """Find the nearest nodes behind ``nodes`` that have a counterpart in the untouched graph, by that node's name.
+    """Find the nearest nodes behind ``nodes`` that have a counterpart in the untouched graph, by its name there.
 
     Given values for these nodes, both graphs must compute the same. ``without``: nodes that already have values; a node
     that depends on them is computed, not given.
@@ -70,7 +70,7 @@ def nearest_known(
     found: dict[str, fx.Node] = {}
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
-        # Zeros that are written into are constants and no input.
+        # Zeros into which rows are written are a constant, not an input.
         if node in without or node.name in weights or isinstance(decode(node), Fill):
             return ()
         if is_tensor(node) and ORIGIN in node.meta and not depends_on(node, without):

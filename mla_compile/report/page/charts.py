@@ -1,4 +1,4 @@
-"""Charts as positions and words, which the template writes as SVG. Only the positions of marks are rounded."""
+"""Charts as positions and words, which the template writes as SVG. Marks keep their values unrounded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """One line in a ``style`` of the page's palette; its name stands at ``label``."""
+    """One line in a ``style`` of the page's palette; ``label`` is the position of its name."""
 
     name: str
     style: str

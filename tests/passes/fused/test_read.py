@@ -234,6 +234,28 @@ def test_symbolic_lengths(case):
         assert_equal(Flash(CASES[case]), outcome.program, inputs(S=s, T=t))
 
 
+class WithoutHeads(torch.nn.Module):
+    """Queries [B,S,N] over keys and values of a latent [B,T,L], by torch's own operator of three axes."""
+
+    def __init__(self, causal):
+        super().__init__()
+        self.causal, self.k, self.v = causal, torch.nn.Linear(8, 16).double(), torch.nn.Linear(8, 12).double()
+
+    def forward(self, q, rows):
+        attend = torch.ops.aten._scaled_dot_product_attention_math
+        return attend(q, self.k(rows), self.v(rows), is_causal=self.causal)[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_without_heads_the_second_axis_is_tokens(causal):
+    module, given = WithoutHeads(causal).eval(), [seeded(2, S, 16), seeded(2, 9, 8, seed=1)]
+    tokens, queries = torch.export.Dim("T", min=8), torch.export.Dim("S", max=6)
+    outcome = optimized(export(module, given, ({1: queries}, {1: tokens})), forms="absorbed")
+    assert codes(outcome) == [Code.ABSORBED], outcome.report
+    assert ("begins at the first key" in str(outcome.report)) is causal
+    assert_equal(module, outcome.program, [seeded(2, 3, 16), seeded(2, 11, 8, seed=1)])
+
+
 @pytest.mark.thorough
 @pytest.mark.singly
 @pytest.mark.parametrize("softcap", [1.5, *also("combination", 0.0)])
