@@ -107,7 +107,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
     if SCALED:
         factor = stats.index(FACTOR)
     for t in range((n + 1) // 2):
-        # Always 0, but unknown to LLVM, which else would hoist 72 wgmma descriptors out of the loop and spill them.
+        # Always 0, but unknown to LLVM, which would otherwise hoist 72 wgmma descriptors and spill them.
         zero = t >> 29
         older = t > 0
         # Issued before the waits, because these loads take as long as a wait.
@@ -246,7 +246,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has only their bits.
     COPIED: rows arrive by cp.async. CLEAN: rows that nobody sees are zero. ``kv_scale`` [] is the factor of all rows,
     or None; SCALED: rows have separate factors, which lie beside their stage. PARTS: barriers of half a stage. ROTARY:
-    rows have a rotary part; HELD: the query's stays in registers.
+    rows have a rotary part; HELD: the query's rotary part stays in registers.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
