@@ -68,7 +68,7 @@ __all__ = [
     "save",
 ]
 
-if not (sys.argv[1:] == ["--version"] and Path(sys.argv[0]).name in ("mla-compile", "-m")):  # needs no torch
+if not (sys.argv[1:] == ["--version"] and Path(sys.argv[0]).name in ("mla-compile", "-m")):  # --version needs no torch
     import_module("mla_compile.ops")  # registers the operators
 
 __getattr__, __dir__ = lazy(

@@ -1,4 +1,4 @@
-"""``optimize`` and ``explain``: an nn.Module, ExportedProgram or GraphModule in; the same kind or a report out."""
+"""``optimize``, ``explain`` and ``migrate_cache``; models are an nn.Module, an ExportedProgram or a GraphModule."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
 
     * ``nn.Module``: a new object of the same class with the same parameters, buffers and layers, whose forward is
       compiled on its first call. In that call, empty buffers of K and V become buffers of rows, and the modules that
-      hold them are copied. Methods that call the model, such as ``generate()``, run the compiled forward. A model
-      within it that methods call is copied and compiled, too; the copy shares everything else. With gradients enabled
-      the original forward runs. ``mla_report`` says what has been done so far. A deep copy is optimized as well.
+      hold them are copied. Methods that call the model, such as ``generate()``, run the compiled forward. If methods
+      call a model within it, that model is copied and compiled, too; everything else is shared. With gradients enabled
+      the original forward runs. ``mla_report`` says what was done so far. A deep copy of the result is optimized, too.
     * ``ExportedProgram``: a new one with the same signature. ``lowering`` is "aten" by default, so that a package made
       from it loads where mla_compile is not installed; folded weights (``fold="always"``) become its constants.
     * ``GraphModule``: a new one, captured at the shapes of ``meta["val"]`` or of ``example_inputs``.
 
     Args:
         obj: the model.
-        example_inputs: a tuple of positional or a dict of keyword arguments. A module is then explained for them on
-            fake tensors, without running it, before this function returns: inputs that do not fit and models that
-            cannot be captured raise at once, and ``mla_report`` is filled.
+        example_inputs: a tuple of positional or a dict of keyword arguments. If they are given, a module is traced with
+            them on fake tensors, as by :func:`explain`, before this function returns: inputs that do not fit and models
+            that cannot be captured raise at once, and ``mla_report`` is filled.
         progress: whether stderr shows what is being compiled and, after each graph, the time of each stage (s). The
             default is to show it on a terminal only.
         **options: options of Inductor; ``mode``, ``dynamic`` and ``fullgraph`` as in ``torch.compile``; and the
@@ -123,7 +123,7 @@ def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Repo
         model: an ``nn.Module``, an ``ExportedProgram`` or a ``GraphModule``.
         *example_inputs: the arguments of its forward; those of a decode step show what happens in decode. An
             ExportedProgram needs none, and a GraphModule only if its placeholders have no ``meta["val"]``.
-        **arguments: keyword arguments of its forward. One with the name of a field of ``Options`` sets that option,
+        **arguments: keyword arguments of its forward. A name that is a field of ``Options`` sets that option instead,
             unless the forward has an argument of that name and the value is not legal for the option (a ``cache`` that
             is not a string).
 
@@ -229,7 +229,7 @@ def with_forward(
     *,
     progress: bool | None = None,
 ) -> Module:
-    """The optimized module of ``module``, which may be optimized already; ``report``: its report so far."""
+    """A copy of ``module``, which may be optimized already, with a compiled forward; ``report``: its report so far."""
     fast = plain_copy(module)
     forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
     if report is not None:
@@ -242,9 +242,9 @@ def with_forward(
 
 
 def plain_copy(module: Module) -> Module:
-    """A module object that shares parameters, buffers and layers, including later replacements, with ``module``.
+    """A module object that shares parameters, buffers and layers with ``module``, also those that replace them later.
 
-    Modules that its methods call are copied, too. A hook of the copy runs as long as ``module`` has that hook.
+    Modules that its methods call are copied, too. A hook of ``module`` runs in the copy until ``module`` removes it.
     """
     fast = _copy_of_model(module)
     copy_called(fast, module, _copy_of_model, _shared_copy)
@@ -267,7 +267,7 @@ def _copy_of_model(module: Module) -> Module:
 
 
 def _shared_copy(module: Module) -> Module:
-    """A module object that also shares its hooks with ``module``, as the layers of a model do."""
+    """A copy of a module that has no layers; it also shares its hooks with ``module``."""
     fast = shallow(module)
     if isinstance(forward := vars(fast).get("forward"), CompiledForward):
         forward.uninstall(fast)

@@ -37,13 +37,16 @@ def mla(
     options: Mapping[str, object] | None = None,
     **more: Any,
 ) -> Callable[..., object]:
-    """The backend. Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor."""
+    """The function behind ``backend="mla"``: rewrite and compile one graph that Dynamo has captured.
+
+    Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor.
+    """
     from mla_compile.dynamo.compiler import Compiler  # imported on use: loads all passes
     from mla_compile.dynamo.outside import outermost_call, told_in_a_later_call
     from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
-    if (outermost := outermost_call()) is not None:  # not by weights: graphs after a break have others
+    if (outermost := outermost_call()) is not None:  # the model is the key: graphs after a break have other weights
         compiler.told = _told_of_models.setdefault(outermost.f_locals["self"], set())
     elif weights := parameters_of(gm, example_inputs):
         compiler.told = _told_of_functions.setdefault(weights[0], set())

@@ -234,7 +234,7 @@ OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
 
 
 def section(code: Code | str) -> str:
-    """The path of the documentation on ``code``, which has a small module that gets the code, and the fix.
+    """The path of the documentation on ``code``, which shows a small module whose attention gets it, and the fix.
 
     Raises ``ValueError`` for a string that is not a code.
     """

@@ -39,7 +39,7 @@ class StaleWeightError(WeightError):
 
 
 class VerificationError(MlaCompileError, RuntimeError):
-    """A rewritten attention differs from the original by more than rounding (raised only in strict mode)."""
+    """A rewritten attention or indexer differs from the original by more than rounding (raised only in strict mode)."""
 
 
 class RankError(MlaCompileError, RuntimeError):
@@ -55,7 +55,7 @@ class ExportError(MlaCompileError, RuntimeError):
 
 
 class TargetError(ExportError):
-    """The path of an export already exists, or cannot be written."""
+    """The path of an export or of saved code already exists, or cannot be written."""
 
 
 class ModelFileError(MlaCompileError, RuntimeError):

@@ -4,8 +4,8 @@
 H query heads over one shared row per token, ``[latent, rope]``. The weighted sum is over the latent again, or over
 ``values``.
 ``mla_compile::paged_decode_attention(query, latent_pages, rope_pages, block_table, seq_lens, *, ...)``: the same over
-pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which documents their shapes and
-dtypes.
+pages of rows. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which documents their
+shapes and dtypes.
 ``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: the
 launches that prepare both attention operators on a GPU, run once for all calls that share them
 (:mod:`mla_compile.kernels.shared`).
@@ -18,13 +18,13 @@ attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 head.
 ``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. It does not
 read ``before``, which only orders calls that do not depend on each other.
-``mla_compile::call_layer(rows, weights, layer) -> y``: a layer of some library, and
+``mla_compile::call_layer(rows, weights, layer) -> y``: the result of a layer of some library, and
 ``mla_compile::layer_weight(weights, layer) -> W``: its rounded weight (:mod:`mla_compile.core.layers`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the CPU kernel, the CUDA kernels and the reference. Any other
-device runs the reference until a kernel is registered under its dispatch key in ``_register``. Schemas are registered
-once per process, however often and under whatever name this module is imported. Wrong arguments and requests for a
-gradient raise :class:`InputError`.
+device runs the reference until a kernel is registered under its dispatch key in ``_register_op``. Schemas are
+registered once per process, however often and under whatever name this module is imported. Wrong arguments and requests
+for a gradient raise :class:`InputError`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _fake_index(call: IndexCall) -> Tensor:
 def _flops(
     query: Size, latent: Size, rope: Size | None = None, values: Size | None = None, *rest: object, **named: object
 ) -> int:
-    """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum; T is k where indices choose k keys.
+    """2BSHT(L+R) for the scores and 2BSHT times the width of the sum; T is k where indices choose k keys.
 
     Masked keys count, as in torch's own formulas.
     """
@@ -128,18 +128,18 @@ def _paged_flops(
 
 
 def _index_flops(query: Size, keys: Size, *_: object, **__: object) -> int:
-    """2BSJTD for the products and 2BSJT for their weighted sum."""
+    """2BSJTD for the products of J indexer heads of width D, and 2BSJT for their weighted sum."""
     B, S, J, D = query
     return int(2 * B * S * J * keys[1] * (D + 1))
 
 
 def _rows_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
-    """2KO for each row, as torch counts a product."""
+    """2KO for each row, by a weight [O,K], as torch counts a product."""
     return int(2 * math.prod(x) * weight[0])
 
 
 def _heads_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
-    """2KO for each row."""
+    """2KO for each row of each head, by weights [G,O,K]."""
     return int(2 * math.prod(x) * weight[1])
 
 

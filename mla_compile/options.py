@@ -30,14 +30,16 @@ class Options:
         forms: ``auto`` chooses the cheaper form for each call; ``absorbed`` and ``expanded`` use one form everywhere.
         fold: which products of weights are computed ahead of time: ``auto`` takes those that the cost model finds
             cheaper, ``never`` none, ``always`` all that are possible.
-        lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves plain ATen, which runs without us.
+        lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves
+            plain ATen, which runs without this package.
         codegen: ``inductor`` compiles the rewritten graph, ``eager`` runs it as it is.
         cache: how K and V per head, which the caller passes from call to call, are kept. ``latent`` keeps the rows from
             which they are computed, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
             cache then holds tensors that still look like K and V to all other code. It is ``expanded`` for programs,
             because ``latent`` would change their signature.
-        cache_dtype: the dtype of the rows that ``cache="latent"`` keeps: that of the ``model``, or ``fp8`` (e4m3) with
-            one scale per row. Rotary keys keep their dtype, and so do caches whose tensors the model itself makes.
+        cache_dtype: the dtype of rows that ``cache="latent"`` and pages of ``continuous_batching`` keep: that of the
+            ``model``, or ``fp8`` (e4m3) with one scale per row. Rotary keys keep their dtype, and so does a cache
+            in which the model itself keeps latent rows, outside of such pages.
         appends: how new rows are appended to a cache that grows by ``cat``. ``in_place`` keeps the rows in a buffer
             with spare capacity, which doubles when it is full, and writes the new rows into it; the caller keeps a
             tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model does.
@@ -45,7 +47,7 @@ class Options:
         quantized: what becomes of up-projections whose rows are rounded to few bits in every call (W8A8 and the like).
             ``absorb`` absorbs them with the dequantized weight and without that rounding, as serving engines do;
             ``exact`` leaves them unchanged. Weights that are only stored quantized are absorbed either way.
-        dequantize: when the quantized weights of absorbed attentions are dequantized. ``once`` does it for each version
+        dequantize: when the quantized weights of absorbed attentions are dequantized. ``once`` does it once per version
             of a weight, and keeps the result in the model's precision beside the stored weight; ``step`` does it in
             every step. ``auto`` takes for each weight the choice that moves fewer bytes in a step; for programs, whose
             weights may change unnoticed, it is ``step``.

@@ -1,8 +1,8 @@
 """Compile a graph with symbolic sizes by Inductor, and check the guards of that compilation.
 
 The graphs come from ``torch.export``, so Dynamo does not check whether Inductor specialised a size. Complex rotations,
-for example, are compiled for the number of tokens in the example. Each call's sizes are checked against the guards of
-the compiled code. If no code fits, the graph is compiled again, up to a limit.
+for example, are compiled for the number of tokens in the example inputs. Each call's sizes are checked against the
+guards of the compiled code. If no code fits, the graph is compiled again, up to a limit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Compiled:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the tensor the strides of a dense one along axes of length 1 too, because compiled code compares them."""
+    """Give the tensor the strides of a dense one, even along axes of length 1, because compiled code compares them."""
     strides = make_contiguous_strides_for(tensor.shape)
     if tensor.stride() == strides:
         return tensor

@@ -129,7 +129,7 @@ class Batching:
         return -(-self.steps.bytes_of_row() // self.steps.tokens_of_page(1))
 
     def install(self) -> None:
-        """Make this object the model's ``init_continuous_batching``."""
+        """Make this object the model's ``init_continuous_batching``, and its report the model's."""
         vars(self.model)["init_continuous_batching"] = vars(self.model)["mla_batching"] = self
         vars(self.model)["mla_report"] = self.report
 
@@ -219,5 +219,5 @@ def _has_latent_attention(model: PreTrainedModel) -> bool:
     try:
         report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")
     except MlaCompileError:
-        return shared_weight(model) is not None  # not known otherwise: a sharded model may be impossible to copy
+        return shared_weight(model) is not None  # a guess: a sharded model may be impossible to copy
     return any(site.latent for site in report.sites)

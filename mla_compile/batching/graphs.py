@@ -53,9 +53,9 @@ def bucket(count: int) -> int:
 class Graph:
     """One compiled graph: what it computes, its padded sizes, and the sizes that it has run with.
 
-    ``buckets``: the sizes seen so far, rounded up to powers of two, each a tuple of numbers. ``limit``: the most
-    compilations. ``replayed``: the recordings for these sizes, if there are any. ``received``: the bytes that a decode
-    step receives from other ranks per request, by collective.
+    ``buckets``: the sizes seen so far, rounded up to powers of two, each a tuple of numbers. ``limit``: the
+    number of compilations allowed. ``replayed``: the recordings for these sizes, if there are any. ``received``: the
+    bytes that a decode step receives from other ranks per request, by collective.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Decode:
 
 
 class StepGraphs:
-    """The graphs of a served model, traced and rewritten on creation and compiled on the first call.
+    """The graphs of a served model, traced and rewritten on creation, each compiled on its first call.
 
     Weights are read in every call, so changes in place take effect. Raises :class:`CaptureError` for a model whose
     steps cannot run over pages. ``report`` covers the attentions of all graphs.
@@ -130,7 +130,7 @@ class StepGraphs:
         return self.options.cache_dtype == "fp8"
 
     def bytes_of_row(self) -> int:
-        """The bytes of one row in the pools of all layers: the row of one token, or one row that ranks share."""
+        """The bytes of a row in the pools of all layers; each of n ranks that share a context has every n-th."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return sum(width * dtype.itemsize for width, dtype in kinds)
 

@@ -5,8 +5,8 @@
 * Ranks that hold the weights together run the same steps, and the first of them distributes the requests, as in
   transformers. A failure on only some ranks ends all ranks.
 * A request that could never run is refused when it arrives, and a request whose id is taken gets a new id. A request
-  that fails or outgrows the pool does not end the others. If the loop itself dies, all requests are answered and the
-  loop restarts with an empty pool.
+  that fails or outgrows the pool does not end the others. If the loop itself dies, all requests end with its error.
+  The loop of a single rank then restarts with an empty pool.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LatentProcessor(ContinuousBatchProcessor):
 
 
 class _OfOneKind:
-    """Presents a model to transformers as one whose layers are all of one kind, because it refuses other models.
+    """Presents a model to transformers, which refuses other models, as one whose layers are all of one kind.
 
     The pools are ours, and tracing the step proved that no layer hides any cached token.
     """
@@ -157,7 +157,7 @@ class _Ranks:
 
 
 class _AlwaysAwake(threading.Event):
-    """Keeps a rank's loop from sleeping, for which all ranks would wait: it waits for the first rank's call instead."""
+    """Keeps a rank's loop from sleeping, as all ranks would wait for it; the loop waits for the first rank instead."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
@@ -385,7 +385,7 @@ class LatentManager(ContinuousBatchingManager):
         return processor
 
     def _on_all_ranks(self, works: bool, /) -> bool:  # noqa: FBT001
-        # The maximum of each number over the ranks, in the scheduler's group on the CPU.
+        # tp_all_reduce_state returns each number's maximum over the ranks, by the scheduler's group on the CPU.
         try:
             failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
         except RuntimeError as error:

@@ -135,8 +135,8 @@ class LatentPages(PagedAttentionCache):
         self.num_blocks = self.num_sectors
         self.read_cache_limit = None
         self.max_decode_fast_path_length = 0
-        # The size of the read indices, which are not needed here. `read_all` later lifts it, because it also limits a
-        # step.
+        # transformers allocates read indices of this size, which are not needed here. The number also limits a step, so
+        # `read_all` lifts it later.
         self.max_tokens_read = 0
 
     def read_all(self) -> None:
@@ -172,7 +172,7 @@ class LatentPages(PagedAttentionCache):
 
 
 class _BlockMemory(PagedAttentionMemoryHandler):
-    """Counts the blocks that fit as transformers does, but for the tensors that exist here."""
+    """Counts the blocks that fit in memory as transformers does, but from the tensors that exist here."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class _Recording:
     graph: Any
     given: tuple[torch.Tensor, ...]
     results: tuple[torch.Tensor, ...]
-    stays: tuple[tuple[int, ...], ...]  # addresses
+    stays: tuple[tuple[int, ...], ...]  # addresses of the inputs that stay in place
 
 
 def can_record(device: torch.device) -> bool:

@@ -53,7 +53,7 @@ def latent_scheduler(kind: type[Any]) -> type[Any]:
 
 
 def _check_sampling(given: Mapping[str, float]) -> None:
-    """Refuse settings with which sampling fails, such as a temperature of 0: one call samples all requests."""
+    """Refuse settings with which sampling fails, such as a temperature of 0: it would fail for a whole step."""
     temperature, top_p = given.get("temperature", 1.0), given.get("top_p", 1.0)
     if not (0 < temperature < math.inf):
         raise InputError(f"temperature is {temperature}, expected a number above 0")

@@ -61,8 +61,8 @@ class Steps:
         """Compile the graphs by running them on dummy requests.
 
         The code serves all sizes, except in models where it specialises. It is compiled for up to ``requests`` requests
-        per step with all pages that a request can have, and for up to ``tokens`` tokens in a piece of a prompt.
-        ``told`` is called with what is being compiled.
+        per step, for all numbers of pages that a request can have, and for up to ``tokens`` tokens in a piece of a
+        prompt; with one request, for the smallest sizes only. ``told`` is called with what is being compiled.
         """
         device = self._pages.device
         ids = torch.zeros(1, dtype=torch.long, device=device)

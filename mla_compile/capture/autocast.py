@@ -122,7 +122,7 @@ def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
 
 
 def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
-    """Replace a node by one with explicit casts; return whether it has any."""
+    """Replace a node by operators with explicit casts; return False if autocast casts nothing here."""
     if node.op != "call_function":
         return False
     if renew and _is_floating(node):

@@ -57,12 +57,12 @@ def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
 
 @_timed
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
-    """The program of a graph that Dynamo gives to a backend; the backend has to call this first.
+    """The program of a graph that Dynamo gives to a backend; to be called inside the backend.
 
-    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Caches are often buffers, so inputs
-    that the graph writes to or :func:`replaces <replaced>` and buffers of symbolic size are no weights. Tensors that a
-    module holds in other ways are weights if the graph uses them like one (:mod:`mla_compile.capture.held_weights`).
-    Raises :class:`CaptureError` with the reason.
+    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Caches are often buffers, so a
+    buffer of symbolic size is no weight, nor is an input that the graph writes to or :func:`replaces <replaced>`.
+    Tensors that a module holds in other ways are weights if the graph uses them like one
+    (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` with the reason.
     """
     program = _functionalize(gm, list(example_inputs))
     inputs = gm.graph.find_nodes(op="placeholder")

@@ -32,9 +32,9 @@ BATCH, QUERY, PAST = 2, 3, 7
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a cache: its place, its token axis (``None``: of fixed size), and its shape for one sequence.
+    """One tensor of a cache: its place, token axis (``None``: of fixed size) and shape (``None``: batch or tokens).
 
-    ``squeezed``: a 4-D tensor with a single head enters and leaves the graph without its head axis.
+    ``squeezed``: a 4-D tensor of tokens with a single head enters and leaves the graph without its head axis.
     """
 
     layer: int
@@ -93,8 +93,8 @@ class CausalLM:
 def wire(model: torch.nn.Module) -> CausalLM:
     """Find a model's cache tensors by running it on two short prompts.
 
-    Raises :class:`InputError` for a module that does not follow the convention, and :class:`ExportError` for a cache
-    whose tensors do not have the batch first and at most one axis of tokens.
+    Raises :class:`InputError` for a module that does not follow the convention, and :class:`ExportError` for one that
+    does not run, or whose cache tensors do not have the batch first and at most one axis of tokens.
     """
     names = inspect.signature(model.forward).parameters
     missing = [n for n in ("input_ids", "attention_mask", cache_argument(model)) if n not in names]

@@ -57,7 +57,7 @@ def weight_meshes(model: torch.nn.Module) -> list[DeviceMesh]:
 
 
 def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
-    """Rewrite ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor.
+    """Rewrite ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor; return its new inputs.
 
     Raises :class:`CaptureError` if the graph writes to a DTensor input, or returns a DTensor.
     """

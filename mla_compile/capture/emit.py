@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def to_graph_module(program: Program) -> fx.GraphModule:
-    """A graph that Dynamo's caller and Inductor accept in place of the captured one.
+    """A graph that Dynamo and Inductor accept in place of the captured one.
 
     Placeholders keep the annotations of Dynamo (source, static address, example value), so that static inputs, CUDA
     graphs and freezing work as before. A fold's placeholder has no source and is marked as a static address. The
@@ -104,7 +104,7 @@ def to_plain_graph_module(
 
 
 def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Give ``gm`` the original's state dict: with weights that are no longer read, without non-persistent buffers."""
+    """Give ``gm`` the original's state dict: weights that are no longer read stay in it, other buffers do not enter."""
     present = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     for name, tensor in (
         *original.named_parameters(remove_duplicate=False),
@@ -131,7 +131,7 @@ def _switch_autocast_off(graph: fx.Graph) -> None:
 
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Keep the original's input checks; if it was captured for example inputs, reject any other shape."""
+    """Keep the original's input checks; if it was captured for example inputs, reject any other shape or dtype."""
     by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     known = [node for node in original.graph.find_nodes(op="placeholder") if node.name in by_name]
     inputs = {node: by_name[node.name] for node in known}

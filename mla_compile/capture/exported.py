@@ -1,8 +1,8 @@
 """Functional exported programs: in-place writes to inputs become results, as the signature describes.
 
-A graph whose operators write nothing is already functional. ``run_decompositions`` runs any other graph twice, as
-``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies, the graph is traced once
-here instead, and the program is rebuilt around the result.
+A graph whose operators write nothing is already functional. For any other, torch's ``run_decompositions`` runs the
+graph twice, as ``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies, the graph
+is traced once here instead, and the program is rebuilt around the result.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _is_transform(node: fx.Node) -> bool:
 
 
 def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
-    """The output spec by which ``new`` becomes the value of an input after the call; None for a read-only input."""
+    """The output spec by which ``new`` becomes an input's value after the call; None for a parameter or constant."""
     if spec.kind is InputKind.USER_INPUT:
         return OutputSpec(OutputKind.USER_INPUT_MUTATION, TensorArgument(new.name), node.name)
     if spec.kind is InputKind.BUFFER:
@@ -161,7 +161,7 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
 def _named_like(
     signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[object]
 ) -> ExportGraphSignature:
-    """A copy of ``signature`` with the names of the inputs and results in a copy of its graph.
+    """A copy of ``signature`` with the names that its inputs and results have in a copy of the graph.
 
     Inlined nodes get new names, and so do inputs that have the name of a builtin (``input``), which a copied graph
     avoids.

@@ -86,7 +86,7 @@ def _by_aot_export(gm: fx.GraphModule, values: Sequence[object]) -> Functional:
 
 @dataclass(frozen=True)
 class FakeInputs:
-    """The inputs of a trace: a fake value for each parameter, buffer and placeholder, and their mode."""
+    """The fake inputs of a trace: parameters and buffers, which ``state`` names, then placeholders; and their mode."""
 
     state: tuple[str, ...]
     fakes: list[object]
@@ -126,7 +126,7 @@ def traced_once(gm: fx.GraphModule, values: Sequence[object]) -> Functional | No
             return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
 
     run._orig_mod = gm  # type: ignore[attr-defined]  # make_fx looks here for the modules of nodes
-    # For each operator, torch would scan its cache of everything dispatched in this process, without adding to it.
+    # Otherwise torch would scan its cache of everything dispatched in this process for each operator, and add nothing.
     torch._ops.reset_cached_ops()
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)

@@ -102,7 +102,7 @@ def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> 
             bias = bias.expand([bias.shape[k] if k != recipe.columns else stop - start for k in range(bias.dim())])
         else:
             bias = b.new_zeros([1] * b.dim())
-        if recipe.is_marked(part.rows):  # the bias is a weight of the last column
+        if recipe.is_marked(part.rows):  # a written row ends with a one, whose weight is the bias
             column = bias.permute(*outer, *heads, recipe.columns)[(0,) * len(outer)]
             matrix = torch.cat([matrix, column.expand(matrix.shape[:-1]).unsqueeze(-1)], -1)
         else:

@@ -1,10 +1,10 @@
-"""Makes a graph functional by layers: a repeated stretch is traced once, and its trace is copied for each repetition.
+"""Makes a graph functional layer by layer: a repeated stretch is traced once, and each repetition copies its trace.
 
-A trace takes milliseconds per operator, and the layers of a model are two or three kinds of the same code. Equal calls
-on equal inputs (:func:`mla_compile.repeats.find.form`: dtypes, sizes with their symbols, places in memory) make equal
-traces with equal guards. Because stretches are traced separately, a write is visible only in the stretch that writes.
-The written value therefore has to be an input of the graph, and no other value passed between stretches may share its
-memory.
+A trace takes milliseconds per operator, and the layers of a model are of only two or three kinds. Equal calls on equal
+inputs (:func:`mla_compile.repeats.find.form`: dtypes, sizes with their symbols, places in memory) make equal traces
+with equal guards. Because stretches are traced separately, a write is visible only in the stretch that writes. Later
+stretches are given the new value instead, so the written value has to be an input of the graph, and no other value
+passed between stretches may share its memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LABELS = ("stack_trace", *_COPY_META_FIELDS)
 
 @dataclass(frozen=True)
 class _Piece:
-    """The trace of a kind of stretch, with the call from which each node came."""
+    """The trace of a kind of stretch; ``origins``: the position in the stretch of the call that each node came from."""
 
     traced: Functional
     origins: dict[fx.Node, int]

@@ -3,7 +3,7 @@
 Mixture-of-experts layers that are written as a loop ask which experts have tokens (``nonzero``), and which tokens each
 of them has (``where``). An export has no values to answer that. An expert without tokens adds nothing, so the loop may
 visit every expert. Products of an expert without tokens have no rows, so code that skips this case may run as if there
-were some. Neither assumption can be proved from the outside, so a program that is exported in this mode is compared
+were rows. Neither assumption can be proved from the outside, so a program that is exported in this mode is compared
 with the original.
 """
 
@@ -30,7 +30,7 @@ class UnrolledExperts(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Replace ``nonzero`` and the iteration over its result; everything else runs unchanged."""
+        """Replace ``nonzero`` and the iteration over its result, and assume that ``where`` finds at least one token."""
         given = dict(kwargs or {})
         if func in (torch.nonzero, torch.Tensor.nonzero) and not given.get("as_tuple") and _is_vector(args):
             self._every = torch.tensor([[index] for index in range(args[0].shape[0])])

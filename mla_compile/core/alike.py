@@ -11,7 +11,10 @@ PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.me
 
 
 def known_of(value: object, *, begins: bool = True) -> Hashable:
-    """The key of a value: its sizes as expressions, its layout in memory, and with ``begins`` its storage offset."""
+    """The key of a value, such as a tensor, a number, or a list of these.
+
+    A tensor's key has its class, dtype, device, flags, sizes and strides, and with ``begins`` its storage offset.
+    """
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
         numbers = (*value.shape, None, *value.stride()) if strided else ()
@@ -42,7 +45,7 @@ def constant_of(value: object) -> Hashable:
 
 
 class Itself:
-    """The key of one object, equal only to keys of it. It keeps the object alive, so that no other gets its ``id``."""
+    """The key of one object, equal only to its other keys. It keeps the object, so that no other gets its ``id``."""
 
     def __init__(self, value: object) -> None:
         self.value = value

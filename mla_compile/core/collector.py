@@ -41,7 +41,7 @@ def resume() -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Cycles are not collected within the block."""
+    """Pause the cycle collector for the block."""
     pause()
     try:
         yield

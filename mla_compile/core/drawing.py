@@ -19,7 +19,7 @@ class DrawnNode:
         shape: its sizes as text, symbols included.
         dtype: the dtype of its value.
         role: its role in the attention.
-        source, code: the line of the user's source, if the trace recorded it.
+        source, code: ``file:line`` and the text of the user's source line, if the trace recorded it.
         blamed: whether this node prevents absorption.
     """
 

@@ -38,7 +38,7 @@ def new_folder(target: Path, mode: int = 0o777) -> Iterator[Path]:
 
 
 def unwritable(target: Path, error: OSError) -> TargetError:
-    """The error for a folder that the operating system does not let us read or write."""
+    """The error for a folder that the operating system does not let us write."""
     return TargetError(f"{target} cannot be written: {error.strerror or error}")
 
 

@@ -1,4 +1,4 @@
-"""Holders, which hold other values but are not of a user's class: collections, bound methods, partials, closures."""
+"""Holders: objects of Python's own classes that hold values (collections, bound methods, partials, closures)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def is_collection(value: object) -> bool:
 def is_closure(value: object) -> bool:
     """Whether a value is a function with variables of an enclosing function.
 
-    Functions of torch do not count: they belong to compiled code, and record what it was made for.
+    Functions of torch do not count: they belong to compiled code, and hold what that code was made for.
     """
     return is_a(value, FunctionType) and value.__closure__ is not None and not is_torchs(value)
 
 
 def is_torchs(function: FunctionType) -> bool:
-    """Whether a function was written in torch."""
+    """Whether a function is defined in a module of torch."""
     return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
 
 
 def variables(function: FunctionType) -> dict[str, Any]:
-    """The variables of enclosing functions that a function names and that are set, by name."""
+    """The variables of enclosing functions that a function uses, by name, without those that are not set yet."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

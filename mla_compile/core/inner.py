@@ -1,9 +1,9 @@
 """Modules within a model that its methods may call directly, and copies of them.
 
-These are models (modules with layers), and modules with submodules that a method names as an attribute. Such a module
-may also be in a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure
-(:mod:`mla_compile.core.holders`), or in an object of any other class (:mod:`mla_compile.core.objects`). What the method
-of one module names may also be an attribute of a module or an object below it, as in ``for layer in self.layers:
+These are models (modules with layers), and other modules with submodules if a method names the attribute that holds
+them. Such a module may also be in a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure
+(:mod:`mla_compile.core.holders`), or in an object of any other class (:mod:`mla_compile.core.objects`). An attribute
+that a method names may also belong to a module or an object below the method's own, as in ``for layer in self.layers:
 layer.attention(x)``.
 """
 
@@ -51,7 +51,7 @@ def copy_called(
     _Copying(found, copies, model, other).visit(root, "", found.names[id(root)])
     for owner in copies.values():
         own = vars(owner) if isinstance(owner, nn.Module) else attributes(owner)
-        # The forward of a copy, and what wrappers keep of it, are set elsewhere.
+        # The forward of a copy, and the original forward that wrappers keep, are set by other code.
         rebound = {name: _rebound(value, copies) for name, value in own.items() if "forward" not in name}
         changed = {name: value for name, value in rebound.items() if value is not own[name]}
         set_attributes(owner, changed)
@@ -97,7 +97,7 @@ class _Visit:
         raise NotImplementedError
 
     def below(self, owner: nn.Module, path: str, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The replacements of the submodules and the attributes of ``owner`` that are or hold called modules."""
+        """The replacements of the submodules and of the attributes of ``owner`` that are or hold called modules."""
         names = named_by(type(owner), names)
         names |= {name for name, value in vars(owner).items() if is_closure(value) and not name.startswith("_")}
         own = {name: value for name, value in vars(owner).items() if name != "_modules"}
@@ -113,7 +113,7 @@ class _Visit:
         return self.each({key: (one, key in names) for key, one in attributes(value).items()}, path, names)
 
     def each(self, held: Mapping[Any, tuple[Any, bool]], path: str, names: Names) -> dict[Any, Any]:
-        """The replacements of values in ``held``; each comes with whether a method names it."""
+        """The replacements that differ from the values in ``held``: key -> value, whether a method names the key."""
         made = {
             key: self.replaced(value, f"{path}.{key}" if path else str(key), names, named=named)
             for key, (value, named) in held.items()
@@ -137,7 +137,7 @@ class _Visit:
         named = named or type(value) in BOUND
         function = value.__func__ if is_a(value, MethodType) else value
         if is_a(function, FunctionType):
-            if not named or function in self.within_functions:  # one that calls itself
+            if not named or function in self.within_functions:  # the latter: a function that calls itself
                 return value
             names |= names_in(function, object)
             self.within_functions.append(function)
@@ -163,9 +163,10 @@ class _Finding(_Visit):
 
     Attributes:
         modules: the called modules, with their paths.
+        staying: the identities of objects that are not copied, because something uncopied holds them, too.
         objects: the objects that lead to called modules, by identity, without those in ``staying``.
         functions: the closures that lead to called modules, by identity.
-        names: for each module or object, by identity, what the methods on all ways to it name.
+        names: for each module or object, by identity, all names that methods on the ways to it use.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module, staying: Collection[int]) -> None:
@@ -189,7 +190,7 @@ class _Finding(_Visit):
             staying |= more
 
     def _all(self) -> None:
-        """Search until nothing new is found: objects may hold each other, and one search does not find all of these."""
+        """Search until nothing new is found: if objects hold each other, one search may miss some of them."""
         before = -1
         while len(self.objects) > before:
             before = len(self.objects)
@@ -221,7 +222,7 @@ class _Finding(_Visit):
         return known is None or not names <= known
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """A holder of something found is found."""
+        """Count a holder of something found as found, too, and note it if it is a closure."""
         if is_a(value, FunctionType):
             self.functions[id(value)] = value
         return _FOUND

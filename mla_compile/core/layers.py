@@ -1,11 +1,11 @@
-"""Layers that compiled code calls as one operator, because their library wrapped a forward that Dynamo cannot trace.
+"""Layers that compiled code calls as one operator, because Dynamo cannot trace the forward that runs.
 
 ``mla_compile::call_layer(rows, weights, layer) -> y`` is the layer's own forward, called with rows [..., in]. It
 returns y [..., out] in the dtype of the rows. ``layer`` is the layer's name in this process. Its tensors are in the
 graph as ``weights``, so that the passes can identify the weight.
 
 ``mla_compile::layer_weight(weights, layer) -> W`` is the rounded weight [out, in] of a layer that rounds it in each
-call. The layer's library computes it, since another precision would round it to other numbers.
+call. The layer's library computes it: in another precision the result could be rounded differently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CalledLayer:
 
     Attributes:
         layer: the library's object, with all its wrappers around the forward. This object is called.
-        plain: a module that holds the same tensors in dicts, where the library may use another container.
+        plain: a module that holds the same tensors in dicts; the library may hold them in another container.
         inner: the function below the wrappers that only place tensors; it takes the layer and its rows. None if it is
             not known: the layer then always computes with its own tensors.
         width: the width of the layer's result.
@@ -165,7 +165,7 @@ def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
 
 
 def flops(rows: torch.Size, weights: object, layer: str, **_: object) -> int:
-    """2KO for each row, as torch counts a product."""
+    """Two FLOPs per value of the weight for each row, as torch counts a product."""
     count = 2 * find(layer).width
     for size in rows:
         count *= size

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package. ``owners``: name -> the module that has it, or that it is."""
+    """``__getattr__`` and ``__dir__`` of a package; ``owners``: name -> the module that has it, or that it names."""
     namespace = vars(sys.modules[package])
 
     def get(name: str) -> object:

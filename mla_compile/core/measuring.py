@@ -42,7 +42,7 @@ def _cpu_name() -> str:
 
 
 def available_bytes(device: torch.device | None = None) -> int:
-    """The free memory of a CUDA device, or of the machine without swapping."""
+    """The free bytes of a CUDA device, or of the machine without swapping; half of its memory if that is unknown."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -115,7 +115,7 @@ class Times:
         if len(ms) == 1:
             return cls(ms[0], ms[0], ms[0], ms[0], 1, ms[0], ms[0])
         low, _, high = statistics.quantiles(ms, n=4)
-        # never outside the measured range, however few the samples
+        # "inclusive": never outside the measured range, however few the samples
         tenths = statistics.quantiles(ms, n=10, method="inclusive")
         return cls(statistics.median(ms), ms[0], low, high, len(ms), tenths[0], tenths[-1])
 

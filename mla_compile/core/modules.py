@@ -28,9 +28,9 @@ def shallow(module: Module) -> Module:
 
 
 class Added:
-    """An attribute that an optimized module has and its original does not. It leads to no other module.
+    """The class of attributes that only an optimized module has, not its original. They lead to no other module.
 
-    ``replaced``: the function whose place it takes, if the model had set that on the module object itself.
+    ``replaced``: the function that the attribute replaces, if that was set on the module object, not on its class.
     """
 
     replaced: Callable[..., Any] | None = None
@@ -41,7 +41,7 @@ _originals: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakr
 
 
 def remember_original(made: nn.Module, original: nn.Module) -> None:
-    """Record the module whose layers a copy shares."""
+    """Record ``original`` as the module whose layers the copy ``made`` shares."""
     _originals[made] = weakref.ref(original)
 
 

@@ -1,7 +1,7 @@
-"""The names that the methods of a class use, by which modules are found that a method may call directly.
+"""The names that the methods of a class use, to find the modules that a method may call directly.
 
-Only names are read. A method may reach what an attribute or a global of such a name holds, and all submodules by some
-names (:data:`WAYS`) or by operators.
+Only names are read: a method is assumed to reach what an attribute or a global of that name holds, and all submodules
+if it uses certain names (:data:`WAYS`) or operators.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
 
 
 def is_special(name: str) -> bool:
-    """Whether a name is that of a special method, which an operator runs."""
+    """Whether a name is that of a special method, such as ``__getitem__``, which Python calls for an operator."""
     return name.startswith("__") and name.endswith("__")
 
 
 def is_container(kind: type) -> bool:
     """Whether the methods of a class of modules may reach all submodules by operators, as in ``self[i]``.
 
-    A subclass of torch's containers needs a method of its own: torch's do not call what they hold.
+    A subclass of torch's containers needs a method of its own: torch's, except ``forward``, call no module.
     """
     methods = methods_of(kind)
     if issubclass(kind, CONTAINERS):
@@ -71,9 +71,9 @@ def outside(function: FunctionType) -> Iterator[object]:
 def functions_of(method: FunctionType, kind: type) -> list[FunctionType]:
     """A method of ``kind`` and the functions whose code counts as its own.
 
-    These are the function that it decorates and, in the same file, functions that it names or has in its closure, and
-    properties, static and class methods of ``kind`` that it names. Functions of other files are left out: what they
-    name is rarely the model's, and those of torch name all modules.
+    If the method is a decorator's wrapper, the function inside stands for it. Added are, from the same file, functions
+    that it names or has in its closure, and properties, static and class methods of ``kind`` that it names. Functions
+    of other files are left out: what they name is rarely the model's, and those of torch name all modules.
     """
     found, left = list[FunctionType](), [method]
     while left:
@@ -96,7 +96,7 @@ def _names(function: FunctionType) -> set[str]:
 
 
 def _getter(kind: type, name: str) -> object:
-    """The function of a property, or of a static or class method."""
+    """The function of the property, or static or class method, with that name; None if there is none."""
     found = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
     return found.fget if isinstance(found, property) else getattr(found, "func", getattr(found, "__func__", None))
 
@@ -109,7 +109,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def named_by(kind: type, names: Names) -> Names:
-    """``names``, with what a class's public methods name, and its private methods that these or ``names`` name."""
+    """``names``, and the names in a class's public and special methods, and in private methods that are named."""
     methods = methods_of(kind)
     found = set(names)
     left = [name for name in methods if is_special(name) or not name.startswith("_") or name in names]

@@ -23,11 +23,11 @@ _MEANT_OTHERWISE = (
     "__setattr__",
     "__getattribute__",
 )
-"""Methods by which a class shows that its objects are special: shared on purpose, proxies, or closed only once."""
+"""Methods by which a class shows that its objects are special: shared on purpose, proxies, or to be closed once."""
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is an object of a class that is written in Python, with ordinary attributes."""
+    """Whether a value is an object of a class written in Python with ordinary attributes, and no module."""
     kind = type(value)
     if kind is SimpleNamespace:
         return True
@@ -37,8 +37,9 @@ def is_plain(value: object) -> bool:
 def can_be_copied(value: object) -> bool:
     """Whether a shallow copy of a plain object does what the object does.
 
-    Three kinds cannot: objects of torch's own classes, which record the modules that they were made for; threads, which
-    run what they were made with; and objects of a metaclass with its own ``__call__``, which may allow only one object.
+    It does not for objects of torch's own classes, which record the modules that they were made for; threads, which run
+    what they were made with; objects of a metaclass with its own ``__call__``, which may allow only one object; and
+    objects of a class with a method of :data:`_MEANT_OTHERWISE`.
     """
     kind = type(value)
     if kind is SimpleNamespace:
@@ -46,7 +47,7 @@ def can_be_copied(value: object) -> bool:
     if not is_plain(value) or is_a(value, Thread) or kind.__module__.partition(".")[0] == "torch":
         return False
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
-    names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))  # which only raises if frozen
+    names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))  # there it only raises
     ordinary = all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
     return ordinary and type(kind).__call__ is type.__call__
 

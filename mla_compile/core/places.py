@@ -94,7 +94,7 @@ def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
 
 
 def paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The attribute path to each tensor of a model, by the tensor's id."""
+    """The attribute path to each tensor of a model, by the tensor's id; items of lists and dicts have none."""
     own = {(*place.modules, *place.keys): tensor for place, tensor in tensors_of(model) if len(place.keys) == 1}
     named = {tuple(name.split(".")): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     return {id(tensor): path for path, tensor in (own | named).items()}
@@ -108,8 +108,8 @@ def at_path(model: nn.Module, path: Iterable[str]) -> Any:
 def only_here(model: nn.Module, places: Iterable[Place]) -> set[Place]:
     """The ``places`` that are the only way for code of the model to reach their tensors.
 
-    The modules on the path occur once in the model, and no other path leads to them or to the memory of the tensor:
-    none through an attribute, a list, a dict, a closure, a bound method, a hook or another object.
+    The tensor spans its whole memory, the modules on the path occur once in the model, and no other path leads to them
+    or to that memory: none through an attribute, a list, a dict, a closure, a bound method, a hook or another object.
     """
     modules = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     memory: Counter[int] = Counter()

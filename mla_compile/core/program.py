@@ -47,10 +47,10 @@ class Append:
 
     Attributes:
         input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: the
-            cache begins with this call. The program then returns its rows as before, and its caller allocates the room
-            behind them.
-        output: the position of all rows, old and new, among the values that the program returned before this change
-            and that its caller still gets. None: the rows are a buffer of the caller, and the program writes to it.
+            cache begins with this call, or grows by any number of rows. The program then returns its rows as before,
+            and its caller allocates the room behind them.
+        output: the position of the cache, with old and new rows, among the values that the program returned before this
+            change, which its caller still gets. None: the rows are a buffer of the caller, to which the program writes.
         axis: the axis of the tokens.
         count: the number of rows that a call writes.
         shared: whether each rank of the program's ``sharing`` keeps its share of the rows. The placeholder then takes
@@ -169,7 +169,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def graph_module(root: torch.nn.Module | dict[str, object], graph: fx.Graph) -> fx.GraphModule:
-    """A module of a graph that generates its Python on the first run: most are traced or rewritten, never run."""
+    """A module that generates the Python of ``graph`` on its first run: most are traced or rewritten, never run."""
     return _LazyGraphModule(root, graph)
 
 

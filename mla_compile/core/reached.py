@@ -26,8 +26,8 @@ _MANY = 1_000_000
 def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[IsA]:
     """Whether the type of a value is one of ``kinds`` or a subclass.
 
-    ``isinstance`` also reads the value's ``__class__``: a proxy returns that of another object, or raises if that is
-    gone.
+    ``isinstance`` also reads the value's ``__class__``: a proxy returns the class of the object for which it stands, or
+    raises if that object is gone.
     """
     return issubclass(type(value), kinds)
 

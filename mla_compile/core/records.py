@@ -71,16 +71,17 @@ class SiteReport:
             does not.
         blame: the node that prevents absorption.
         dims: the sizes, if they were found.
-        values_read_before: values per context token that the original attention reads: K and V of all heads, H(N+R+V),
-            which most models recompute in every call.
-        values_read_after: values per context token that the absorbed form reads: rows, L+R.
+        values_read_before: values per context token that the original attention reads: K and V of all heads,
+            GH(N+R-A+V), which most models recompute in every call.
+        values_read_after: values per context token that the absorbed form reads: rows, usually L+R.
         values_held_before: values per token that the model's own cache holds for this attention; ``None`` if the graph
             shows no cache, as in a first call.
         values_held_after: values per token that the cache holds now.
         graph: the name of the graph, in a report of several graphs.
         stands_for: the number of equal attentions of the model that this traced one represents.
         decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add), or per cached row where
-            heads share rows (``shared_rows``): a row may stand for several tokens. The figures below count alike.
+            heads share rows (``shared_rows``): a row may stand for several tokens. The FLOPs and bytes below are also
+            per token or row.
         decode_flops_after: the same in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
         decode_bytes_after: the same in the absorbed form.

@@ -22,10 +22,10 @@ class NotWholeError(Exception):
 def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctypes.CDLL:
     """Load a compiled library after checking it.
 
-    With ``built_since`` (s), the library must have a valid seal. One without a seal is accepted, and sealed, only if it
-    was built after that time, by this process or by one that it waited for. Raises :class:`PermissionError` for a file
-    that others may write, :class:`NotWholeError` for a truncated one, and :class:`OSError` for one that cannot be
-    loaded.
+    With ``built_since`` (s), the library must match its seal, unless it was built after that time (by this process or
+    one that it waited for): then it is sealed now. Raises :class:`PermissionError` for a file that others may write,
+    :class:`NotWholeError` for an older one that does not match its seal or has none, and :class:`OSError` for one that
+    cannot be loaded.
     """
     if (told := refusal(path)) is not None:
         raise PermissionError(told)
@@ -91,7 +91,7 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 
 def _private(group: int) -> bool:
-    """Whether nobody else is in a group: many systems give each user a group of the same name."""
+    """Whether a group is root's, or has no other member: many systems give each user a group of the same name."""
     if group == 0:
         return True
     try:

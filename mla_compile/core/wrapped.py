@@ -102,7 +102,7 @@ def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
 
 
 def _moves_nothing(placing: Mapping[nn.Module, _Placing], found: Unwrapped) -> bool:
-    """Whether all tensors are already where each wrapper moves them; if not, ``found`` notes what is moved."""
+    """Whether all tensors are already where the wrappers move them. ``found`` gets their device, or what is moved."""
     tensors = [t for m in placing for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     devices = {d for wrapper in placing.values() for d in wrapper.devices} | {_name(t.device) for t in tensors}
     busy = [w for w in placing.values() if w.moves]
@@ -147,7 +147,7 @@ def _of_compressed_tensors(own: Mapping[str, Any]) -> _Placing:
 
 
 def _name(place: Any) -> str:
-    """The name of a device, with its index if it has one; "disk" is not a device of torch."""
+    """The name of a device, with an index (0 by default) except for the CPU; "disk" is not a device of torch."""
     if place == "disk":
         return "disk"
     device = torch.device(place)
@@ -170,7 +170,7 @@ class _Copier:
         self.followed: dict[object, bool] = {}
 
     def is_wrapped(self, module: nn.Module) -> bool:
-        """Whether the forward that runs may be hidden from Dynamo."""
+        """Whether the forward that runs may be one that Dynamo cannot trace."""
         replaced = vars(module).get("forward")
         if replaced is None:
             forward = type(module).forward
@@ -181,7 +181,7 @@ class _Copier:
         return not isinstance(replaced, (OwnForward, _WrappedCall))
 
     def in_place(self, module: nn.Module) -> None:
-        """Remove the wrappers of a module that is already a copy, and of all modules below it."""
+        """Remove the wrappers of a module that is already a copy, and replace modules below it by unwrapped copies."""
         forward, wrapper = vars(module).get("forward"), self.placing.get(module)
         if wrapper is not None:
             own = getattr(wrapper.inner, "own", None)
@@ -271,7 +271,7 @@ class _WrappedCall:
         self.called = called
 
     def __call__(self, *args: Any, **kwargs: object) -> Any:
-        """Call the operator if Dynamo traces without gradients; else call the original."""
+        """Call the operator if Dynamo traces a call on rows, without gradients and autocast; else call the original."""
         if len(args) != 1 or kwargs or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.called.layer.forward(*args, **kwargs)
         (rows,) = args
@@ -311,7 +311,7 @@ def _width(module: nn.Module) -> int | None:
 
 
 def _one_row(module: nn.Module) -> Tensor | None:
-    """A row of zeros for a layer of rows."""
+    """A row of zeros for a layer of rows; None for another module, or if the dtype of its rows is unknown."""
     dtypes = [t.dtype for t in module.parameters(recurse=False) if t.is_floating_point() and t.dtype.itemsize > 1]
     if _width(module) is None or not dtypes:
         return None
@@ -343,7 +343,7 @@ def _is_disabled(function: object) -> bool:
 
 
 def _who(module: nn.Module, forward: object) -> str:
-    """Describe the wrapper by its defining module: ``functools.wraps`` copies the names of the wrapped function."""
+    """Describe a wrapper by the module of its code, because ``functools.wraps`` copies the wrapped function's names."""
     function = getattr(getattr(forward, "__func__", forward), "_torchdynamo_orig_callable", forward)
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", {})

@@ -64,7 +64,7 @@ def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -
         kept = [] if cache is None else [twin for twin in twins if twin in cache.inputs]
         if len(kept) == len(twins):
             report = outcome.report
-            if not outcome.absorbed:  # the rows have to be written but not read, because K and V are at hand
+            if not outcome.absorbed:  # the rows have to be written but not read, because K and V are in the buffers
                 made.know(plain=True)
                 outcome, folds = run(made, inputs)
             report = replace(report, messages=(*report.messages, _BESIDE.format(count=len(twins))))

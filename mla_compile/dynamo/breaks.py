@@ -18,7 +18,7 @@ def mark_handed_over(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> Non
 
     ``placeholders`` correspond to the inputs of Dynamo's graph ``gm``. After a break, Dynamo compiles the rest of a
     function, or a function that it skipped, while code that it generated is running. Values cross the break as local
-    variables and items of tuples. A value that is read from a dict or an object may stem from an earlier call.
+    variables and items of tuples. A value from a dict or an object may stem from an earlier call, and is not marked.
     """
     if not any(code in output_codes for code in _running()):
         return

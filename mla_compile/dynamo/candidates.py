@@ -12,11 +12,11 @@ _MAPS = (
     "threshold", "erf", "abs", "maximum", "max",
 )  # fmt: skip
 _REACH = 24
-"""The number of operators searched between two products: scales, masks, casts and a function of the scores."""
+"""The most nodes searched from one product back to another: scales, masks, casts and a function of the scores."""
 
 
 def has_attention(gm: fx.GraphModule) -> bool:
-    """Whether a graph or a graph nested in it calls something that could be the core of an attention. Cheap."""
+    """Whether a graph or a graph nested in it calls something that could be the core of an attention."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -34,7 +34,7 @@ def has_attention(gm: fx.GraphModule) -> bool:
 
 
 def _takes_three_tensors(target: object) -> bool:
-    """Whether an operator of a library begins with three tensors, which could be queries, keys and values."""
+    """Whether a library's operator takes three tensors first, which could be queries, keys and values."""
     packet = getattr(target, "overloadpacket", target)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or packet._qualified_op_name.startswith(("aten::", "prim")):
         return False

@@ -15,7 +15,7 @@ _SIZE = re.compile(
     r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)"
 )
 _WITHIN = re.compile(r"(?:args\[\d+\]|kwargs\['\w+'\]|(?!(?:args|kwargs)\[)\w+)[.\[]")
-"""The name of a value inside an argument, as opposed to an argument itself."""
+"""Matches the name of a value inside an argument, as opposed to an argument itself."""
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
 
@@ -56,7 +56,7 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     Args:
         reason: the text of the log.
         places: where each tensor is used, for guards that come without a stack.
-        root: the name of the model in the guard, if it is one of our own names.
+        root: the variable that holds the model in the guard, if it is ours; the message says ``model`` instead.
     """
     guard = _guard(reason)
     where = place(reason) or _commented(reason)
@@ -135,7 +135,7 @@ def place(stack: str) -> str | None:
 
 
 def _commented(reason: str) -> str | None:
-    """The place in the comment after a guard, which has only the end of the path."""
+    """The place in the comment after a guard, with only the end of the file's path."""
     found = _COMMENT.search(reason.partition("\n")[0])
     return None if found is None else "{file}:{line} in {function}: {code}".format(**found.groupdict())
 

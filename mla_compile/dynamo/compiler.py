@@ -114,7 +114,10 @@ class Compiler:
         self._timed = 0  # the number of reports that have the seconds of all stages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        """Compile a graph. Our own failures raise only with ``strict``; else the original graph is compiled."""
+        """Compile a graph; after a failure of ours, compile the original instead.
+
+        With ``strict``, or if other ranks rely on the rewritten graph, the failure raises.
+        """
         end = end_of(gm)
         if self.finishing.takes(gm, example_inputs):
             return gm
@@ -262,7 +265,7 @@ class Compiler:
         return folds
 
     def _unchanged(self, gm: fx.GraphModule, example_inputs: Inputs, done: Rewritten | None) -> Call:
-        """Compile a graph that was not rewritten. Its repeated layers are found in the captured graph."""
+        """Compile a graph that was not rewritten, layer by layer if its captured form has repeated layers."""
         if done is not None and not is_active():
             with torch.no_grad():
                 call = self.code.by_parts(partial(emit.to_graph_module, done.captured), example_inputs)
@@ -273,8 +276,8 @@ class Compiler:
     def _assembled(self, gm: fx.GraphModule, done: Rewritten, *, alone: bool) -> Call | None:
         """Compile the rewritten graph; ``None`` after a warning if Inductor fails.
 
-        ``alone``: no other rank takes part. If only this rank fell back, the others would go on with the rewritten form
-        or its rows.
+        ``alone``: no other rank takes part. Otherwise the failure raises, because the other ranks would go on with the
+        rewritten form or its rows.
         """
         try:
             return self._assemble(gm, done)

@@ -25,11 +25,11 @@ _numbers = itertools.count()
 def compiled_entry(compiler: Callable[..., object], package: Any = None, **settings: Any) -> Callable[..., object]:
     """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class; ``compiler``: a backend.
 
-    Dynamo reports everything that it compiles to ``package``, as it would to its own ``CompilePackage``.
+    If ``package`` is given, Dynamo reports to it everything that it compiles, as to its own ``CompilePackage``.
 
     Dynamo counts recompilations per code object. All models of a library may enter through the same one (a decorator's
     wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore gets its own code
-    object. Where torch supports it (2.13 and later), functions that are called after a graph break are kept apart, too.
+    object. Where torch supports it (2.13 and later), functions called after a graph break are counted per entry, too.
     """
 
     def entry(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], forward: Any = None) -> object:

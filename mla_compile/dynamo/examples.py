@@ -40,7 +40,7 @@ def _as_sizes_say(value: object) -> object:
 def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
     """The memory order of the axes, slowest first, of each tensor of rows that a program neither grows nor writes to.
 
-    Another graph made these rows, perhaps with spare capacity: then they are stored token by token.
+    Another graph made these rows. If it left spare capacity, they are stored token by token.
     """
     if program.cache is None:
         return {}

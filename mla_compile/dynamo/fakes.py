@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from mla_compile.core.alike import PLAIN, each, known_of, number_of
 
 _Made = Callable[[list[FakeTensor]], object]
-"""Makes the result of an operator from its tensors."""
+"""Makes the result of an operator from its tensor arguments."""
 
 
 def remember_results(output: Any) -> None:
@@ -52,7 +52,7 @@ def remember_results(output: Any) -> None:
 
 
 def _key(node: torch.fx.Node, args: object, kwargs: object) -> tuple[Hashable | None, list[FakeTensor]]:
-    """Return what determines the metadata of a result (None if more might matter), and the tensors in it."""
+    """Return what determines a result's metadata (None if more might matter), and the tensors among the arguments."""
     if not _is_of_torch(node) or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
         return None, []
     values: list[object] = []
@@ -76,7 +76,7 @@ def _is_of_torch(node: torch.fx.Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether its key describes a value fully: a plain fake tensor without known values, or a number or constant."""
+    """Whether a value's key describes it fully: a plain fake tensor without known values, or a number or constant."""
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided and not value.is_quantized
         return type(value) is FakeTensor and value.constant is None and strided
@@ -124,7 +124,8 @@ def _memory(tensor: torch.Tensor) -> int:
 def _like(one: FakeTensor, place: int | None) -> _Made:
     """Return a function that makes a tensor like ``one``, in new memory or in that of the given tensor at ``place``.
 
-    torch's cache of fake tensors does the same. A method that writes may later change the shape of ``one`` itself.
+    torch's cache of fake tensors does the same. The metadata is read now, because a method that writes may later change
+    the shape of ``one``.
     """
     mode, env, dtype, device = one.fake_mode, one.fake_mode.shape_env, one.dtype, one.device
     shape, stride, offset = tuple(one.shape), one.stride(), one.storage_offset()

@@ -19,11 +19,11 @@ logger = logging.getLogger("mla_compile")
 
 
 class UnfinishedError(CaptureError):
-    """The first call of a model would replace weights that someone else uses."""
+    """The first call of a traced copy would replace weights that the copy shares with the user's model."""
 
 
 class Finishing:
-    """The weights of a model that a call has replaced.
+    """The weights of a model that its calls have replaced.
 
     Attributes:
         allowed: whether weights may be replaced.
@@ -36,7 +36,7 @@ class Finishing:
         self._finished = WeakIdKeyDictionary()
 
     def takes(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
-        """Whether ``gm`` has to run uncompiled because it replaces weights. Each weight may be replaced once.
+        """Whether ``gm`` has to run uncompiled because it replaces weights for the first time.
 
         Raises :class:`UnfinishedError` if replacing is not allowed.
         """

@@ -99,7 +99,7 @@ class CompiledForward(OwnForward):
         self._buffers = self._own_buffers()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the module's forward: compiled, unless gradients are needed, it is traced, or a global hook exists."""
+        """Run the module's forward: compiled, unless gradients are needed, a trace runs, or a global hook exists."""
         if is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
         device = self._device_of_all()
@@ -122,7 +122,7 @@ class CompiledForward(OwnForward):
         return [self.module, *models_within(self.module)]
 
     def _device_of_all(self) -> torch.device | None:
-        """The device to which removed wrappers moved inputs; None if there are none.
+        """The device to which removed wrappers moved inputs; None if no wrapper was removed.
 
         Wrappers are removed in the first call and not earlier, because libraries finish a model in hooks of that call.
         """
@@ -154,7 +154,7 @@ class CompiledForward(OwnForward):
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             done = self._run(self.module, args, kwargs, self.replaced)
-        if self.compiler.finishing.happened:  # Dynamo would treat the sizes of the replaced weights as dynamic
+        if self.compiler.finishing.happened:  # else Dynamo would treat the sizes of the replaced weights as dynamic
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
         return done

@@ -32,12 +32,12 @@ class Kept:
 
     Args:
         counts: ints that the traced code writes into objects, dicts and lists that outlive it.
-        empty: tensors that are empty after the code has run along an axis other than the first, with ``:axis``.
-        rows: tensors that the code reads or writes, with each ``:axis`` along which the code lengthened or shortened
-            a kept tensor with as many axes.
+        empty: tensors that the code leaves empty along an axis other than the first, with ``:axis``.
+        rows: tensors that the code reads or writes, with ``:axis`` for each axis along which it resized a kept tensor
+            with as many axes.
         left: the sizes, after the code has run, of the tensors that it reads or writes, by Dynamo's names.
-        waits: whether the code made a tensor that is empty along an axis along which kept tensors change: its rows come
-            only in some calls.
+        waits: whether the code made a tensor that is empty along an axis along which it resized a kept tensor: its rows
+            come only in some calls.
     """
 
     counts: frozenset[str]
@@ -48,7 +48,7 @@ class Kept:
 
 
 _known: WeakKeyDictionary[fx.GraphModule, Kept] = WeakKeyDictionary()
-"""The kept state of the graphs that are being compiled, because two callers ask for it."""
+"""The kept state of each graph that is being compiled, computed once for two callers."""
 
 
 def kept(gm: fx.GraphModule) -> Kept:

@@ -30,7 +30,7 @@ def remember_lines(output: Any) -> None:
 
 
 def _line(frame: Any) -> str:
-    """One frame of the traced program; torch leaves out frames of its own modules."""
+    """A frame as in a traceback; empty for a frame in one of torch's own modules, which torch leaves out."""
     summary = frame.frame_summary()
     if frame.is_co_filename_from_nn_modules() or summary.filename in uninteresting_files():
         return ""

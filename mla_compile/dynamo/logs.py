@@ -20,8 +20,8 @@ SETTING = "ignore_logging_functions" if hasattr(config, "ignore_logging_function
 class SaidOnce(set[Callable[..., object]]):
     """The user's set of functions to omit, plus every logger method that logs a message only once.
 
-    ``on_met`` is called with the names of the logger and the method. Releases of torch that do not query the set itself
-    break the graph as before.
+    ``on_met`` is called with the names of the logger and the method. Releases of torch that do not use ``in`` on this
+    set break the graph as before.
     """
 
     def __init__(self, functions: Iterable[Callable[..., object]], on_met: Callable[[str, str], object]) -> None:

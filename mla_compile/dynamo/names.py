@@ -12,7 +12,7 @@ from typing import Any
 from torch._dynamo.variables import ConstantVariable, GetAttrVariable
 
 FIX = "call mla_compile.optimize(model), which reads the name of a class without a graph break"
-"""What to do if :func:`is_of_a_name` holds: a trace of ``torch.compile`` is not ours to change."""
+"""What to do if :func:`is_of_a_name` holds: :func:`read_names` changes only traces that this package starts."""
 
 _BREAK = re.compile(r"method `\w+` of class `str`")
 
@@ -38,7 +38,7 @@ def read_names(output: Any) -> None:
 
 
 def _text(attribute: GetAttrVariable) -> Any:
-    """The string that an attribute of a class is; None for any other attribute."""
+    """The value of an attribute of a class, if it is a string; else None."""
     owner = getattr(attribute.obj, "value", None)
     value = getattr(owner, attribute.name, None) if isinstance(owner, type) else None
     return ConstantVariable.create(value) if type(value) is str else None

@@ -71,7 +71,7 @@ def end_of(gm: fx.GraphModule) -> str | None:
 
 
 def told_in_a_later_call(call: Call, gm: fx.GraphModule, told: set[str], seen: Callable[[], object]) -> Call:
-    """``call``, which warns in a later call of the model, if Dynamo ended ``gm`` early and ``seen`` is still false.
+    """``call`` with a warning in a later call of the model, if Dynamo ended ``gm`` early and ``seen()`` is still false.
 
     A backend does not learn when a model's call ends, and until then other graphs may be compiled. ``told`` holds what
     users have been told about graphs of this model.

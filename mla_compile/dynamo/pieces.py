@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 Around = Callable[[Any], AbstractContextManager[object]]
-"""A context for a piece of a method, given the method's object."""
+"""Makes the context for a piece of a method from the object whose method it is."""
 
 
 def runs_in_pieces(function: Callable[..., Any]) -> bool:

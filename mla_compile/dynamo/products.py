@@ -2,7 +2,7 @@
 
 A product of batched operands reshapes them, and whether an operand may be reshaped in place depends on its layout. A
 transposed operand is contiguous with one column but not with two, so a step with one row in a cache would have a graph
-of its own. A copy is contiguous whatever its sizes are.
+of its own. Operands are copied, because a copy is contiguous whatever its sizes are.
 """
 
 from __future__ import annotations

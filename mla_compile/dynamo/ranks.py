@@ -2,10 +2,10 @@
 
 An attention is absorbed only if every rank absorbs it: each rank verifies it with its own part of the weights, and may
 come to another verdict. Ranks exchange their decisions through the store of torch.distributed. A collective would not
-do: if a rank compiles because only its guards failed, the others would answer with a collective of the model.
+do: a rank may compile because only its own guards failed, and the others would answer with a collective of the model.
 
-Ranks exchange decisions only about graphs with collectives or tensors of several ranks, and with the option
-``context_parallel``.
+Ranks exchange decisions only about graphs with collectives or tensors of several ranks, or if the option
+``context_parallel`` is set.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Meeting:
         return told
 
     def _wait(self, store: Any, keys: Mapping[int, str]) -> None:
-        """Wait for all ranks, at most for the timeout of the process group."""
+        """Wait for the messages of all ranks, at most for the timeout of the store."""
         end = time.monotonic() + store.timeout.total_seconds()
         missing = list(keys)
         while missing := [rank for rank in missing if not store.check([keys[rank]])]:

@@ -1,10 +1,10 @@
 """Declares dynamic what caused recompilations of functions with attention, for ``optimize`` and ``torch.compile``.
 
 Dynamo takes int attributes of modules and the sizes of buffers for constants, compiles a step eight times, and then
-runs it uncompiled. An optimized module changes settings against that during its own calls. With ``torch.compile`` the
+runs it uncompiled. An optimized module prevents that by other settings during its own calls. With ``torch.compile`` the
 settings belong to the user, so the sources that caused a recompilation of a function with attention are declared
-dynamic only while Dynamo compiles that function. For both entry points, the counts that the function writes are
-declared, too, before they were seen to change.
+dynamic only while Dynamo compiles that function. For both entry points, ints that the function writes are declared,
+too, before they have changed.
 
 Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and have one row in others.
 Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor has been
@@ -55,7 +55,7 @@ class _Settling:
 
 
 _functions: dict[str, _Settling] = {}
-"""Functions with attention, by Dynamo's number."""
+"""Dynamo's number of each function with attention -> what is known of it."""
 
 
 class _ThreadPatch(threading.local):
@@ -67,7 +67,10 @@ _thread = _ThreadPatch()
 
 
 def settle(gm: fx.GraphModule) -> None:
-    """Called inside the backend, for a graph with attention: watch later recompilations of the function."""
+    """Called inside the backend, for a graph with attention: watch later recompilations of the function.
+
+    Raises ``TensorifyScalarRestartAnalysis``, so that Dynamo traces again, if the settings have to change now.
+    """
     current = CompileContext.current_compile_id()
     if current is None:
         return
@@ -114,7 +117,7 @@ def _number(compile_id: str) -> str:
 
 
 def _forget_others(compile_id: str) -> str:
-    """The number of the function. Drops the state of a function that had this number before a reset of Dynamo."""
+    """Return the number of the function; drop the state of another that had this number before a reset of Dynamo."""
     function = _number(compile_id)
     if compile_id.endswith("/0"):
         _functions.pop(function, None)
@@ -161,7 +164,7 @@ def _open(known: _Settling, reason: str) -> None:
     found = changed_source(reason, of_axis=known.phases.drains) if module is None else None
     if found is not None:
         known.changed.add(found)
-    # Needs an entry through our own function, which keeps one token a constant beside other sizes that may be 1.
+    # Only for calls of our own entry, whose trace keeps one token a constant beside other sizes that may be 1.
     rows = known.rows if known.phases.drains and module is not None else set[str]()
     names = sorted(known.counts | rows | known.changed)
     if names and (module is None or module.dynamic is None):

@@ -27,12 +27,12 @@ from mla_compile.passes.ir.graph import argument
 
 
 def begin_apart(ctx: ComptimeContext, history: History) -> None:
-    """For ``comptime``, before the trace reads a tensor that fills and drains: its layout is as dynamic as its length.
+    """Make the layout of a tensor that fills and drains as dynamic as its length; for ``comptime``, before it is read.
 
     A tensor that was partly drained is a view with an offset and the strides of the whole. Dynamo takes the strides in
     this call for those of all lengths, and an offset of 0 or 1 for a constant, so each layout would have a graph of its
-    own. The first row of a batch is stored as it was made, and later ones token by token, so the stride along the
-    length is dynamic, too. A size of 1 of an argument (one token, one request) stays a constant.
+    own. The first row of a batch keeps the layout in which it was made, and later ones are stored token by token, so
+    the stride along the length is dynamic, too. A size of 1 of an argument (one token, one request) stays a constant.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -83,7 +83,7 @@ def _loose_axes(tensor: Tensor) -> list[int]:
 
 
 def begin_with_one(ctx: ComptimeContext) -> None:
-    """For ``comptime``, before the trace reads a tensor: lengths that are equal in this call get one symbol.
+    """Give lengths that are equal in this call one symbol; for ``comptime``, before the trace reads a tensor.
 
     torch does the same with ``dynamic=True``, guard included. Here it applies to floating-point inputs with exactly one
     dynamic axis; only inputs with equal numbers of axes share a symbol, and only for the same axis.
@@ -109,7 +109,7 @@ def begin_with_one(ctx: ComptimeContext) -> None:
 
 
 def _opened(context: object) -> int | None:
-    """The only dynamic axis of a tensor; from now on it may share its symbol with another size."""
+    """Let the only dynamic axis of a tensor share its symbol; return it, or None unless there is exactly one."""
     if not isinstance(context, StatefulSymbolicContext):
         return None
     inner = context.inner_contexts.values() if isinstance(context, SubclassSymbolicContext) else ()
@@ -141,7 +141,7 @@ class History:
         self._left: list[Mapping[str, tuple[int, ...]]] = []
 
     def add(self, gm: fx.GraphModule) -> None:
-        """Notes the sizes in a graph."""
+        """Note the sizes before and after a graph."""
         values = ((node, node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder"))
         sizes = {
             _name(node): tuple(map(seen, value.shape)) for node, value in values if isinstance(value, torch.Tensor)

@@ -26,17 +26,17 @@ def frames_below(watches: Collection[CodeType]) -> list[FrameType]:
 
 
 def modules_called(frames: list[FrameType]) -> list[nn.Module]:
-    """The modules whose calls are among some frames."""
+    """The modules whose calls are among ``frames``."""
     return [one.f_locals["self"] for one in frames if one.f_code is nn.Module._call_impl.__code__]
 
 
 def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
-    """The name of the outermost method of a module, among the frames of a call, that is inside all of their loops.
+    """The name of the outermost method of ``module`` among ``frames`` that is inside all of their loops, or None.
 
-    Such a method is one step. Compiling a method that loops over steps would write out all of them.
+    Such a method is one step. Compiling a method that loops over steps would unroll the loop.
     """
     methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
-    methods = {code: name for code, name in methods.items() if not is_special(name)}  # looked up on the class
+    methods = {code: name for code, name in methods.items() if not is_special(name)}  # Python finds these on the class
     numbers = [n for n, one in enumerate(frames) if one.f_code in methods and _has(one, module)]
     if not numbers:
         return None

@@ -19,7 +19,8 @@ logger = logging.getLogger("mla_compile")
 def tell(report: Report, told: set[str]) -> None:
     """Log a line about a graph at INFO and the report at DEBUG; warn if it has attentions and none was absorbed.
 
-    ``told`` holds the warnings about other graphs of the model, which are not repeated.
+    There is no warning if all were left by choice. ``told`` holds the warnings about other graphs of the model, which
+    are not repeated.
     """
     count_sites(report)
     logger.info("%s", report.summary())
@@ -47,7 +48,7 @@ def add_to_trace(report: Report) -> None:
 
 
 def _all_kept_by_choice(report: Report) -> bool:
-    """Whether each site was left because that is cheaper, because the user asked for it, or has nothing to absorb."""
+    """Whether each site was left by choice: it is cheaper so, the user asked for it, or it has nothing to absorb."""
     choices = (
         Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Traces a module's forward for its report: nothing is computed, and no tensor of the user is written to."""
+"""Traces a module's forward for its report, on copies, so that no tensor of the user is written to.
+
+The copies are fake, so that nothing is computed, unless the trace needs values.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class PassFailedError(CaptureError):
 def explain_module(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
 ) -> Report:
-    """The report on one forward. Raises :class:`InputError` if inputs do not fit, :class:`CaptureError` otherwise."""
+    """The report on one forward.
+
+    Raises :class:`InputError` if the inputs do not fit, and :class:`CaptureError` if tracing fails.
+    """
     return trace(module, args, kwargs, options, empty_buffers(module, dict(tensors_of(module)))).report()
 
 
@@ -56,7 +62,7 @@ class Trace:
 
     @property
     def kept(self) -> list[KeptBuffer]:
-        """The buffers of the module that can be kept as rows; raises :class:`PassFailedError`."""
+        """The buffers of the module that can be kept as rows; raises :class:`PassFailedError` as :meth:`check` does."""
         self.check()
         return [] if self.compiler.buffers is None else self.compiler.buffers.kept
 
@@ -123,7 +129,7 @@ def trace(
 
 
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
-    """The module, or a copy without the wrappers that Dynamo cannot trace."""
+    """The module, or a copy without wrappers that Dynamo cannot trace; and what is known of the wrappers."""
     made = shallow(module)
     if isinstance(vars(made).get("forward"), OwnForward):  # it is bound to the original module
         del vars(made)["forward"]

@@ -1,8 +1,8 @@
 """Finds the attentions that a method of an optimized module runs outside of everything that is compiled.
 
 A module that a method calls is compiled if the method's code names attributes that lead to it
-(:mod:`mla_compile.core.inner`). If the code of the module's own methods runs an attention, the method that is one step
-is compiled once the attention was seen. Any other attention runs uncompiled, and a warning says so.
+(:mod:`mla_compile.core.inner`). If the code of the module's own methods runs an attention, the method that makes one
+step is compiled from the next call on. Any other attention runs uncompiled, and a warning says so.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OwnMethod(Added):
 
 
 def _watching(module: nn.Module, name: str) -> AbstractContextManager[None]:
-    """Surrounds a call of a method, or a piece of one."""
+    """Watch a call of a method, or a piece of one, unless it is part of a call that is watched or compiled already."""
     is_within = is_traced() or _thread.within or running() is not None
     return nullcontext() if is_within else _watched(module, name)
 
@@ -191,7 +191,7 @@ class _Watch(TorchFunctionMode):
     Attributes:
         wanted: whether the forward calls the method.
         compiled: whether something compiled was called.
-        ran: the modules, outer ones first, in whose forwards an attention ran; None if none did.
+        ran: the modules, outer ones first, in whose forwards an attention ran (empty: in none); None if none ran yet.
         step: the method of ``module`` to compile if the attention ran in no forward; None if there is none.
     """
 
@@ -250,5 +250,5 @@ def _holds_a_module(value: object) -> bool:
 
 
 def _is_near_a_module(value: object) -> bool:
-    """The same for the first objects that a value holds: loggers and the like hold much of a program."""
+    """Like :func:`_holds_a_module`, but for the first objects only: loggers and the like hold much of a program."""
     return any(is_a(one, nn.Module) for one in islice(reached([value]), _NEAR))

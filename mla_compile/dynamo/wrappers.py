@@ -40,7 +40,7 @@ def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
 
 
 def told(report: Report, left: Mapping[str, int], last: str | None, *, optimized: bool) -> Report:
-    """The report, which names the wrappers that remain at each attention that a graph break cut off.
+    """The report, where each attention that a graph break cut off names the wrappers that remain.
 
     ``left``: wrapper -> its number of modules. If it is empty, the report names ``last``, the last break, instead.
     ``optimized``: the graph comes from ``optimize``.

@@ -14,8 +14,8 @@ In addition there may be a ``mask`` [B,H,S,T] from the caller. Its values are ar
 because two different numbers of that magnitude are so far apart that the smaller one gets weight 0.
 
 Such queries are usually padding, and most calls have none, so ``v`` is read only if a call has one. On a CPU a check
-comes first. On a GPU the kernel itself checks, so that nothing waits for the device. (With a mask, a GPU always reads
-``v`` for now.)
+comes first. On a GPU the kernel itself checks, so that nothing waits for the device. (With a mask, in float64 or
+without Triton, a GPU always reads ``v`` for now.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def weigh_alike(
     indices: Tensor | None = None,
     fill: float = 0.0,
 ) -> Tensor:
-    """A copy of ``out`` [B,S,H,Lv], with the mean of ``values`` [B,T,Lv] where ``lse`` [B,S,H] is at most ``lowest``.
+    """Copy ``out`` [B,S,H,Lv], but with the mean of ``values`` [B,T,Lv] where ``lse`` [B,S,H] is at most ``lowest``.
 
     ``out`` and ``values`` may have different floating dtypes; the mean is computed in float32 (float64 for float64).
     ``mask`` [B,H,S,T] of floats (B, H, S may be 1) requires ``indices`` int32 [B,S,k], with -1 for no key, and
@@ -65,12 +65,12 @@ def weigh_alike(
 
 
 def mean_of(values: Tensor) -> Tensor:
-    """[B,Lv], the mean of [B,T,Lv] over T; zeros if there are no keys."""
+    """Return the mean of [B,T,Lv] over T, [B,Lv]; zeros if there are no keys."""
     return values.to(compute_dtype(values)).sum(1) / max(values.shape[1], 1)
 
 
 def _greatest(values: Tensor, mask: Tensor, indices: Tensor, fill: float) -> Tensor:
-    """[B,S,H|1,Lv]: the mean of the rows whose number ``n`` (see the module) is the greatest."""
+    """Return the mean of the rows whose number ``n`` (see the module) is the greatest, [B,S,H|1,Lv]."""
     (B, S, k), T = indices.shape, values.shape[1]
     given = mask.expand(B, mask.shape[1], S, T)
     others = torch.full_like(given, fill)
@@ -105,7 +105,7 @@ def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, 
 
 
 def _means(values: Tensor, wanted: Tensor) -> Tensor:
-    """:func:`mean_of` of the ``wanted`` batch entries; the others are not read and are 0."""
+    """Return :func:`mean_of` for the ``wanted`` batch entries; the rows of others are not read, and their mean is 0."""
     from mla_compile.kernels.triton.mean_triton import BLOCK_T, BLOCK_V, means
 
     B, T, width = values.shape

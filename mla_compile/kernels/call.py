@@ -1,4 +1,4 @@
-"""The arguments of one call of an operator: the records that ops, checks, reference, CPU and GPU kernels share."""
+"""The arguments of one call of an operator, as records that ops, checks, reference, CPU and GPU kernels share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX = "mla_compile::index_scores"
 
 
 class CallLetters(NamedTuple):
-    """The letters of a call. ``V`` is the width of the summed rows; ``page`` is 0 for a contiguous cache."""
+    """The sizes of a call, by letter. ``V`` is the width of the summed rows; ``page`` is 0 for a contiguous cache."""
 
     B: int
     S: int
@@ -33,7 +33,8 @@ class DecodeCall(NamedTuple):
 
     =============  ==================================================================================================
     query          [B,S,H,L+R] absorbed queries: columns 0..L meet the latent, L..L+R the rotary key. In the cache's
-                   dtype, or float32 if that is half precision or fp8 (an absorbed query can exceed float16)
+                   dtype (with fp8 in half precision), or float32 if the cache is half precision or fp8 (an absorbed
+                   query can exceed float16)
     latent         [B,T,L], any strides (never copied): float16, bfloat16, float32, float64, float8_e4m3fn
     rope           [B,T,R] or None (R = 0); latent's dtype, with fp8 also half precision (on a CPU float32, too)
     values         [B,T,Lv] or None: the latent rows are the values
@@ -46,8 +47,8 @@ class DecodeCall(NamedTuple):
     indices        int32 [B,S,k]: query s sees only the keys that its k entries name (sparse attention). An entry that
                    is negative or not below the length names none; the others of a query are distinct. None: all keys
     schedule       int64 [n]: the result of the operator decode_schedule for a call with this mask, these lengths, and
-                   the same sizes, dtypes and numbers; None: the call prepares itself. Only a GPU reads it, without a
-                   check: a schedule for another mask or other lengths makes the result wrong
+                   the same sizes, dtypes and numbers; None: the call prepares its own. Only a GPU reads it, and it is
+                   not checked: a schedule for another mask or other lengths makes the result wrong
     scale          the factor of the scores: 1/sqrt(N+R) of the model before absorption, not 1/sqrt(L+R)
     causal         query s sees keys t <= len - S + s, where len is seq_lens[b] or T; in addition to the mask
     softcap        > 0: score = softcap * tanh(score / softcap), before the mask
@@ -120,7 +121,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def summed(self) -> Tensor:
-        """The rows of the weighted sum."""
+        """The rows whose weighted sum is the result: ``values``, or ``latent`` without them."""
         return self.latent if self.values is None else self.values
 
     @property
@@ -130,7 +131,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def sizes(self) -> CallLetters:
-        """The letters of a checked call. Over pages, T is the capacity of a row of the block table."""
+        """The sizes of a checked call, by letter. Over pages, T is the capacity of a row of the block table."""
         B, S, H, _ = self.query.shape
         _, T, L = self.latent.shape
         page = 0
@@ -149,7 +150,7 @@ class IndexCall(NamedTuple):
     query          [B,S,J,D], any strides: float16, bfloat16, float32 or float64
     keys           [B,T,D], any strides (never copied if rows are dense): query's dtype, or half precision with a
                    float32 query
-    weights        [B,S,J]: float16, bfloat16 or float32, with float64 keys float64 too; of either sign
+    weights        [B,S,J]: float16, bfloat16 or float32, or float64 with float64 keys; of either sign
     scale          a factor of either sign
     =============  ==================================================================================================
 
@@ -172,7 +173,7 @@ TENSORS = DecodeCall._fields.index("scale")  # the number of leading fields that
 
 
 def rows_at(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The rows at indices into the first two axes; float8 is gathered as bytes, which every device can index."""
+    """Return the rows at two indices, into the first two axes; float8 is gathered as bytes, for every device."""
     if rows.dtype.itemsize == 1:
         return rows.view(torch.uint8)[first, second].view(rows.dtype)
     return rows[first, second]

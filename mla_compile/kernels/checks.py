@@ -287,7 +287,7 @@ def values_on_cpu(call: DecodeCall) -> bool:
 
 
 def check_values(call: DecodeCall) -> None:
-    """Check lengths against the table and page numbers against the cache. Waits for the device if they are on one."""
+    """Check lengths against the table and page numbers against the cache. Waits for the GPU if they are on one."""
     assert call.seq_lens is not None
     assert call.block_table is not None
     pages, page = call.latent.shape[:2]
@@ -310,7 +310,7 @@ def check_values(call: DecodeCall) -> None:
 
 
 def check_gradient(call: DecodeCall) -> None:
-    """Raise if a gradient is requested."""
+    """Raise :class:`InputError` if a gradient is requested."""
     if torch.is_grad_enabled():
         for x in (call.query, call.latent, call.rope, call.values, call.mask, call.sinks):
             if x is not None and x.requires_grad:

@@ -1,4 +1,4 @@
-"""Attention over the keys that ``indices`` name, for kernels that cannot read them in place: rows are gathered first.
+"""Attention over the keys that ``indices`` name: gathers their rows, for kernels that cannot read them in place.
 
 Each query becomes a separate request with one query and its k rows. The mask of that request combines length,
 causality, the window, and the mask at those keys. k rows are copied per query; the other rows are not touched.
@@ -15,14 +15,14 @@ from mla_compile.kernels.call import DecodeCall, rows_at
 
 
 def decode_attention(call: DecodeCall, run: Callable[[DecodeCall], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of a call with indices; ``run`` computes a call without indices."""
+    """Return ``(out, lse)`` of a call with indices; ``run`` computes a call without indices."""
     B, S, H, _ = call.query.shape
     out, lse = run(gathered(call))
     return out.view(B, S, H, -1), lse.view(B, S, H)
 
 
 def gathered(call: DecodeCall) -> DecodeCall:
-    """The same call as B*S requests with one query and k keys each."""
+    """Return the same call over gathered rows, as B*S requests with one query and k keys each."""
     assert call.indices is not None
     (B, S, H, K), T = call.query.shape, call.sizes.T
     k = call.indices.shape[2]
@@ -49,7 +49,7 @@ def gathered(call: DecodeCall) -> DecodeCall:
 
 
 def _within(call: DecodeCall, at: Tensor) -> Tensor:
-    """[B,S,k] bool: the entries that name a key which length, causality and window let the query see."""
+    """Return which entries name a key that length, causality and window let the query see, [B,S,k] bool."""
     (B, S, _, _), T = call.query.shape, call.sizes.T
     length = torch.full((B,), T, device=at.device) if call.seq_lens is None else call.seq_lens.long().clamp(0, T)
     length = length[:, None, None]
@@ -63,7 +63,7 @@ def _within(call: DecodeCall, at: Tensor) -> Tensor:
 
 
 def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of tokens ``at`` [B,S,k] as two indices [B*S,k] into the first two axes of the cache."""
+    """Return where the rows of tokens ``at`` [B,S,k] are: indices [B*S,k] into the first two axes of the cache."""
     B, S, k = at.shape
     batch = torch.arange(B, device=at.device)[:, None, None].expand(B, S, k)
     if call.block_table is None:
@@ -73,7 +73,7 @@ def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask(call: DecodeCall, at: Tensor, seen: Tensor) -> Tensor:
-    """[B*S,H|1,1,k]: the call's mask at the keys ``at``; keys that are not ``seen`` are hidden."""
+    """Return the call's mask at the keys ``at``, [B*S,H|1,1,k]; keys that are not ``seen`` are hidden."""
     B, S, k = at.shape
     if call.mask is None:
         return seen.reshape(B * S, 1, 1, k)

@@ -5,9 +5,9 @@ from sm_80 on they run the Triton kernels (on Hopper the Gluon kernel where it f
 reference. Both return ``(out, lse)``: ``lse`` is the natural logarithm of the sum of the exponentials of the scores, so
 that :func:`merge` can merge results over disjoint keys.
 
-They never wait for the device, allocate by shapes only and launch on the current stream: after one call with the same
-shapes outside a capture, a call can be captured in a CUDA graph. Wrong arguments raise :class:`InputError` before any
-launch. Inside ``torch.compile`` they become the operators ``mla_compile::decode_attention`` and
+On a GPU they never wait for the device, allocate by shapes only and launch on the current stream: after one call with
+the same shapes outside a capture, a call can be captured in a CUDA graph. Wrong arguments raise :class:`InputError`
+before any launch. Inside ``torch.compile`` they become the operators ``mla_compile::decode_attention`` and
 ``mla_compile::paged_decode_attention``.
 
 The fields of :class:`mla_compile.kernels.call.DecodeCall` describe the arguments, with shapes and dtypes. The equations
@@ -133,7 +133,7 @@ def paged_decode_attention(
 
 
 def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = False) -> tuple[Tensor, Tensor]:
-    """Check a call and run it on the kernel of its device. Callers refuse gradients themselves."""
+    """Check a call and run it on the kernel of its device. Gradients are not checked: callers refuse them."""
     launched = launch.suits(call)
     if check_values or not launched:  # the launch itself checks, once per kind of call
         checks.check(call)
@@ -177,7 +177,7 @@ def _in_graph(op: Callable[..., tuple[Tensor, Tensor]], call: DecodeCall, plan: 
 
 
 def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:
-    """The lists with -1, which names no key, from ``topk_length`` on: no kernel reads a row for such an entry."""
+    """Return ``indices`` with all entries from ``topk_length`` on replaced by -1, for which no kernel reads a row."""
     if topk_length is None:
         return indices
     if indices is None:
@@ -193,7 +193,7 @@ def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:
 
 
 def _without_head(rows: Tensor) -> Tensor:
-    """[B,T,width] from [B,1,T,width]; the checks handle other shapes."""
+    """Remove the head axis of [B,1,T,width]; other shapes are left to the checks."""
     return rows.squeeze(1) if rows.dim() == 4 and rows.shape[1] == 1 else rows
 
 
@@ -216,9 +216,9 @@ def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tu
 
 
 def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``(latent_pages, rope_pages, kv_scale)``, views of rows of bytes for a query of K = L + R columns.
+    """Return ``(latent_pages, rope_pages, kv_scale)``, views of packed rows for a query of K = L + R columns.
 
-    Rows of width K hold only values, so the scale is None, which the checks report.
+    Rows of K bytes hold no scales, so kv_scale is None, and the checks report that it is missing.
     """
     pages = _three(kv_pages)
     width = pages.shape[-1]
@@ -239,5 +239,5 @@ def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor |
 
 
 def _three(pages: Tensor) -> Tensor:
-    """[P,page,width] from [P,page,1,width]; the checks handle other shapes."""
+    """Remove the head axis of [P,page,1,width]; other shapes are left to the checks."""
     return pages.squeeze(2) if pages.dim() == 4 and pages.shape[2] == 1 else pages

@@ -51,7 +51,7 @@ class Device:
 
 
 # Shared memory: CUDA programming guide, technical specifications per compute capability. SMs and bandwidth: the
-# vendors' datasheets, except for the H200's bandwidth, which a copy reached here. Paces: estimates, to be fitted by
+# vendors' datasheets, except for the H200's bandwidth, which we measured with a copy. Paces: estimates, to be fitted by
 # benchmarks/gpu/tune.py. They assume a microsecond until a tile arrives; at the cards' boost clocks, 33 cycles for an
 # mma.sync m16n8k16 that depends on the previous one, and 940 for the rest of a tile, counted from the instructions.
 # mla_compile/onnx/csrc/plan.c has the same bandwidths and paces.

@@ -1,8 +1,8 @@
 """Scores of keys by the indexer of a sparse attention: calls the kernel of the device.
 
 :class:`mla_compile.kernels.call.IndexCall` has the equation and the arguments. A GPU from sm_80 on uses a Triton
-kernel, other devices a CPU kernel or the reference. Nothing reads a tensor or waits for the device, and a launch goes
-to the current stream: after one call of the same kind, a call can be captured in a CUDA graph.
+kernel, other devices a CPU kernel or the reference. On a GPU, the host reads no value and waits for nothing, and the
+launch goes to the current stream: after one call of the same kind, a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(call: IndexCall) -> Tensor:
 
 
 def suits(call: IndexCall) -> bool:
-    """Whether the kernel takes this call: a GPU from sm_80 on, Triton, no float64, something to compute."""
+    """Whether the Triton kernel takes this call: a GPU from sm_80 on, Triton, no float64, something to compute."""
     query, keys, *_ = call
     some = query.numel() > 0 and keys.numel() > 0
     if not (query.is_cuda and keys.dtype != torch.float64 and some and launch.available()):
@@ -72,9 +72,9 @@ def _form(x: Tensor) -> tuple[object, ...]:
 
 
 def _grown(keys: Tensor) -> tuple[object, ...]:
-    """The same for the keys, whose number grows from call to call (kernels/kinds.py)."""
+    """The properties of the keys, whose number grows from call to call (kernels/kinds.py)."""
     (B, T, D), (outer, *inner) = keys.shape, keys.stride()
-    # Strides of 0 and 1 are constants to the compiler. Of other strides it knows whether 16 divides them and whether
-    # they need 64 bits.
+    # Strides of 0 and 1 are constants to the compiler. For other strides, it only knows whether 16 divides them and
+    # whether they need 64 bits.
     told = outer if outer in (0, 1) else (outer % 16 == 0, outer >= 1 << 31)
     return keys.dtype, B, D, rounded(T), told, *inner, keys.data_ptr() & 15

@@ -3,12 +3,12 @@
 The number of tokens T is a scalar of the attention kernels. So is the stride between the rows of two requests, which
 grows with T if requests are stored one after the other. Everything else that follows from T is decided by the plan, and
 a plan for more tokens also serves fewer: splits past the last tile are empty, as they are for a request that is shorter
-than the cache. So calls are planned, compiled and bound for T rounded up, and each launch gets T itself.
+than the cache. Calls are therefore planned, compiled and bound for T rounded up, and each launch gets T itself.
 
 While a cache holds fewer tokens than a query may choose, the lists of chosen keys grow with it. Each launch then gets
 their length, too, and the plan is for a longer list.
 
-Scales by token are handled like rows. A mask is not: its own strides follow from T, and its offsets could need 64 bits.
+Scales by token are handled like rows. A mask is not: its strides follow from T, and its offsets could need 64 bits.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def grown(call: DecodeCall) -> Grown | None:
         outer, row, column = rows.stride()
         if most * row + width * column >= _I32:
             return None
-        # The compiler knows which strides are multiples of 16 (not those of scales). Rows of unequal token counts are a
-        # separate kind, which the checks refuse.
+        # The compiler knows which strides are multiples of 16 (not those of scales). Rows of another number of tokens
+        # than the latent's are a separate kind, which the checks refuse.
         distance = -1 if outer == T * row else outer
         forms.append((B, tokens == T, width, distance, scales or outer % 16 == 0, row, column))
         scalars.append(outer)

@@ -1,8 +1,8 @@
 """Launches a call on a GPU: each kind of call is checked, planned, compiled and bound once, then looked up.
 
 The kind of a call is everything on which its launch depends: dtypes, shapes, strides and alignment of its tensors, and
-its numbers. The preparation of several calls by :func:`schedule` has kinds in the same way. The number of tokens of a
-contiguous cache is set at each launch (kernels/kinds.py), so a growing cache does not make a new kind in each step.
+its numbers. Preparations that several calls share (:func:`schedule`) are also bound once per kind. The number of tokens
+of a contiguous cache is set at each launch (kernels/kinds.py), so a growing cache does not make a new kind per step.
 
 The first call of a kind is prepared; later ones allocate their results and scratch and launch. Nothing here reads a
 tensor or waits for the device, sizes come from shapes, and launches go to the current stream. After one warm-up call of
@@ -99,9 +99,9 @@ def reads(rows: Tensor) -> bool:
 
 
 def suits(call: DecodeCall) -> bool:
-    """Whether a kernel takes this call: rows that it :func:`reads`, and something to compute.
+    """Whether a kernel takes this call: its rows pass :func:`reads`, and there is something to compute.
 
-    For index lists with a mask that differs between heads, rows are gathered first (:mod:`mla_compile.kernels.chosen`).
+    Index lists with a mask that differs between heads are left to :mod:`mla_compile.kernels.chosen` (it gathers rows).
     """
     return (
         call.query.is_cuda
@@ -114,7 +114,7 @@ def suits(call: DecodeCall) -> bool:
 
 
 def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] | None:
-    """``(out, lse)`` of a call on CUDA, under the caller's own plan if there is one.
+    """Return ``(out, lse)`` of a call on CUDA, under the caller's own plan if there is one.
 
     Returns None (logged once) if rows are too wide for this device's shared memory. Raises :class:`InputError`, before
     any launch, if the arguments do not fit together or the caller's plan does not fit the device.
@@ -124,7 +124,7 @@ def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] |
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """The data that a call prepares before attention, int64 [:func:`shared.elements`]; unwritten if its plan has none.
+    """The data that a call prepares before attention, int64 [:func:`shared.elements`]; left unwritten if there is none.
 
     Raises :class:`InputError` as :func:`launch` does.
     """
@@ -134,7 +134,7 @@ def schedule(call: DecodeCall) -> Tensor:
 
 
 def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] | None:
-    """The allocated buffers; None if there is no plan."""
+    """Run the launches that ``bind`` makes; return the buffers allocated for them, or None if there is no plan."""
     query = call.query
     if query.stride(-1) != 1:
         call = call._replace(query=query.contiguous())
@@ -224,7 +224,7 @@ def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bo
 
 
 def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
-    """Bind the launches that write a schedule, which depends on what layers share and not on the layout of their rows.
+    """Bind the launches that write a schedule. They depend on what layers share, not on the layout of their rows.
 
     If the Hopper kernel suits a call except for the rows of one layer, that layer runs the portable kernel and prepares
     its own data.

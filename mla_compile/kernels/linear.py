@@ -23,20 +23,20 @@ HEADS = "mla_compile::few_rows_of_heads"
 MOST = 4
 MOST_OF_HEADS = 16
 LEAST_BYTES = 1 << 18
-"""Graphs do not use the kernel for smaller weights: they stay in a cache, and the fixed costs of a call dominate."""
+"""Graphs do not use the kernel for smaller weights, which stay in a cache: the fixed costs of a call dominate there."""
 _STORED = {
     torch.float32: (torch.float32, torch.bfloat16, torch.int8),
     torch.bfloat16: (torch.bfloat16, torch.int8),
 }  # by the dtype of the rows: the dtypes of weights that the native kernel reads
-_GAIN = 1.1  # the kernel is used if it is faster than torch by this factor
+_GAIN = 1.1  # graphs use the kernel if it is faster than torch by this factor
 _SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # the measurement: side of the square weights, bytes of all of them, rounds
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
-    """[...,O] from ``x`` [...,K], ``weight`` [O,K] and ``bias`` [O], all of one dtype; the weight may be int8 instead.
+    """Return ``x`` [...,K] times ``weight`` [O,K] plus ``bias`` [O], as [...,O] in the dtype of ``x``.
 
-    ``most``: the number of rows up to which the kernel is used, at most :data:`MOST`. Raises :class:`InputError` if the
-    arguments do not fit together.
+    The bias has that dtype too; the weight has it or is stored in fewer bits. ``most``: the number of rows up to which
+    the kernel is used, at most :data:`MOST`. Raises :class:`InputError` if the arguments do not fit together.
     """
     check(x, weight, bias)
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
@@ -50,7 +50,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST)
 
 
 def run_of_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """[G,...,O] from ``x`` [G,...,K] and ``weight`` [G,O,K], of the dtype of ``x`` or stored in fewer bits.
+    """Return ``x`` [G,...,K] times ``weight`` [G,O,K], as [G,...,O]; the weight may be stored in fewer bits.
 
     Raises :class:`InputError` if the arguments do not fit together.
     """

@@ -59,7 +59,7 @@ def merge(
 
 
 def _stacked(name: str, given: Tensor | Sequence[Tensor]) -> Tensor:
-    """[P,...] from P tensors."""
+    """Stack P tensors to [P,...]."""
     if isinstance(given, Tensor):
         return given
     if not given:
@@ -72,7 +72,7 @@ def _stacked(name: str, given: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _wrong(parts: Tensor, sums: Tensor, sinks: Tensor | None) -> str | None:
-    """A message about what does not fit, or None."""
+    """Return a message about what does not fit, or None."""
     if parts.dim() != 5:
         return f"out is {_kind(parts)}, expected [P,B,S,H,V], or P tensors [B,S,H,V]"
     P, _, _, H, _ = parts.shape

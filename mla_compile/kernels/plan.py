@@ -15,12 +15,13 @@ SMs)`` on one SM. The plan takes the number of splits with the least
     chain        = (columns of a row + block_n) / 16 * link + step      dependent products
     combine      = 0 for one split, else launch + 8 * B * M * splits * Lv / L2 rate     float32 partials, out and in
 
-A split has at least 256 tokens, because below that, writing its partial result costs as much as reading its tile.
+A split has at least 256 tokens, because below that, writing its partial result costs as much as reading its rows.
 ``t0`` and ``t_tile`` are in ``tuned.json``; bandwidth, ``latency``, ``link`` and ``step`` in kernels/devices.py.
 
-``chain`` and ``latency / depth`` do not depend on the number of blocks, so splits can use memory bandwidth that one
-block per SM leaves idle. At 576 columns and 32 tokens, a tile is a chain of 36 dependent products for the scores and 2
-for the sum. ``depth`` tiles are in flight at a time, and none arrives sooner than ``latency`` after its request.
+``chain`` and ``latency / depth`` do not depend on the number of blocks. One block per SM may therefore leave memory
+bandwidth idle, which more splits can use. At 576 columns and 32 tokens, a tile is a chain of 36 dependent products for
+the scores and 2 for the sum. ``depth`` tiles are in flight at a time, and none arrives sooner than ``latency`` after
+its request.
 
 With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device, so its result
 does not depend on the rest of the batch.
@@ -50,7 +51,7 @@ from mla_compile.kernels.tiles import (
 from mla_compile.kernels.tuned import WIDTH, Kernel, TunedTile, table
 
 # The constants of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has a copy.
-CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n, so 128 Ki tokens make 128 splits
+CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n; 128 Ki tokens make 128 splits
 MIN_SPLIT = 256  # tokens below which a split is not worth its partial result
 MAX_SPLITS = 128  # the planner's limit, about one per SM for a single request; a caller may ask for more
 GRID_LIMIT = 65535  # blocks along a grid's second and third axis (CUDA programming guide, compute capabilities)
@@ -60,14 +61,14 @@ WORTHWHILE = 0.995  # more splits are taken only if they cut the time to this sh
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 matrix products
 _HALF = (torch.float16, torch.bfloat16)
 # Query rows of a tile if keys are multiplied by scales of groups. With 32, Triton 3.6 and 3.7 load the query before the
-# barrier that the keys wait for: 400 to 520 bytes of spills a thread (none with 3.9). Products of warpgroups (64 rows)
-# read it from shared memory.
+# barrier that the keys wait for, which spills 400 to 520 bytes per thread (none with 3.9). Products of warpgroups (64
+# rows) read the query from shared memory.
 GROUPED_ROWS = 16
 
 # The sizes for which the Hopper kernel (kernels/hopper/decode_gluon.py) is written.
 HOPPER_WIDTHS = (512, 64)  # latent and rope; rows in half precision may lack rope, as in DeepSeek-V4
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
-BARRIERS = (3, 9)  # barriers per stage: for two halves of the latent columns, or for eight parts, and for rope
+BARRIERS = (3, 9)  # per stage: one for each of two halves, or eight parts, of the latent columns, and one for rope
 CLUSTERS = (1, 2)  # CTAs that share the copies of a block, each for query rows of its own
 HOPPER_PAGE = 16  # a TMA box is 16, 32 or 64 rows within one page
 HOPPER_SMEM = 220 * KB  # in KB: query 72, two stages of 72 each, statistics and barriers 2, and alignment
@@ -191,19 +192,19 @@ def _microseconds(
 
 
 def links(layout: RowLayout, block_n: int) -> int:
-    """The number of dependent products of 16: along the columns of a row for the scores, along tokens for the sum."""
+    """The number of dependent products of 16 columns of a row (for the scores) or 16 tokens (for the sum)."""
     return (layout.latent + layout.rope + block_n) // LEAST
 
 
 @lru_cache(maxsize=4096)
 def _splits(row: TunedTile, smem: int, layout: RowLayout, device: Device, batch: int, rows: int, tiles: int) -> int:
-    """The number of splits that the formula finds fastest; the smallest of almost equal ones."""
+    """The number of splits that the formula finds fastest; of numbers that are almost as fast, the smallest."""
     most = max(1, min(MAX_SPLITS, tiles * row.block_n // MIN_SPLIT))
     best, least = 1, math.inf
     for splits in range(1, most + 1):
         per = -(-tiles // splits)
         if -(-tiles // per) != splits:
-            continue  # some splits would be empty: fewer do the same work
+            continue  # some splits would be empty; fewer splits do the same work
         time = _microseconds(row, smem, layout, device, (batch, rows, tiles), splits)
         if time < WORTHWHILE * least:
             best, least = splits, time

@@ -40,7 +40,7 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of a call, contiguous or over pages. Any strides; shapes are not checked here."""
+    """Return ``(out, lse)`` of a call, contiguous or over pages. Any strides; shapes are not checked here."""
     if call.block_table is not None:
         call = _gathered(call, call.block_table)
     latent, mask = call.latent, call.mask
@@ -81,14 +81,14 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def index_scores(call: IndexCall) -> Tensor:
-    """[B,S,T], by the equation of :class:`mla_compile.kernels.call.IndexCall`; shapes are not checked here."""
+    """Return the scores [B,S,T] of :class:`mla_compile.kernels.call.IndexCall`; shapes are not checked here."""
     dtype = compute_dtype(call.keys)
     products = torch.einsum("bsjd,btd->bsjt", call.query.to(dtype), call.keys.to(dtype))
     return torch.einsum("bsj,bsjt->bst", call.weights.to(dtype), torch.relu(products * call.scale)).contiguous()
 
 
 def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """``exp(lse) / (exp(lse) + exp(sinks))`` [...,H], the share of the keys beside a sink; 0 if there are no keys.
+    """The share that the keys keep beside a sink, ``exp(lse) / (exp(lse) + exp(sinks))`` [...,H]; 0 without keys.
 
     ``lse`` is [...,H], ``sinks`` [H].
     """
@@ -96,7 +96,7 @@ def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _named(indices: Tensor, T: int) -> Tensor:
-    """[B,1,S,T] bool: the keys that some entry of ``indices`` [B,S,k] names."""
+    """Return the keys that some entry of ``indices`` [B,S,k] names, [B,1,S,T] bool."""
     at = indices.long()
     # One extra column takes the entries that name no key.
     named = torch.zeros(*at.shape[:2], T + 1, dtype=torch.bool, device=at.device)
@@ -111,7 +111,7 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
     B, T = table.shape[0], table.shape[1] * page
     token = torch.arange(T, device=call.query.device)
     at = table.long()[:, token // page].masked_fill(token >= call.seq_lens[:, None], 0)  # [B,T]
-    if pages == 0:  # no key is visible: an empty cache needs one page to index
+    if pages == 0:  # there must be a page to index, although no key is visible
         latent = latent.new_zeros(1, page, latent.shape[2])
         rope = None if rope is None else rope.new_zeros(1, page, rope.shape[2])
         kv_scale = None if kv_scale is None else kv_scale.new_ones(())
@@ -127,7 +127,7 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
 def _visible(
     B: int, S: int, T: int, seq_lens: Tensor | None, window: int, device: torch.device, *, causal: bool
 ) -> Tensor:
-    """[B,1,S,T] bool: the keys allowed by lengths, causality and the window."""
+    """Return the keys that lengths, causality and the window let each query see, [B,1,S,T] bool."""
     length = torch.full((B,), T, device=device) if seq_lens is None else seq_lens.long().clamp(0, T)
     t = torch.arange(T, device=device)
     own = length[:, None, None, None] - S + torch.arange(S, device=device)[:, None]  # the query's own position

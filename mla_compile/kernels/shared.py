@@ -6,7 +6,7 @@ common. The operator ``mla_compile::decode_schedule`` writes them once, and call
 preparing.
 
 The buffers and their tiles depend on the device. The size of the tensor must not, because a fake function has no device
-to query. So :func:`elements` is a bound that holds for every plan on every device.
+to query. :func:`elements` is therefore a bound that holds for every plan on every device.
 """
 
 from __future__ import annotations

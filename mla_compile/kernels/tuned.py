@@ -53,7 +53,7 @@ class TunedTile:
 
     @classmethod
     def of(cls, entry: dict[str, Any], provenance: str = "") -> TunedTile:
-        """From JSON, where tuples are lists."""
+        """Make a row from its JSON entry, where tuples are lists."""
         return cls(**{"provenance": provenance, **entry, "capability": tuple(entry["capability"])})
 
     def suits(self, rows: int, *, paged: bool) -> bool:

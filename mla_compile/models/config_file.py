@@ -79,7 +79,7 @@ def check_sizes(raw: Mapping[str, object], where: str) -> None:
 
 
 def transformers(what: str = "a config") -> ModuleType:
-    """The library with its logging silenced. Raises :class:`InputError`, which names the extra, if it is missing."""
+    """The module transformers, with its logging silenced. If it is missing, an :class:`InputError` names the extra."""
     try:
         library = import_module("transformers")
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Measures what each layer of a cache holds, on caches filled by prompts of three lengths.
 
-Most layers hold one row per token. Others hold only the last tokens (a window), rows that each summarise several
-tokens, or in addition the keys of an indexer. Layers that summarise tokens also hold those that have no row yet, and
-may hold a state that does not grow.
+Most layers hold one row per token. Others hold only rows of the last tokens (a window), or rows that each summarise
+several tokens, and may also hold the keys of an indexer. Layers that summarise tokens also hold those tokens that have
+no row yet, and may hold a state that does not grow.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SHORT = 1024
 
 @dataclass(frozen=True)
 class HeldRows:
-    """One layer: one row per ``every`` tokens (0: none), beside the rows of the last ``window`` tokens.
+    """What one layer holds: a row per ``every`` tokens (0: none), beside the rows of the last ``window`` tokens.
 
     ``shared``: keys and values are one tensor. The rest describes the other tensors, by name. ``more``: the number of
-    values that a token adds. ``waiting``: the bytes held of each token that has no row yet. ``state``: the bytes of a
+    values that a token adds. ``waiting``: the bytes held for each token that has no row yet. ``state``: the bytes of a
     tensor that does not grow.
     """
 
@@ -75,7 +75,7 @@ def _of(
 
 
 def tensors_of(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a cache layer that have a token axis, including those in dicts."""
+    """The nonempty tensors of a cache layer with three or more axes, also those in dicts, with their names."""
     for name, value in vars(layer).items():
         for key, one in value.items() if isinstance(value, dict) else ((None, value),):
             if isinstance(one, torch.Tensor) and one.dim() > 2 and one.numel():

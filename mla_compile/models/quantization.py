@@ -34,7 +34,7 @@ class Packing:
         block: outputs and inputs that share a scale; 0 stands for all of them.
         scale_bytes: bytes of the scale of a block.
         zero_bits: bits of the zero point of a block; the zero points of a column of blocks fill whole 32-bit words.
-        index_bytes: bytes per input, for formats that store its group.
+        index_bytes: bytes per input, for formats that store the group of each input.
         flat: blocks run through the flattened matrix, whatever its shape; ``block`` is then (1, their length).
     """
 
@@ -138,7 +138,7 @@ class _Fields(dict[str, Any]):
         return int(self._checked(name, default, expected, lambda v: type(v) is int and v in allowed))
 
     def group(self, name: str, default: int) -> int:
-        """A number of inputs; 0 stands for all of them, which configs write as -1."""
+        """The inputs in a group; 0 stands for all inputs, which configs write as -1."""
         size = self._checked(name, default, "a whole number above 0, or -1", _is_group)
         return max(0, int(size))
 
@@ -186,7 +186,7 @@ _ALL = re.compile("")
 
 
 def _skipped(names: Iterable[str]) -> tuple[PathRule, ...]:
-    """Rules for a list of modules to leave unquantized, each a regular expression for some parts of a path.
+    """Rules for a list of modules to leave unquantized, each a regular expression for consecutive parts of a path.
 
     transformers matches such a list at the beginning or the end of a path, AutoAWQ anywhere in it.
     """
@@ -194,7 +194,7 @@ def _skipped(names: Iterable[str]) -> tuple[PathRule, ...]:
 
 
 def _fp8(fields: _Fields, dtype: str) -> Quantization:
-    """Float32 block scales of DeepSeek-V3's README_WEIGHTS.md; defaults of transformers' ``FineGrainedFP8Config``.
+    """Float8 with float32 block scales, as in DeepSeek-V3's README_WEIGHTS.md; defaults of ``FineGrainedFP8Config``.
 
     ``scale_fmt`` is not read: DeepSeek-V3.1 says ue8m0, but rounds its scales to powers of two and stores them in
     float32.
@@ -210,7 +210,7 @@ def _fp8(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _gptq(fields: _Fields, dtype: str) -> Quantization:
-    """GPTQModel's tensors ``qweight``, ``qzeros``, ``scales`` (fp16), ``g_idx`` (int32), and its field ``dynamic``."""
+    """GPTQModel: tensors ``qweight``, ``qzeros``, ``scales`` (fp16), ``g_idx`` (int32); ``dynamic``: rules by path."""
 
     def packing(bits: int, group: int) -> Packing:
         return Packing(f"int{bits} in {_groups(group)} with zero points", bits, (1, group), 2, bits, 4)
@@ -230,7 +230,7 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _awq(fields: _Fields, dtype: str) -> Quantization:
-    """Tensors ``qweight``, ``qzeros`` and ``scales`` (fp16) of AutoAWQ, whose layouts all have 4 bits."""
+    """AutoAWQ: tensors ``qweight``, ``qzeros`` and ``scales`` (fp16); all of its layouts have 4 bits."""
     bits = fields.bits("bits", fields.bits("w_bit", 4, (4,)), (4,))
     group = fields.group("group_size", fields.group("q_group_size", 128) or -1)
     words = f"int{bits} in {_groups(group)} with zero points"
@@ -242,7 +242,7 @@ def _awq(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
-    """Scales of ``Linear8bitLt`` (float32, one per output) and ``Linear4bit`` (one per 64 weights).
+    """bitsandbytes: ``Linear8bitLt`` with a float32 scale per output, or ``Linear4bit`` with a scale per 64 weights.
 
     Scales of 4-bit weights are float32, or are quantized to 8 bits with one float32 per 256 scales.
     """
@@ -263,7 +263,7 @@ def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
-    """The formats of compressed-tensors 0.20; ``ignore`` comes first, then the groups in their order."""
+    """The formats of compressed-tensors 0.20; rules of ``ignore`` come first, then those of groups in order."""
     rules = [PathRule(_named(name), None) for name in fields.names("ignore")]
     arithmetic = dtype
     groups = fields.part("config_groups")
@@ -281,14 +281,14 @@ def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _named(target: str) -> re.Pattern[str]:
-    """The pattern of ``match_name`` in compressed-tensors: a regular expression, a path, or the class ``Linear``."""
+    """The pattern for a target, as by ``match_name`` of compressed-tensors: regex, a path, or the class ``Linear``."""
     if target.startswith("re:"):
         return _regex(target.removeprefix("re:"))
     return _ALL if target == "Linear" else re.compile(rf"{re.escape(target)}$")
 
 
 def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
-    """How a group is stored: ``format`` determines the density, ``strategy`` the weights that share a scale."""
+    """How a group is stored: ``form`` determines the bits per weight, the strategy which weights share a scale."""
     bits = stored = weights.bits("num_bits", 8, (2, 3, 4, 5, 6, 7, 8))
     kind, scale = "fp" if weights.text("type", "int") == "float" else "int", BYTES[dtype]
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):

@@ -1,7 +1,7 @@
 """A causal language model on the meta device with one layer of each kind, enough to trace a decode step.
 
-Layers that differ only in their index (equal classes, shapes of weights, plain attributes) are traced once. The others
-are replaced by layers that pass their input through, so that indices keep their meaning. No memory is allocated.
+Of layers that differ only in their index (equal classes, shapes of weights, plain attributes), the first is traced. The
+others are replaced by layers that pass their input through, so that indices keep their meaning. No memory is allocated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LayerList:
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
     """The causal language model of a config, with weights of ``dtype``: without values on the meta device, else random.
 
-    A config of several parts is built from its text part if that is a model by itself. Raises :class:`InputError`.
+    If a config of several parts is not that of such a model, its text part is tried. Raises :class:`InputError`.
     """
     errors = ["it has none"]
     before = torch.get_default_dtype()
@@ -88,7 +88,7 @@ def _makers(config: PreTrainedConfig) -> Iterator[tuple[Callable[[object], nn.Mo
 
 
 def layers_of(model: nn.Module) -> LayerList:
-    """The module list with most of the model's parameters, its layers compared with each other."""
+    """The module list of two or more layers with the most parameters, its layers compared with each other."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
@@ -153,7 +153,8 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Cache, tuple[
     """The cache after a prompt of ``context`` tokens, and a note on modules that had to be left out to compute it.
 
     A module that needs values (a loop over the experts that have tokens) is replaced, in place, by one that passes its
-    input through. If it holds the index of a layer, it may be an attention, and an error is raised instead.
+    input through. A module that holds the index of a layer may be an attention: then the call is repeated on fake
+    tensors, and an error is raised if that fails, too.
     """
     skipped: list[str] = []
     while True:

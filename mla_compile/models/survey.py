@@ -1,7 +1,7 @@
 """Collects the facts about a model (:mod:`mla_compile.report.facts`): its attention sites, its cache, its weights.
 
-The facts come from the model itself, traced on the meta device: sizes from its weights and its graph, those of the
-cache from a cache that it fills. No weight shows how many experts a token uses: that number comes from the config.
+The facts come from the model itself, traced on the meta device: sizes from its weights and its graph, and those of the
+cache from a cache that it fills. What these do not show comes from the config, such as the experts that a token uses.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ def _drafting(
     facts: Facts,
     cached: tuple[CachedLayers, ...],
 ) -> Drafting | None:
-    """The layers that, according to the config, predict further tokens, and that transformers does not build.
+    """The layers that predict further tokens: the config counts them, and transformers does not build them.
 
-    Each is assumed to equal the last layer, whose cache is ``cached``, after norms and a projection of the hidden state
-    and the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    Each is assumed to be the last layer, whose cache is ``cached``, plus norms and a projection of the hidden state
+    joined with the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
     count = first_int(text_config(model), ("num_nextn_predict_layers", "num_mtp_layers"))
     if not (count and layers.path and facts.width):
@@ -211,11 +211,12 @@ def _cached_layers(
 ) -> tuple[CachedLayers, ...]:
     """Return what the cache holds per token; layers that were not traced count like the layer that represents them.
 
-    ``like``: count only layers that these layers represent, if each slot can be assigned to a layer; by default all.
+    ``like``: the layers to count (by default all), each given by the layer that represents it, as in
+    :class:`skeleton.LayerList`. If slots cannot be assigned to layers, none of those is counted.
     """
     every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()
-    # A layer may have several attentions: its slots are divided evenly among them.
+    # A layer may have several slots, one for each attention: all slots are divided evenly among the layers.
     per_layer = len(every) // len(layers.like) if layers.like and len(every) % len(layers.like) == 0 else 0
     for i, slot in enumerate(every):
         keys, values = getattr(slot, "keys", None), getattr(slot, "values", None)
@@ -245,7 +246,7 @@ def _picked(report: Report, layers: skeleton.LayerList) -> dict[int, SiteReport]
 
 
 def _not_counted(cache: object, cached: Sequence[CachedLayers], each: Sequence[HeldRows]) -> tuple[str, ...]:
-    """Notes on cache contents that do not grow by the same amount per token, or that are counted only roughly."""
+    """Notes on what a cache holds besides rows of K and V, and on what is counted roughly or not at all."""
     slots = list(getattr(cache, "layers", ()))
     notes = []
     full = sum(layer.count for layer in cached)
@@ -273,7 +274,7 @@ def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
     shapes = [p.shape for p in owner.parameters() if p.dim() == 2]
     D = dims.D or next((n for m, n in shapes if m in (dims.L + dims.R, dims.L)), None)
     widths = [n for m, n in shapes if m == dims.H * (dims.N + dims.R)]
-    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of K and V, has as many outputs
+    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of K and V, has as many outputs, too
         widths.remove(dims.L)
     Q = dims.Q or next((n for n in widths if n != dims.L), widths[0] if widths else None)
     return replace(dims, Q=Q, D=D)

@@ -41,7 +41,7 @@ class Tensor:
 
 
 def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """All weights of a model on any device, tied ones once, without memory for experts that have no weights."""
+    """All weights of a model on any device; tied ones count once, and memory for experts without weights not at all."""
     count, idle = _experts(model)
     table, head = _embeddings(model)
     lists = _lists_of_experts(model, count, idle)
@@ -66,7 +66,7 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _lists_of_experts(model: nn.Module, count: int, idle: int) -> list[str]:
-    """Module lists with as many items as there are experts, except a list of layers that happens to be as long."""
+    """The paths of module lists with one item per expert, except for a list of layers that happens to be as long."""
     lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     return [
         path

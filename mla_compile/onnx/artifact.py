@@ -23,9 +23,9 @@ _ALIGNMENT = 4096  # a page, so that a runtime can map a tensor directly from th
 def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Create a directory beside ``target`` that takes its place if the block ends without an error.
 
-    If anything fails, the previous contents of ``target`` stay. Raises :class:`TargetError` for a target that exists or
-    cannot be written. With ``overwrite``, only an empty directory or an earlier export is replaced, never another
-    directory such as the model's own.
+    If anything fails, the previous contents of ``target`` stay. Raises :class:`TargetError` if ``target`` exists or
+    cannot be written. With ``overwrite``, an empty directory or an earlier export is replaced; for any other directory,
+    such as the model's own, the error is still raised.
     """
     if target.exists() and not overwrite:
         raise TargetError(f"{target} exists; pass overwrite=True to replace it, or choose another path")
@@ -47,7 +47,7 @@ def _replaceable(target: Path) -> bool:
 def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> dict[str, FileEntry]:
     """Save graphs under their file names, with all large weights in one file and equal weights stored once.
 
-    Return the entries of a manifest for the written files, by name.
+    Return the manifest's entries for the written files, by file name.
     """
     with _Weights(directory / WEIGHTS) as weights:
         for model in graphs.values():

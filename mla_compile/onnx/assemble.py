@@ -35,7 +35,7 @@ from mla_compile.version import __version__
 
 @dataclass(frozen=True)
 class CacheIO:
-    """One cache in the finished graph; if it ``grows``, it does so along axis 1 (genai: axis 2)."""
+    """The input and output of one cache in the finished graph. None in ``shape``: the batch and the axis that grows."""
 
     past: str
     present: str
@@ -45,9 +45,9 @@ class CacheIO:
 
 @dataclass(frozen=True)
 class Wires:
-    """The inputs of a converted graph: three about tokens, then caches in the order of the outputs after the logits.
+    """The caches of a converted graph: its inputs after the first three (tokens), its outputs after the logits.
 
-    ``grows``: whether each cache grows. ``fallback``: names for caches that no attention reads.
+    Both are in the same order. ``grows``: whether each cache grows. ``fallback``: names for those no attention reads.
     """
 
     fallback: tuple[str, ...]
@@ -55,7 +55,7 @@ class Wires:
 
 
 def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
-    """Finish the graph in place. ``names``: the caches' names; the prefill graph gets those of the decode graph."""
+    """Finish the graph in place and return its caches. ``names``: those of the decode graph, for a prefill graph."""
     model, graph = converted.model, converted.model.graph
     dims = _dims(graph, wires)
     inputs, outputs = list(graph.inputs), len(graph.outputs)
@@ -104,7 +104,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
 
 
 def _rename_nodes(graph: ir.Graph, prefixes: Mapping[str, str]) -> None:
-    """Give nodes that were added for a cache the cache's new name as prefix."""
+    """Rename nodes that were added for a cache, and their outputs; ``prefixes`` maps old prefixes to new ones."""
     for node in graph:
         prefix = next((p for p in prefixes if str(node.name).startswith(p)), None)
         if prefix is not None:
@@ -150,7 +150,7 @@ def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
 
 
 def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
-    """Name the tokens of outputs "capacity" if caches are written in place: an output is then the input buffer."""
+    """Map the length of output caches to "capacity" if caches are written in place: outputs are then input buffers."""
     return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.layout == "in place" else {}
 
 
@@ -189,7 +189,7 @@ def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
 
 
 def _name_weights(graph: ir.Graph, baked: Mapping[str, str], state: Mapping[str, torch.Tensor], strip: str) -> None:
-    """Give weights, also transposed ones, their names in the model, without the prefix of the surrounding module."""
+    """Name weights as in the model, without the prefix ``strip``; a transposed weight gets the suffix ".transposed"."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in state.items():
         if tensor.dim() == 2 and not tensor.is_meta:

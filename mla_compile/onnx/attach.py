@@ -32,7 +32,7 @@ class _Functions:
         self.overloads: dict[str, dict[Hashable, str]] = {}
 
     def of(self, node: ir.Node) -> str:
-        """Return the overload that a node calls."""
+        """Return the overload of the function that a node calls; the function is added if it is missing."""
         if node.op_type == INDEX:
             return self._overload(INDEX, _scores(node), index_function)
         if node.op_type == ALIKE:
@@ -54,7 +54,7 @@ class _Functions:
 
 
 def _is_ranked(indices: ir.Value | None) -> bool:
-    """Whether a list [B,S,k] is what ``TopK`` found along its last axis, so that all positions are distinct."""
+    """Whether a list [B,S,k] is the index output of a ``TopK`` along the last axis, whose positions are distinct."""
     node = None if indices is None else indices.producer()
     while node is not None and node.op_type in ("Cast", "Identity"):
         indices = node.inputs[0]

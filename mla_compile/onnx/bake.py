@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def bake_projections(program: Program) -> dict[str, tuple[str, ...]]:
-    """Rewrite every product of an activation and a weight that the absorption emitted.
+    """Rewrite every product of an activation and a weight that the absorption emitted, as the module describes.
 
     The baked weights become folds of the program and replace the folds that they are computed from. Returns, by the
     name of each new input, the node names of the weights that it is computed from.
@@ -30,8 +30,8 @@ def bake_projections(program: Program) -> dict[str, tuple[str, ...]]:
     graph = program.gm.graph
     products = {fold.placeholder: fold for fold in program.folds}
     weights = weight_nodes(graph, {*program.weights, *products})
-    # Equal expressions share one constant: for example, layers that share a weight, or several blocks of queries
-    # against one key.
+    # Products with the same weight node in the same order of axes share one constant: for example, layers that share a
+    # weight, or several blocks of queries against one key.
     baked: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     made: dict[str, tuple[str, ...]] = {}
     for node in list(graph.nodes):
@@ -94,7 +94,10 @@ def _product(sizes: Mapping[str, Any], letters: list[str]) -> int:
 def _constant(
     program: Program, weight: fx.Node, order: tuple[int, ...], counts: list[int]
 ) -> tuple[fx.Node, tuple[str, ...]]:
-    """Add an input: ``weight`` permuted to ``order``, with an axis for each of ``counts`` (none if the first is 0)."""
+    """Add an input for ``weight``, permuted to ``order``; return it with the node names of its weights.
+
+    Consecutive axes are merged, as many as each of ``counts`` says. If the first count is 0, it makes no axis.
+    """
     module, names = _closed(weight)
     products = {fold.placeholder: fold for fold in program.folds if fold.placeholder in names}
     leaves = dict.fromkeys(n for name in names for n in (products[name].weights if name in products else (name,)))
@@ -118,7 +121,7 @@ def _constant(
 
 
 def _closed(weight: fx.Node) -> tuple[fx.GraphModule, list[str]]:
-    """Extract the computation of ``weight`` as a module, with the names of the inputs that it starts from."""
+    """Return the computation of ``weight`` as a module, and the names of the graph's inputs that it reads."""
     copied: dict[fx.Node, fx.Node] = {}
     own = fx.Graph()
     names: list[str] = []

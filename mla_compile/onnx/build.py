@@ -1,8 +1,9 @@
 """Builds the native library of the ONNX operator: ``python -m mla_compile.onnx.build``.
 
-The library holds a CPU kernel and, for CUDA, our Triton kernels as machine code. They are compiled here without a GPU,
-embedded, and launched by host code in C. Building needs Triton and a C compiler, but no CUDA toolkit and no headers of
-ONNX Runtime; using the library needs neither Triton nor torch. ``native.py`` decides whether a session uses it.
+The library holds a CPU kernel and, for CUDA, our Triton kernels as machine code. These are compiled without a GPU,
+embedded, and launched by the library's host code in C. Building needs Triton and a C compiler, but no CUDA toolkit and
+no headers of ONNX Runtime; using the library needs neither Triton nor torch. ``native.py`` decides whether a session
+uses it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ROLES = {"attend": "ATTEND", "scan_mask": "SCAN", "list_tiles": "LIST", "combin
 _MASKS = dict(zip(MASKS, ("NO_MASK", "LISTED_MASK", "BOOL_MASK", "FLOAT_MASK"), strict=True))
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wl,--no-undefined")
 _ALIGNMENT = 64  # in bytes, of each kernel's image
-_KERNEL_S = 6  # seconds to compile a kernel, the median of ten for sm_90 on one core of a 2.6 GHz EPYC
+_KERNEL_S = 6  # seconds to compile a kernel, the median of ten kernels for sm_90 on one core of a 2.6 GHz EPYC
 Say = Callable[[str], None]
 
 
@@ -60,11 +61,11 @@ def build_library(
 
     ``output`` is a folder (default: the folder where ``native.find`` looks). ``jobs`` processes compile in parallel;
     with more than one, a calling script needs ``if __name__ == "__main__"``. ``cache`` keeps compiled kernels (default:
-    inside the folder of ``native.find``). ``say`` is called with one line about the work ahead, and one per kernel. The
+    inside the folder of ``native.find``). ``say`` is called with a line at the start, per kernel, and at the end. The
     library appears whole or not at all, and a build that ends early leaves no process behind.
 
-    Raises :class:`OptionError` for an impossible architecture, dtype or dims, and :class:`ExportError` if Triton or a C
-    compiler is missing or fails.
+    Raises :class:`OptionError` for an unknown architecture or dtype and for dims that no kernel fits, and
+    :class:`ExportError` outside of Linux or if Triton or a C compiler is missing or fails.
     """
     for names, known in ((archs, PRESETS), (dtypes, DTYPES)):
         for name in names:
@@ -188,7 +189,7 @@ def _manifest(
 
 
 def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
-    """Return one entry of the host's table: the calls that a variant serves, its plan, and its machine code."""
+    """Return a variant's entry in the host's table of kernels: the calls it serves, its plan, its machine code."""
     dims, fields = variant.dims, {"role": _ROLES[variant.step], "arch": variant.arch.removeprefix("sm_")}
     fields |= dict.fromkeys(
         ("dtype", "query", "La", "Lb", "Lv", "values", "mask", "softcap", "window", "causal", "direct", "sinks"), "ANY"
@@ -218,7 +219,7 @@ def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
 
 
 def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, object]) -> tuple[str, bytes]:
-    """Return ``table.c``, and the file of machine code that it embeds."""
+    """Return the text of ``table.c``, and the machine code of all kernels, which it embeds."""
     images, places = bytearray(), {}
     for cubin in made:
         if cubin.image not in places:
@@ -239,7 +240,7 @@ def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, object]
 
 
 def _quoted(text: str) -> str:
-    """Quote a C string, in pieces short enough for every compiler."""
+    """Return ``text`` as C string literals, each short enough for every compiler."""
     pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]
     return "\n  ".join(json.dumps(piece) for piece in pieces)
 
@@ -299,7 +300,7 @@ def _dims(text: str) -> NodeWidths:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 1, after one line on stderr, if the library cannot be built."""
+    """Build as the command line says; return the exit status: 1 if the build fails, 130 if it is interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m mla_compile.onnx.build", description=(__doc__ or "").split("\n")[0]
     )

@@ -1,9 +1,9 @@
-"""``IndexScores`` and ``WeighAlike``, the operators around a list of keys, as functions of standard operators.
+"""``IndexScores``, by which keys are chosen, and ``WeighAlike``, which corrects attention to them, as ONNX functions.
 
 ``IndexScores`` is a product with the heads folded into rows, [B,S*J,D] x [B,D,T], as in ``DecodeAttention``, and a
 product with the weights. This is 1.6 times as fast as one product per head (docs/decisions/076).
 
-``WeighAlike`` reads rows of the cache only in a branch of an ``If``, which few calls take.
+``WeighAlike`` reads rows of the cache only inside a branch of an ``If``; few calls take that branch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class IndexScoresSignature:
 
 @dataclass(frozen=True)
 class Alike:
-    """The properties that determine ``WeighAlike``'s body. ``mask``: its dtype; ``used``: some rows may be unused."""
+    """The properties that determine ``WeighAlike``'s body: dtypes of out and mask, whether some rows may be unused."""
 
     dtype: int
     mask: int | None
@@ -70,7 +70,7 @@ def alike_function(signature: Alike, opset: int, overload: str = "") -> onnx.Fun
 
 
 class _Mean(Writer):
-    """The branch that reads rows."""
+    """The branch of ``WeighAlike`` that computes the mean of rows."""
 
     def __init__(self, signature: Alike) -> None:
         super().__init__("mean.")
@@ -90,15 +90,14 @@ class _Mean(Writer):
         self.result(self.op("Where", last, self.op("CastLike", mean, "out"), "out"), "mean.out")
 
     def _greatest(self, rows: str) -> str:
-        """Return [B,S,H|1,Lv], the mean of the rows where the mask has its maximum."""
+        """Return the mean of the rows where the mask is greatest, [B,S,H|1,Lv]."""
         wide = _DOUBLE if self.s.mask == _DOUBLE else _FLOAT
         heads, keys = self.size("mask", 1), self.size("mask", 3)
         batch, count = self.size("indices", 0), self.size("indices", 1)
         fill = self.op("Cast", self.attribute("fill", AttributeProto.FLOAT), to=wide)
         each = self.joined(batch, heads, count)
         given = self.op("Expand", self.op("Cast", "mask", to=wide), self.joined(each, keys))
-        before = self.op("Expand", fill, self.joined(each, 1))  # a column for entries that name no key
-        # Entries that name no key read that column.
+        before = self.op("Expand", fill, self.joined(each, 1))  # an extra column, for entries that name no key
         at, named = self.named(keys)
         at = self.op("Where", named, self.op("Add", at, self.scalar(1)), self.scalar(0))
         at = self.op("Expand", self.op("Unsqueeze", at, self.ints(1)), self.joined(each, self.size("indices", 2)))

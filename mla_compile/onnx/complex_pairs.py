@@ -105,7 +105,7 @@ def _conjugate(step: _PairRewrite) -> fx.Node:
 
 
 def _both(step: _PairRewrite) -> fx.Node:
-    """Add or subtract each part separately. A real operand would have no second part."""
+    """Add or subtract part by part. A real operand, which has no second part, is refused."""
     a, b = args_of(step.node)[:2]
     if not (_is_complex(a) and _is_complex(b)):
         raise ExportError(f"{step.node.target} of a complex and a real number has no counterpart in ONNX")
@@ -113,7 +113,7 @@ def _both(step: _PairRewrite) -> fx.Node:
 
 
 def _along(step: _PairRewrite) -> fx.Node:
-    """Move elements: axes counted from the end shift by one, and shapes end with the pair."""
+    """Apply an operator that moves elements: axes are counted from the front, and shapes get the axis of the pair."""
     node = step.node
     kind: Any = packet(node)
     target: Any = node.target

@@ -1,7 +1,7 @@
 """Convert an ExportedProgram to an ONNX graph in the requested form, with the passes of the pipeline.
 
-They run between those that only an export needs (:mod:`mla_compile.onnx.table`). Then torch's own exporter translates
-the attention operator to one node.
+Passes that only an export needs (:mod:`mla_compile.onnx.table`) run before and after them. Then torch's own exporter
+translates the graph, and each attention operator becomes one node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, a
 class Converted:
     """An ONNX graph, the program that it was translated from, and the report on its attentions.
 
-    ``weights``: names for the baked weights. ``state``: all other weights.
+    ``weights``: names for the baked weights. ``state``: the weights of the original program, by name.
     """
 
     model: ir.Model
@@ -54,12 +54,12 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     """Convert to the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     given = ExportState(Analyses(copy_with_origins(capture.from_exported(exported))))
     run_passes(BEFORE, given)
-    # Baking writes weights into the file, so they need no dequantized inputs. ONNX cannot make groups of heads run one
-    # after the other.
+    # Baking dequantizes weights when it writes them into the file, so none is dequantized before. An expanded attention
+    # is not split into groups of heads, because ONNX cannot make them run one after the other.
     plain = replace(options, dequantize="step", expanded_bytes=None)
     outcome = pipeline.run(given.program, plain, frozen=True)
     state = ExportState(Analyses(outcome.program))
-    with torch.no_grad():  # the operator has no gradient, which tracing it again would otherwise request
+    with torch.no_grad():  # tracing again would otherwise request a gradient, which the operator lacks
         run_passes(AFTER, state)
         names = _names(state.program, state.origins)
         finished = emit.to_exported(state.program, folded_values(state.program))
@@ -113,7 +113,7 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's messages about operator libraries that it does not find."""
+    """Silence the exporter's warnings, such as those about operator libraries that it does not find."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -18,11 +18,11 @@ from mla_compile.kernels import devices
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx.variants import TUNED, Variant
 
-_HIDDEN = 2  # the addresses that Triton appends to a kernel's parameters: global scratch and profile scratch
+_HIDDEN = 2  # number of addresses that Triton appends to a kernel's parameters: global scratch and profile scratch
 _BITS = {"i32": 32, "i64": 64, "fp32": 32}
 # The bytes of registers that a thread may spill in a kernel of tuned dims, by kind of mask. Without a mask, sm_90
-# spills at most 16 bytes. A mask that differs between rows occupies registers beside the sums, and only calls with few
-# query tokens have one.
+# spills at most 16 bytes. A mask that differs between rows (bool, float) occupies registers beside the sums, so more is
+# allowed; only calls with few query tokens have such a mask.
 SPILLED = {"none": 128, "listed": 128, "bool": 768, "float": 768}
 
 
@@ -39,7 +39,7 @@ class Cubin:
 
 @lru_cache(maxsize=1)
 def kernels_sha256() -> str:
-    """Hash the sources of the kernels, with those that they import."""
+    """Return a hash of the sources of all Triton kernels, which import only each other."""
     digest = hashlib.sha256()
     for path in sorted((Path(devices.__file__).parent / "triton").glob("*_triton.py")):
         digest.update(path.read_bytes())
@@ -47,7 +47,7 @@ def kernels_sha256() -> str:
 
 
 def key(variant: Variant) -> str:
-    """Return a name for a compiled kernel from everything that it depends on."""
+    """Return the name of a compiled kernel in a cache: a hash of everything that it depends on."""
     import triton
 
     fn, *rest = variant.source()
@@ -128,7 +128,7 @@ def wrong_launch(ptx: str, passed: list[str], metadata: Any, num_warps: int, sme
     """Return in words why the host would launch a compiled kernel wrongly; None if the kernel is as expected.
 
     ``passed`` are the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). After them there must be
-    the two addresses that Triton appends, for scratch of zero bytes, because the host passes nothing else.
+    only the two addresses that Triton appends, for scratch of zero bytes, because the host allocates no scratch.
     """
     entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.DOTALL)
     if entry is None or entry[1] != metadata.name:

@@ -23,7 +23,7 @@ _PREFERRED = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a native library was registered, which one, and the reason."""
+    """The native library to register, or None, and the reason."""
 
     library: Path | None
     reason: str
@@ -41,7 +41,7 @@ class OrtDevice:
 
 
 def onnxruntime() -> ModuleType:
-    """Import and return the module. Raises :class:`ModelFileError`, which tells what to install."""
+    """Import and return ``onnxruntime``; raise :class:`ModelFileError` with what to install if it is missing."""
     try:
         return import_module("onnxruntime")
     except ImportError:
@@ -151,7 +151,7 @@ def options_with(ort: ModuleType, given: SessionOptions | None, decision: Decisi
     options = given
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # hides warnings, which are about our own graphs
+        options.log_severity_level = 4  # hides warnings about our own graphs, and errors, which are raised anyway
     if decision.library is not None:
         try:
             options.register_custom_ops_library(str(decision.library))
@@ -161,7 +161,7 @@ def options_with(ort: ModuleType, given: SessionOptions | None, decision: Decisi
 
 
 def cpu_session(ort: ModuleType, model: str | bytes) -> InferenceSession:
-    """Open a session on the CPU for a check of our own: a file or a serialized model, without warnings."""
+    """Open a session on the CPU for a check of our own, without warnings. ``model``: a path or a serialized model."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -15,7 +15,7 @@ _FLOAT8 = torch.float8_e4m3fn
 
 
 def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Multiply the rows of attentions by their ``kv_scale`` in separate nodes; return the number of attentions."""
+    """Multiply the rows of attentions by their ``kv_scale`` in separate nodes; return how many attentions had one."""
     found = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
         given = named_arguments(node)
@@ -37,7 +37,7 @@ def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _product(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply rows [B,T,L] in float32 by scales [], [B,T] or [B,T,G]."""
+    """Multiply rows [B,T,L] in float32 by scales [], [B,T] or [B,T,G], and round the product to ``dtype``."""
     groups = scales.shape[2] if scales.dim() == 3 else 1
     by_group = rows.float().unflatten(-1, (groups, -1))
     factors = scales.reshape(*scales.shape[:2], -1, 1) if scales.dim() else scales

@@ -25,7 +25,7 @@ _LOWEST = -3.4028234663852886e38
 class Signature:
     """The properties that determine the body: the given inputs, their ONNX dtypes and widths, and the features in use.
 
-    ``trimmed``: the cache may have more rows than the mask has columns; the rest is unused.
+    ``trimmed``: the cache may have more rows than the mask has columns; the rows beyond those are unused.
     """
 
     query_dtype: int
@@ -71,7 +71,7 @@ def function(signature: Signature, opset: int, overload: str = "") -> onnx.Funct
 def defined(
     name: str, inputs: Sequence[str], signature: Signature, body: Writer, opset: int, overload: str
 ) -> onnx.FunctionProto:
-    """Wrap ``body`` as a function with the operator's attributes; those that ``signature`` uses are read."""
+    """Wrap ``body`` as a function with the operator's attributes, of which it reads those that ``signature`` uses."""
     read = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
     # The body is specialised for the other attributes.
     others = {"causal": 0, "value_width": 0, "softcap": 0.0, "window": 0}
@@ -144,7 +144,7 @@ class _Body(Writer):
         return self.wide(name, self.s.dtype)
 
     def allowed(self, scores: str) -> str:
-        """Return True where a query sees a key, broadcast against scores [B,S,H,T]."""
+        """Return a boolean that is True where a query sees a key and broadcasts against scores [B,S,H,T]."""
         s, conditions = self.s, []
         if s.mask == TensorProto.BOOL:
             conditions.append(self.op("Transpose", "mask", perm=[0, 2, 1, 3]))

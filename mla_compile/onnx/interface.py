@@ -41,7 +41,7 @@ def attention_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def widen_masks(graph: ir.Graph) -> None:
-    """Expand masks that hide whole queries to one column per key, because the operator counts keys by its mask."""
+    """Expand masks of one column (which hide whole queries) to one per key: the operator counts keys by its mask."""
     for node in attention_nodes(graph):
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         latent = node.inputs[1]
@@ -116,7 +116,7 @@ def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
 
 
 def cache_names(found: Iterable[Site], count: int, fallback: Sequence[str]) -> list[str]:
-    """Return a name per cache without "past" and "present": ``latent.0``, ``k_rope.0``, or else the fallback."""
+    """Return a name per cache without "past" and "present": ``latent.0``, ``k_rope.0``, or else its ``fallback``."""
     names: dict[int, str] = {}
     number = 0
     for site in found:
@@ -137,7 +137,7 @@ def rename(values: Sequence[ir.Value], names: Sequence[str], dims: Mapping[str, 
 
 
 def renamed(dim: int | ir.SymbolicDim, dims: Mapping[str, str]) -> int | str | None:
-    """Rename the symbols in a dimension; a sum in ``dims`` gets its own name."""
+    """Rename the symbols in a dimension; a sum that is a key of ``dims`` is renamed as a whole."""
     if isinstance(dim, int):
         return dim
     if dim.value is None:

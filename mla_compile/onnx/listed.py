@@ -5,9 +5,9 @@ Each query has rows of its own, so the queries become a part of the batch:
     query [B,S,H,W] -> [B*S,1,H,W];  latent [B,C,La] -> [B*S,k,La];  mask [B|1,H|1,S|1,T] -> [B*S,H|1,1,k]
 
 Conditions on positions are written into that mask. The mask also hides entries that name no key, which read the first
-row. A list of the best k names all keys as long as there are no more than k. Then the attention reads the rows in
-place; an ``If`` decides in every call. (Outside of a branch, ONNX Runtime 1.32 loses the overload of a function that a
-function calls.)
+row. A list of the best k names all keys as long as there are no more than k. The attention then reads the rows in
+place; an ``If`` decides this in every call. (ONNX Runtime 1.32 loses the overload of a function that a function calls,
+except inside a branch.)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def listed_function(
         name: writer.graph(name, {f"{prefix}.{output}": dtypes[output] for output in whole.outputs})
         for name, writer, prefix in (("then_branch", every, "all"), ("else_branch", chosen, "listed"))
     }
-    # If every entry names a key, sizes alone decide, and no runtime has to wait for a device.
+    # If every entry is known to name a key, only sizes decide, and no runtime has to wait for a device.
     keys = body.keys(masked=whole.mask is not None)
     full = body.op("Squeeze", body.op("Equal", body.size("indices", 2), keys))
     if not signature.every:
@@ -68,7 +68,7 @@ def listed_function(
 def _attention(
     signature: Signature, values: Mapping[str, str], outputs: Sequence[str], overload: str
 ) -> onnx.NodeProto:
-    """Return the node over ``values``; it reads the function's own inputs where ``values`` has no entry."""
+    """Return a ``DecodeAttention`` node; ``values`` names what it reads instead of the function's own inputs."""
     inputs = [values.get(name, name) if name in signature.given else "" for name in signature.inputs]
     node = helper.make_node(NAME, inputs, outputs, name=f"{NAME}.{outputs[0]}", domain=DOMAIN)
     read = {"scale": AttributeProto.FLOAT, "softcap": AttributeProto.FLOAT, "window": AttributeProto.INT}
@@ -130,7 +130,7 @@ class _Chosen(Writer):
         return conditions
 
     def _mask(self, at: str, seen: str, batch: str, keys: str, count: str) -> str:
-        """Return [B*S,H|1,1,k], the mask at the listed keys, hidden where not ``seen``. A mask axis may have size 1."""
+        """Return the mask at the listed keys, [B*S,H|1,1,k], which hides them where not ``seen``; B, H, S may be 1."""
         sizes = [self.size("mask", axis) for axis in range(3)]
         rows = self.op("Mod", self.shaped(batch, -1, 1, 1, 1), sizes[0])
         heads = self.shaped(self.counted(sizes[1]), 1, 1, -1, 1)

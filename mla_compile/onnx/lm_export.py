@@ -1,4 +1,4 @@
-"""Export a causal language model: two traces, two graphs in one profile, one manifest."""
+"""Export a causal language model: a graph for decoding, usually one for prompts, and one manifest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, prefill: bool, say: Progress) -> Exported:
-    """Write everything except the report into ``stage``; ``options`` apply to the decode graph."""
+    """Write everything except the report into ``stage``; ``options`` apply to the decode graph only."""
     dtype = _NAMES[lm.dtype]
     one_graph = bool(profile.runner)
     say("tracing and rewriting the decode graph")
@@ -76,7 +76,7 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
 
 
 def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted, bool]:
-    """Return the decode graph, and whether it takes one token per call because tracing allows no other number."""
+    """Return the decode graph, and whether it takes one token per call, because several cannot be traced."""
     try:
         program = export_program(lm, last_only=False, experts="batched_mm")
     except ExportError as several:
@@ -127,7 +127,7 @@ def _verify(
 
 
 def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[CacheTensor]:
-    """Return the model's cache tensors in the order of the graph's caches; halves of a row count as the latent."""
+    """Return a cache tensor of the model for each cache of the graph; the first one for pages of whole rows."""
     return list(lm.caches) if len(lm.caches) == len(caches) else [lm.caches[0]] * len(caches)
 
 

@@ -1,7 +1,7 @@
 """The manifest of a model directory: what was exported, which files belong to it, and how its caches are bound.
 
 The JSON file is untrusted, so each field is checked where it is read, and an error names the file, the field, what was
-found and what was expected. Unknown fields are ignored; a change of meaning gets a new ``format``.
+found and what was expected. Unknown fields are ignored; if the meaning of a field changes, ``format`` is increased.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def usable(
 ) -> str | None:
     """Return ``None`` if the library should be registered for a model, otherwise the reason in words.
 
-    ``manifest_attention``: the entries ``attention`` of the model's manifest (mappings, or objects with the same
+    ``manifest_attention``: the entries of ``attention`` in the model's manifest (mappings, or objects with the same
     names). ``dtype`` is the model's, ``providers`` are the session's, and ``device`` is the number of its CUDA device.
     """
     has = library.manifest
@@ -163,8 +163,8 @@ def usable(
 def _runs_on(arch: str, built: Sequence[str]) -> bool:
     """Whether the library's machine code runs on ``arch``.
 
-    Up to sm_89, machine code runs on later architectures of its generation; from sm_90 on, only on its own. The library
-    uses the newest code that it has, whose tiles must also fit the device's shared memory.
+    Machine code up to sm_89 also runs on later architectures of its generation, code from sm_90 on only on its own. The
+    library uses its newest code that runs; the tiles of that code must also fit the device's shared memory.
     """
     numbers, number = sorted(int(name.removeprefix("sm_")) for name in built), int(arch.removeprefix("sm_"))
     earlier = [n for n in numbers if n // 10 == number // 10 and n <= number and (n == number or number < 90)]

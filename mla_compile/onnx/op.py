@@ -12,7 +12,7 @@ unless another argument hides them. No key is named twice, and an entry outside 
 lengths, causality and windows refer to positions among all T keys.
 
 ``mla_compile::IndexScores``: query [B,S,J,D], keys [B,T,D], weights [B,S,J] -> scores [B,S,T] in float32 (float64 for
-float64): ``sum_j weights_j relu(scale * q_j . k_t)``.
+float64 keys): ``sum_j weights_j relu(scale * q_j . k_t)``.
 
 ``mla_compile::WeighAlike``: out [B,S,H,Lv], lse [B,S,H], values [B,C,Lv], optionally mask [B|1,H|1,S|1,T] with indices
 [B,S,k], and used int64 [1], the number of rows of values in use -> out, where a query that saw no key (lse at most

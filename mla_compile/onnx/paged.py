@@ -146,13 +146,14 @@ def _check_causal(
     *,
     causal: bool,
 ) -> None:
-    """Evaluate the model's mask, which must show every earlier token and no later one, whatever the tokens are.
+    """Check the model's mask by evaluating it: a token must see itself and all earlier tokens, and no later one.
 
-    ``causal``: the operator itself hides later tokens.
+    ``causal``: the attention operator hides later tokens itself.
     """
-    needed = _ancestors(mask)
+    needed, read = _ancestors(mask), _ancestors(mask, contents=True)
     inputs = [v for v in graph.inputs if v in needed]
-    foreign = [v for v in inputs if v not in (tokens, attention_mask, *caches)]
+    # What is evaluated below stands for all calls only if no token and no row is read.
+    foreign = [v for v in inputs if v is not attention_mask and (v in read or v not in (tokens, *caches))]
     if foreign or mask.dtype is None:
         raise ExportError(
             "profile 'ort-paged' cannot be made: the mask depends on more than lengths and padding "
@@ -177,11 +178,14 @@ def _check_causal(
         raise ExportError(f"profile 'ort-paged' cannot be made: the mask cannot be evaluated: {error}") from error
 
 
-def _ancestors(value: ir.Value) -> set[ir.Value]:
+def _ancestors(value: ir.Value, *, contents: bool = False) -> set[ir.Value]:
+    """Return the values that ``value`` is computed from; with ``contents`` those of which more than sizes is read."""
     found, queue = {value}, [value]
     while queue:
         producer = queue.pop().producer()
-        for source in producer.inputs if producer is not None else ():
+        if producer is None or (contents and producer.op_type in ("Shape", "Size")):
+            continue
+        for source in producer.inputs:
             if source is not None and source not in found:
                 found.add(source)
                 queue.append(source)

@@ -16,7 +16,7 @@ from typing import Literal
 from mla_compile.errors import OptionError, nearest
 
 CacheLayout = Literal["appended", "in place", "halves", "pages"]
-"""The treatment of a cache, in the order of the table."""
+"""How a profile stores and updates a cache, in the order of the table above."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Profile:
         runner: the program that runs the files, in words, if a :class:`~mla_compile.onnx.session.Session` does not.
             Such a program takes one graph for prompts and steps of any number of tokens, with inputs that it knows by
             name.
-        cpu: whether ONNX Runtime has all of its operators for the CPU.
+        cpu: whether ONNX Runtime has all operators of the profile for the CPU.
         lists: whether its attention can read the rows of listed keys only.
     """
 

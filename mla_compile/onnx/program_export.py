@@ -1,7 +1,8 @@
 """Export a traced program with its author's inputs and outputs: a decode graph, and the expanded graph beside it.
 
-A cache is an input that an output continues: ``output = Concat(input, new rows)``. Names stay unchanged. The meaning of
-the other inputs is unknown, so there is no manifest, and the program's author runs the graphs.
+A cache is an input that an output continues: ``output = Concat(input, new rows)``. Inputs keep their names; such an
+output is named ``present_{input}``, others ``output_{position}``. The meaning of the other inputs is unknown, so there
+is no manifest, and the program's author runs the graphs.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _finish(converted: Converted, profile: Profile) -> None:
 
 
 def _counts(graph: ir.Graph, append: GrowingCache) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
-    """Return the inputs and axes that count all tokens and new tokens; a number if that of new tokens is fixed."""
+    """Return the (input, axis) with an entry per token, and that with one per new token or, if fixed, their number."""
 
     def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:
         wanted = value.shape[1] if value.shape is not None else None
@@ -133,7 +134,7 @@ def _compare(
     dtype: str,
     why_not: str,
 ) -> Verification:
-    """Run the program, and the graphs or rewritten programs made from it, on its own example inputs."""
+    """Compare the graphs or rewritten programs ``made`` from the program with it, on its own example inputs."""
     if program.example_inputs is None:
         return Verification(reason="the program has no example inputs")
     args, kwargs = program.example_inputs

@@ -1,4 +1,4 @@
-"""The profiles as rewrites of a graph's caches; :mod:`mla_compile.onnx.profile` describes each profile."""
+"""The rewrites of caches for the profiles inplace and genai, which :mod:`mla_compile.onnx.profile` describes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def in_place(
 ) -> None:
     """Turn caches into buffers that are written from row ``total - query`` on.
 
-    ``total`` and ``query``: an input and the axis that has that many tokens; ``query`` may also be the number itself.
+    ``total`` and ``query``: an input and its axis of that size, in tokens; ``query`` may also be the number itself.
     Attention nodes with a mask read the buffer and stop where the mask ends. WeighAlike gets the number of rows in use,
     and every other reader gets only these rows.
     """
@@ -68,7 +68,7 @@ def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir.Node, int]], rows: ir.Value) -> None:
-    """Give nodes that read the length of ``past`` the number of rows in use."""
+    """Replace the length of ``past`` in the results of Shape nodes by ``rows``, the rows in use before the call."""
     for node, _ in readers:
         if node.op_type != "Shape":
             continue

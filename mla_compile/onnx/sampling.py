@@ -53,7 +53,7 @@ class Sampler:
     def __init__(self, sampling: Sampling | Sequence[Sampling], rows: int) -> None:
         """Take one setting for all rows, each of which draws its own numbers, or one setting per row.
 
-        With a setting of its own, a row draws the same numbers whatever the other rows are.
+        With one setting per row, what a row draws does not depend on the other rows.
         """
         if isinstance(sampling, Sampling):
             self._rows = tuple(
@@ -92,7 +92,7 @@ class Sampler:
 
 
 def _most_probable(logits: Logits, top_k: int) -> npt.NDArray[np.int64]:
-    """Return token ids by falling logit, equal logits by id: the first ``top_k``, or all."""
+    """Return the ``top_k`` most probable token ids (0: all), by falling logit and, where equal, by id."""
     if 0 < top_k < len(logits):
         smallest = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
         tokens = np.flatnonzero(logits >= smallest)  # more than k if several equal the k-th

@@ -38,8 +38,8 @@ class Session:
         verify_files: compare the SHA-256 of every file; otherwise only sizes and external data are checked.
         load_prefill: also load the graph for prompts, if there is one. Otherwise the decode graph reads prompts, which
             takes longer but loads the weights only once.
-        prefill_chunk: the number of prompt tokens per call; ``None`` reads a prompt in one call. The scores of a call
-            take H x chunk x T numbers.
+        prefill_chunk: the number of prompt tokens per call; ``None`` reads a prompt in one call. The scores of an
+            attention are H x chunk x T numbers per prompt.
 
     Raises :class:`ModelFileError` if files, onnxruntime, its providers or a named library cannot be used, and
     :class:`OptionError` for an invalid value.
@@ -91,7 +91,7 @@ class Session:
         """Read prompts; return a new state, and the logits of each prompt's next token, float32 [batch, vocab].
 
         Shorter prompts are padded on the left. ``capacity``: the tokens that the state will hold, padding included.
-        Caches in place get room for that many at once; a longer generation only costs a copy. Raises
+        Caches written in place get room for that many from the start; to hold more, they are copied. Raises
         :class:`InputError` for prompts that the model cannot read.
         """
         check_prompts(self.manifest, prompts)
@@ -113,7 +113,7 @@ class Session:
         chunk = self._chunk or longest
         for begin in range(0, longest, chunk):
             logits = self._run(graph, state, ids_BS[:, begin : begin + chunk], mask_BS[:, begin : begin + chunk])
-        state.bindings.pop("prefill", None)  # would keep the prompt's caches alive for as long as the state
+        state.bindings.pop("prefill", None)  # it would keep the prompt's caches alive as long as the state
         return state, logits
 
     def step(self, state: State, tokens: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -135,7 +135,7 @@ class Session:
     def _run(
         self, graph: str, state: State, ids_BS: npt.NDArray[np.int64], mask_BS: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Call a graph once; if the call fails, the state is unchanged."""
+        """Call a graph once and return the last token's logits; if the call fails, the state stays usable as it was."""
         session = self._graphs[graph]
         binding = state.bindings.get(graph)
         if binding is None:
@@ -147,7 +147,7 @@ class Session:
         inputs = (np.ascontiguousarray(ids_BS), state.mask_with(mask_BS), positions_BS)
         for name, value in zip(TOKENS, inputs, strict=True):
             binding.bind_cpu_input(name, value)
-        binding.bind_output("logits", "cpu")  # bound again in each call; otherwise the last value would be overwritten
+        binding.bind_output("logits", "cpu")  # in each call: otherwise it would overwrite the last call's logits
         state.bind(binding, state.length + ids_BS.shape[1])
         try:
             session.run_with_iobinding(binding)

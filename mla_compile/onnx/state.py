@@ -31,7 +31,7 @@ class State:
     Attributes:
         batch: the number of sequences, which are the rows of every tensor.
         length: tokens in the caches, left padding included.
-        positions: int64 [batch], the position of each row's next token: its tokens so far without padding.
+        positions: int64 [batch], the position of each row's next token: the number of its tokens, padding left out.
         ended: bool [batch], rows that have ended: they read padding, and their positions no longer advance.
         caches: one cache per entry of the manifest.
         bindings: the io binding of each graph that has run.
@@ -107,12 +107,12 @@ class _StateCache:
         binding.bind_output(present, device.type, device.id)
 
     def take(self, outputs: Sequence[object], at: int) -> None:
-        """Keep the value that the call returned; a cache in place already is the buffer."""
+        """Keep the value that the call returned; a cache written in place is in the buffer already."""
         if not self.in_place:
             self._value = self._ort.OrtValue(outputs[at])
 
     def _place(self, tokens: int) -> tuple[str, int, object, list[int], int]:
-        """Describe the buffer's first rows in the terms of io binding."""
+        """Return the arguments with which an io binding binds the first ``tokens`` rows of the buffer."""
         sizes = self._spec.sizes(self._batch, tokens)
         return self._device.type, self._device.id, ELEMENT[self._spec.dtype], sizes, int(self._buffer.data_ptr())
 

@@ -35,7 +35,7 @@ def tidy(program: Program) -> int:
 
 
 def without_schedules(graph: fx.Graph) -> int:
-    """Let every attention prepare its own launch, because ONNX has no schedules; return how many there were."""
+    """Remove schedules, which ONNX lacks, so that every attention prepares its launch; return how many there were."""
     found = graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default)
     for node in found:
         for user in list(node.users):
@@ -83,7 +83,7 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
 
 
 def _index_add(node: fx.Node, builder: Builder) -> None:
-    """Sum selected rows in float32 instead of half precision: runtimes on a CPU scatter no other floats.
+    """Add rows at indices in float32 instead of half precision, which runtimes on a CPU cannot scatter.
 
     A chain of such sums, one for each expert, stays in float32 until its end.
     """

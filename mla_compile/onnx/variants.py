@@ -138,7 +138,7 @@ class Variant:
         return next(s for s in steps(call, plan, PRESETS[self.arch]) if s.name == self.step)
 
     def source(self) -> Source:
-        """Return the source and the constants that Triton compiles."""
+        """Return what Triton compiles: function, signature, constants, attributes and options."""
         step, dims = self.described(), self.dims
         fn, signature, constants, _, options = step.source()
         width = dims.La + dims.Lb  # all strides of a query row are multiples of this

@@ -1,7 +1,7 @@
 """Run the exported graphs beside the original before the files are published.
 
 The prefill graph reads two prompts of different lengths, so that one is padded on the left. Then the decode graph takes
-steps, each with the token that the original chose. The decode graph reads the same prompts too.
+steps, each with the token that the original chose. In a second comparison, the decode graph reads the prompts itself.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _feeds(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Array]:
 
 
 def _difference(got: Array, expected: torch.Tensor) -> float:
-    """Return the largest difference of the last token's logits over the largest of them."""
+    """Return the largest difference of the last token's logits, relative to the original's largest logit."""
     reference = expected.double().numpy()
     return float(np.abs(got[:, -1].astype(np.float64) - reference).max() / np.abs(reference).max())
 

@@ -13,7 +13,7 @@ _FLOAT = TensorProto.FLOAT
 
 
 class Writer:
-    """The nodes so far; every method that adds a node returns the name of its value.
+    """Collects nodes. Methods that add one return the name of its value, except :meth:`result`, which is given it.
 
     ``prefix`` keeps a branch's names distinct from the surrounding names, which the branch may read.
     """
@@ -26,7 +26,7 @@ class Writer:
         return f"{self.prefix}{len(self.nodes)}"
 
     def op(self, kind: str, *inputs: str, **attributes: object) -> str:
-        """Add a standard operator and return its only output."""
+        """Add a standard operator and return the name of its only output."""
         name = self._name()
         self.nodes.append(helper.make_node(kind, list(inputs), [name], name=f"{kind}.{name}", **attributes))
         return name
@@ -58,7 +58,7 @@ class Writer:
         return output
 
     def wide(self, value: str, dtype: int) -> str:
-        """Cast to float32."""
+        """Cast ``value``, which has ``dtype``, to float32."""
         return value if dtype == _FLOAT else self.op("Cast", value, to=_FLOAT)
 
     def slice(self, value: str, start: int, stop: int, axis: int) -> str:
@@ -66,20 +66,20 @@ class Writer:
         return self.op("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
 
     def size(self, value: str, start: int, end: int | None = None) -> str:
-        """Return the sizes of axes ``start`` to ``end`` as a vector; without ``end``, of one axis."""
+        """Return the sizes of axes ``start`` to ``end`` as a vector; without ``end``, of axis ``start`` only."""
         return self.op("Shape", value, start=start, end=start + 1 if end is None else end)
 
     def keys(self, *, masked: bool) -> str:
-        """Return an attention's T as a vector of one. A cache may have more rows than the mask has columns."""
+        """Return an attention's T as a vector of one: with a mask its columns, because a cache may have more rows."""
         return self.size("mask", 3) if masked else self.size("latent", 1)
 
     def named(self, keys: str) -> tuple[str, str]:
-        """Return the listed positions, int64 [B,S,k], and which entries name one of the ``keys`` keys."""
+        """Return the listed positions, int64 [B,S,k], and whether each names a key; ``keys`` is the number of keys."""
         at = self.op("Cast", "indices", to=TensorProto.INT64)
         return at, self.both([self.op("GreaterOrEqual", at, self.scalar(0)), self.op("Less", at, keys)])
 
     def counted(self, size: str) -> str:
-        """Return 0, 1, ... below a size given as a vector of one."""
+        """Return the numbers from 0 up to, but without, ``size``, which is a vector of one."""
         return self.op("Range", self.scalar(0), self.op("Squeeze", size, self.ints(0)), self.scalar(1))
 
     def shaped(self, value: str, *sizes: str | int) -> str:
@@ -114,7 +114,7 @@ class Writer:
         """Return the nodes as a function of our domain.
 
         ``read``: the attributes that the nodes read. ``ignored``: attributes that are accepted but not read, with their
-        values. ``imports``: the domains of the nodes beside the standard one.
+        values. ``imports``: the operator sets of the nodes besides the standard one.
         """
         opsets = [helper.make_opsetid("", opset), *imports]
         made = helper.make_function(

@@ -46,7 +46,7 @@ def weights(known: Analyses) -> set[fx.Node]:
 
 
 def read_weights(known: Analyses) -> set[fx.Node]:
-    """The same, and the nodes computed from inputs that hold products of weights or dequantized weights."""
+    """The nodes computed only from weights, constants, and inputs with products of weights or dequantized weights."""
     kept = {fold.placeholder for fold in known.program.folds}
     return weight_nodes(known.program.gm.graph, {*known.program.weights, *kept})
 
@@ -70,7 +70,7 @@ def site_maps(known: Analyses) -> Maps:
 
 
 def sliced_maps(known: Analyses) -> Maps:
-    """The same maps, which may also express a token slice of K or V as the same slice of the source rows."""
+    """The maps of :func:`site_maps`, but a token slice of K or V may be expressed as that slice of the source rows."""
     found = known.get(sites)
     return with_row_slices(found, with_groups(found, known.get(site_maps)))
 
@@ -79,8 +79,8 @@ def sliced_maps(known: Analyses) -> Maps:
 class Judgement:
     """The verdict on each attention, in order.
 
-    ``sparse``: whether an attention may read only the keys of an index list. ``device``: for which costs are estimated;
-    by default that of the program. ``slices``: whether slices of rows may be sources.
+    ``sparse``: whether an attention may read only the keys of an index list. ``device``: the device whose costs are
+    estimated, by default that of the program. ``slices``: whether slices of rows may be sources.
     """
 
     forms: Forms
@@ -133,7 +133,7 @@ def copy_with_origins(program: Program) -> Program:
     """A copy in which every node records the name of its original in ``meta[ORIGIN]``."""
     copied = program.copy()
     for node in copied.gm.graph.nodes:
-        # A copied graph has new nodes with the same names: verification looks up its inputs by name.
+        # Verification looks up its inputs by name, because a copied graph has new nodes with the same names.
         node.meta[ORIGIN] = node.name
     return copied
 

@@ -34,7 +34,7 @@ _LEGAL = Judgement("absorbed", "never", device=default_device("cpu"), slices=Fal
 def stand_ins(state: PassState) -> int:
     """Let plain operators stand in for those of libraries."""
     program, graph = state.program, state.graph
-    if has_flex(graph):  # the readers of its results are recognised in the canonical spelling only
+    if has_flex(graph):  # readers of flex_attention's results are recognised only in canonical spelling
         for name in ("normalize", "views"):
             CANONICAL[name](state.analyses)
     fused, quantized, exact = has_fused(graph), is_quantized(graph), state.options.quantized == "exact"
@@ -83,7 +83,7 @@ def latent_cache(state: PassState) -> int:
 
 def _expanded(trial: Analyses, state: PassState, kept: KeptRows) -> set[str]:
     """The attentions that would have to expand the rows that were kept for them."""
-    # In most graphs the final verdicts, needed anyway, answer this. Slices of rows do not count as sources here.
+    # Slices of rows do not count as sources here. Where there are none, the final verdicts, needed anyway, may suffice.
     if trial.get(sliced_maps) is trial.get(site_maps) and not kept.expanded(trial.get(state.request.judgement)):
         return set()
     return kept.expanded(trial.get(_LEGAL))
@@ -111,7 +111,7 @@ def judge(state: PassState) -> int:
 
 
 def split_heads(state: PassState) -> int:
-    """Split attentions whose heads are computed differently, on a copy, where that absorbs more of the attention."""
+    """Split attentions whose heads are computed differently, if a trial on a copy then absorbs more of them."""
     candidates = set(_groups(state.analyses, (v for v in state.verdicts if v.site.node.name not in state.failed)))
     told: dict[str, Unsplit] = {}
     while candidates:

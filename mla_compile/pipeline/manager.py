@@ -104,7 +104,7 @@ def run_passes(passes: Iterable[Pass[_S]], state: _S) -> None:
 
 
 def _check(one: Pass[Any], program: Program) -> None:
-    """Lint the graph and look for new nodes without metadata; torch leaves some of its own without."""
+    """Lint the graph, and require metadata of its new nodes; captured ones may lack it."""
     try:
         program.gm.graph.lint()
     except RuntimeError as error:

@@ -30,11 +30,11 @@ class Outcome:
         program: the rewritten copy.
         report: the verdict on every attention.
         absorbed: the number of rewritten sites.
-        variants: the costs of sites whose form is chosen in every call, by the rewritten program or ``base``.
+        variants: the costs of sites that are absorbed only in some calls: each call runs ``program`` or ``long``.
         base: the program in which sites were absorbed: the captured one, or the one whose cache holds rows.
         sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
         by_heads: the number of attentions of ``program`` that are computed for a few heads at a time.
-        expanded: ``base`` with its large attentions computed for a few heads at a time, if it has any.
+        expanded: ``base``, which some calls run, with its large attentions computed for a few heads at a time, if any.
         warnings: messages about what is correct but slower than requested, besides the verdicts of the report.
         fused: the number of attentions that the model's own code absorbs and that one operator now replaces.
     """
@@ -92,7 +92,7 @@ def outcome_of(state: PassState, name: str) -> Outcome:
 
 
 def _settled(program: Program) -> Program:
-    """The program with the library operators restored where they are still needed."""
+    """Restore the library operators of the program where they are still needed, and return it."""
     settle(program.gm.graph)
     remove_dead_code(program.gm.graph)
     program.gm.recompile()

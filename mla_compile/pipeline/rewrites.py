@@ -157,7 +157,7 @@ def fold_weights(state: PassState) -> int:
 
 
 def dequantize_once(state: PassState) -> int:
-    """Keep dequantized weights of absorbed attentions as inputs."""
+    """Keep dequantized weights of absorbed attentions as inputs, where that saves time."""
     if state.options.dequantize == "step" or not state.rewritten:
         return 0
     own, mode = state.analyses.get(weights), state.options.dequantize
@@ -189,7 +189,7 @@ def project(state: PassState) -> int:
 
 
 def few_rows(state: PassState) -> int:
-    """Use the operator for products of a few rows."""
+    """Replace products with weights by the operator for few rows, where its kernel is faster."""
     if not _native_products(state) or not (state.rewritten or state.fused):
         return 0
     own, target = state.analyses.get(read_weights), state.request.target
@@ -230,7 +230,7 @@ def share(state: PassState) -> int:
 
 
 def _is_prompt(state: PassState) -> bool:
-    """Whether a call has more queries than absorbing pays for."""
+    """Whether the call has too many queries for absorbing to pay, in all latent attentions."""
     codes = {v.code for v in state.verdicts if v.plan is not None}
     return codes == {Code.COST_PREFILL}
 
@@ -248,7 +248,7 @@ def append(state: PassState) -> int:
     attended = state.fused or any(v.plan is not None for v in state.verdicts)
     if state.options.appends != "in_place" or not attended:
         return 0
-    # If two programs run on the same inputs, either both append in place or neither does.
+    # If each call chooses between two programs, both take the same inputs, so neither writes in place.
     count = append_in_place(state.program, rewrite=_in_one_form(state), shared=state.shared)
     if state.program.capture.sharing is not None and _one_form(state):
         shared = state.program.capture.shared or any(one.shared for one in state.program.appends)

@@ -113,7 +113,7 @@ class PassState:
 
     @property
     def chosen(self) -> list[Verdict]:
-        """The verdicts to absorb."""
+        """The verdicts of the attentions to absorb."""
         return [v for v in self.verdicts if v.absorb]
 
     def rebase(self) -> None:

@@ -16,9 +16,11 @@ class Target:
     """A machine. Facts that take long to find (the C kernel is built on first use) are found when a pass needs them.
 
     Attributes:
-        runs: whether a kernel runs the operator over given rows; the reference is no faster than the model's own code.
+        runs: whether a kernel runs the operator over given rows. Its reference implementation does not count: it is no
+            faster than the model's own code.
         reads_float8: whether a kernel on a given device reads rows in float8.
-        pays: whether the kernel for products of a few rows beats torch's, by device, dtype and number of rows.
+        pays: whether the kernel for products of a few rows beats torch's, by device, dtypes of rows and weight, and
+            number of rows.
         least_bytes: the smallest weight for that kernel.
         most_rows: the most rows for that kernel.
         reads_heads: whether a kernel for products of a few rows with a weight for each head supports a device, a dtype

@@ -25,13 +25,13 @@ from mla_compile.repeats.stretches import (
 def split(
     gm: fx.GraphModule, example_inputs: Sequence[object]
 ) -> tuple[fx.GraphModule, dict[str, list[object]]] | None:
-    """The graph as calls of submodules, and by name the example inputs of the first call of each submodule.
+    """The graph as calls of submodules, and each submodule's name with the example inputs of its first call.
 
     ``gm``: ATen with ``meta["val"]`` on every node; it is not changed. ``example_inputs``: one per placeholder. A part
     takes the values it reads and returns one flat tuple.
 
-    Returns None if nothing repeats, or if parts cannot be compiled separately because one writes to a tensor that it
-    also reads as another input, or because sizes depend on data.
+    Returns None if nothing repeats, or if parts cannot be compiled separately: one may write to a tensor that it also
+    reads as another input, values between them may be tensor subclasses, or sizes may depend on data.
     """
     source = copy_graph(gm.graph)
     inputs = [node for node in source.nodes if _is_given(node)]

@@ -91,7 +91,7 @@ def memory_of(value: torch.Tensor) -> int:
 
 
 def alone(one: Stretch, given: Sequence[fx.Node]) -> fx.Graph:
-    """A stretch as a separate graph."""
+    """A stretch as a separate graph with the inputs ``given``."""
     graph = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     for node in given:

@@ -1,7 +1,7 @@
 """What was done to a model, and why not more, as records, as text and as an HTML page.
 
-``Report`` and ``SiteReport`` are imported on first use. If ``TORCH_LOGS`` names a package, torch imports everything
-below that package, and torch itself is not usable yet at that time.
+``Report`` and ``SiteReport`` are imported on first use: if ``TORCH_LOGS`` names a package, torch imports all modules in
+it before torch itself is usable.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
 """The number of KV heads of GQA in the comparison of caches, a common choice; a model with GQA uses its own."""
 _UNTOLD = ("refused", "kept", "absorbed by hand", "shared rows")
-"""Families whose cache may hold K and V, or tensors that every step recomputes them from; it is unknown which."""
+"""Families whose cache may hold K and V, or tensors from which every step recomputes K and V: it is unknown which."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class FoldSide:
-    """A product of weights that can be folded: the values read per token and layer, before and after."""
+    """A product of weights that can be folded: the values read per token and layer, chained and folded."""
 
     side: Literal["query", "output"]
     product: str
@@ -78,7 +78,7 @@ class SiteChoice:
 
     @property
     def when_absorbing_pays(self) -> str:
-        """Below how many queries, by context, in words."""
+        """In words, the number of queries below which absorbing takes fewer FLOPs, by context."""
         at = ", ".join(f"{queries(s)} at {T // 1024}k" for s, T in zip(self.break_even, CONTEXTS, strict=True))
         long = queries(self.break_even_long)
         return f"absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})"

@@ -17,8 +17,8 @@ Family = Literal[
 ]
 """The kind of attention in a model.
 
-``refused``: some sites could be proved neither to be MLA nor to be anything else. ``kept``: the latent of the sites is
-no narrower than K and V. ``absorbed by hand``: the model's code already has all sites with a latent in absorbed form.
+``refused``: no site is proved to be MLA, and some are refused. ``kept``: the latent of the sites is no narrower than K
+and V. ``absorbed by hand``: the model's code already has all sites with a latent in absorbed form.
 ``shared rows``: heads share rows that are both key and value, and no weight expands them into K or V. ``not MLA``: MHA,
 GQA or MQA, and the report does not tell which.
 """
@@ -104,7 +104,7 @@ class CachedLayers:
 
     @property
     def rows(self) -> int:
-        """The values of a row: the keys and values of one layer."""
+        """The number of values in a row: the keys and values of all heads of one layer."""
         return self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
@@ -114,7 +114,7 @@ class CachedLayers:
         return int(found) if found == int(found) else found
 
     def bytes_beside(self, tokens: int, *, most: bool = False) -> int:
-        """The bytes beside rows after ``tokens`` tokens: of tokens that have no row yet, and of a state.
+        """The bytes held beside the rows of ``tokens`` tokens: for tokens that have no row yet, and for a state.
 
         ``most``: the largest such number of bytes up to then.
         """
@@ -122,7 +122,7 @@ class CachedLayers:
         return max(0, waiting) * self.waiting_bytes + (self.state_bytes if tokens >= self.every else 0)
 
     def told(self) -> str:
-        """Describe in words what a layer caches of each token."""
+        """Describe in words what a layer caches for each token."""
         rows = f"{self.rows:,}" + (f" / {self.every}" if self.every > 1 else "")
         parts = [*([rows] if self.every else []), *([f"{self.besides:,}"] if self.besides else [])]
         window = f"{self.rows:,} for each of the last {self.window:,}" if self.window else ""
@@ -193,7 +193,7 @@ class Facts:
 
 
 def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str) -> Facts:
-    """Return what a report alone tells: its sites, without the weights and the cache."""
+    """Return the facts that a report contains: those about sites, not those about weights and caches."""
     family = family_of(sites) or ("not MLA" if sites else "no attention")
     latent = latent_sites((site, site.dims) for site in sites)
     return Facts(name, family, sites, latent, (), Weights(0), messages=messages)
@@ -214,7 +214,7 @@ def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[Laten
 
 
 def family_of(sites: Sequence[SiteReport]) -> Family | None:
-    """Return what the sites alone tell; ``None`` if all are plain MHA, GQA or MQA."""
+    """Return the family that the sites show; ``None`` if all are plain MHA, GQA or MQA, or there are none."""
     verdicts = {site.verdict for site in sites}
     if "absorbed" in verdicts or any(site.dims is not None for site in sites):
         return "MLA"

@@ -35,7 +35,7 @@ class SiteGroup:
 
     @property
     def precision_ratio(self) -> float | None:
-        """The worst measured ratio of the group."""
+        """The worst measured ratio of the rewritten form's error to the original's."""
         return max((s.precision_ratio for s in self.sites if s.precision_ratio is not None), default=None)
 
     @property
@@ -66,10 +66,10 @@ def _known(site: SiteReport) -> tuple[bool, bool, bool]:
 
 
 def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
-    """Groups in order of first appearance.
+    """Return groups of equal sites, in order of first appearance.
 
-    Sites of a group differ only in their index, the numbers in module paths, the names of nodes (which the trace
-    numbers) and measured errors. A group shows its worst error.
+    Sites of a group differ only in their index, their graph, how many attentions they stand for, the numbers in module
+    paths, the names of nodes (which the trace numbers) and measured errors. A group shows its worst error.
     """
     groups: dict[SiteReport, list[SiteReport]] = {}
     for site in sites:
@@ -121,5 +121,5 @@ def _anonymous(site: SiteReport) -> SiteReport:
 
 
 def _unnumbered(where: Location) -> Location:
-    # A node's name does not identify its layer, even if there is no module path to tell sites apart.
+    # Nodes' names are dropped even where no module path tells sites apart, because they do not identify layers.
     return replace(where, node="", module=_NUMBER.sub("#", where.module))

@@ -68,7 +68,7 @@ class Report:
 
     @property
     def kept(self) -> int:
-        """The number of sites kept because their form is cheaper, was asked for, or is needed by something else."""
+        """The number of sites left as they are, because of cost, an option or a failed check, for example."""
         return self._count("kept")
 
     @property

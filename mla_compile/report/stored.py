@@ -15,7 +15,7 @@ PartName = Literal["attention", "routed experts", "rest"]
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of the weights: the number of values, how many of them are quantized, and bytes.
+    """A part of the weights: the number of values, how many of them are quantized, and their bytes.
 
     ``bytes`` include ``scale_bytes``, which are the scales, zero points and group indices.
     """

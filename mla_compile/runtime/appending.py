@@ -1,18 +1,18 @@
 """Spare capacity behind the rows of a growing cache, so that a call writes new rows instead of copying the old ones.
 
 A program that appends (:mod:`mla_compile.passes.cache.append`) takes ``T + S`` rows, of which it writes the last ``S``.
-These use the memory of the caller's ``T`` rows if that memory is ours, has room, and nobody has appended to those rows
-before. Otherwise the old rows are copied once into new memory for up to twice as many. The caller gets back a tensor of
-``T + S`` rows like the one that ``cat`` would have made, with two exceptions:
+All of these lie in the memory of the caller's ``T`` rows if that memory is ours, has room, and nobody has appended to
+those rows before. Otherwise the old rows are copied once into new memory for up to twice as many. The caller gets back
+a tensor of ``T + S`` rows like the one that ``cat`` would have made, with two exceptions:
 
 * in a batch its rows are stored token by token, so it is not contiguous;
 * it shares memory with the tensors it grew from: *writing* into an older one changes it, too.
 
-Its length is marked as dynamic. Without that, Dynamo would compile the first step for this length only, and the second
-step anew for any length.
+The length of this tensor is marked as dynamic. Without that, Dynamo would compile the first step for this length only,
+and the second step anew for any length.
 
-Appending twice to the same rows (two continuations of one prompt) gives each its own memory. Rows that are sliced,
-reordered or copied in between are treated like any other rows: they are copied once.
+Appending twice to the same rows (two continuations of one prompt) gives each continuation its own memory. Rows that are
+sliced, reordered or copied between two calls are treated like any other rows: they are copied once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def length_marker() -> Callable[[torch.Tensor, int], None]:
 
 
 def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """``rows`` followed by ``count`` rows of any content along ``axis``, in the same memory if there is room."""
+    """``rows`` followed by ``count`` rows of undefined values along ``axis``, in the same memory if there is room."""
     T = rows.shape[axis]
     with _lock:
         memory = _held.get(rows)
@@ -65,7 +65,7 @@ def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 
 
 def _continues(rows: torch.Tensor, memory: _RowMemory, axis: int) -> bool:
-    """Whether ``rows`` are all used rows of ``memory``; a caller may have given the tensor other memory."""
+    """Whether ``rows`` are still all used rows of ``memory``: a caller may have given the tensor other memory since."""
     return (
         memory.used == rows.shape[axis]
         and rows.data_ptr() == memory.rows.data_ptr()
@@ -101,7 +101,7 @@ def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 def first_rows(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     """The first ``count`` rows of the memory that :func:`larger` returned."""
     shape = (*memory.shape[:axis], count, *memory.shape[axis + 1 :])
-    # Not a view for autograd: a compiler would take the whole memory as its base, and guard on its size.
+    # Autograd must not see a view: a compiler would take the whole memory as the view's base and guard on its size.
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=memory.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), 0, shape, token_major(shape, axis))

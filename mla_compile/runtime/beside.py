@@ -1,4 +1,4 @@
-"""Rows that are kept beside buffers of K and V which stay as they are, for calls that ``torch.compile`` compiled.
+"""Rows that are kept beside buffers of K and V, which stay as they are, for code that ``torch.compile`` compiled.
 
 The backend of ``torch.compile`` owns no module, so it cannot put rows in the place of a buffer. It may keep them beside
 it: a compiled call writes K to the buffer, as the model does, and writes the rows from which K was made to a tensor
@@ -48,7 +48,7 @@ class _Beside:
         return cls(rows, version(buffer), _memory_of(buffer), places, _sample(buffer, places))
 
     def describes(self, buffer: torch.Tensor) -> bool:
-        """Whether nothing has changed the buffer since."""
+        """Whether nothing has changed the buffer since that call."""
         counted = (self.version, self.memory) == (version(buffer), _memory_of(buffer))
         return counted and same_bits(_sample(buffer, self.places), self.sample)
 
@@ -59,7 +59,7 @@ def _memory_of(buffer: torch.Tensor) -> tuple[object, ...]:
 
 
 _SAMPLES = 1024
-"""The number of values of a buffer that are compared in each call; a smaller buffer is compared whole."""
+"""About how many values of a buffer are compared in each call: all if it has fewer, more if its batch is large."""
 
 _SAMPLES_OF_ONE = 64
 """The least number of compared values for each entry of the first axis, the batch."""
@@ -131,7 +131,7 @@ def _owner(tensor: torch.Tensor) -> object:
 
 @dataclass(frozen=True)
 class _Twin:
-    """An input that is rows: its recipe, readers of its weights, the rows' names, and the position of the buffer."""
+    """An input that takes rows: its recipe, readers of its weights, the rows' names, and the position of the buffer."""
 
     recipe: Recipe
     leaves: tuple[Callable[[Inputs], torch.Tensor], ...]
@@ -139,7 +139,7 @@ class _Twin:
     buffer: int
 
     def reads(self, known: LatentTensor, inputs: Inputs) -> bool:
-        """Whether these rows expand like this, with the weights of this call."""
+        """Whether ``known`` has the recipe of this input, and the weights of this call."""
         return known.recipe == self.recipe and all(
             leaf is read(inputs) for leaf, read in zip(known.leaves, self.leaves, strict=True)
         )
@@ -149,11 +149,11 @@ class RowsBeside:
     """A callable of a graph's inputs that keeps rows beside buffers among them.
 
     Args:
-        call: takes the rows of ``twins`` behind the graph's inputs.
-        otherwise: the original graph. It runs, after a warning, if rows do not make what a buffer holds.
+        call: takes the graph's inputs, and then the rows of ``twins``.
+        otherwise: the original graph. It runs, after a warning, if no known rows make what a buffer holds.
         program: the program of ``call``, whose cache holds rows.
-        names: the inputs that ``call`` takes.
-        twins: the name of an input that is rows -> the buffer beside which they are kept.
+        names: the names of the inputs that ``call`` takes.
+        twins: the name of an input that takes rows -> the name of the buffer beside which they are kept.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class RowsBeside:
         if rows is None:
             warn(_OTHERS_WROTE)
             return self._otherwise(*inputs)
-        # A call that fails midway leaves nothing that could be taken for rows.
+        # During the call no rows are known, so that none are left if it fails midway.
         states = [_known.pop(inputs[twin.buffer], None) for twin in self._twins]
         before = [_versions(own) for own in rows]
         done = self._call(*inputs, *rows)

@@ -18,7 +18,7 @@ from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
 
 
 def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs], bool]:
-    """A predicate on a call's inputs: whether the absorbed form of all sites together needs fewer FLOPs.
+    """A predicate on a call's inputs: whether absorbing all sites together saves FLOPs.
 
     A size that no input shows, such as one computed in the graph, counts as ``UNSEEN``.
     """
@@ -68,7 +68,7 @@ def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Inputs], int] |
 
 
 def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymInt]]:
-    """Symbolic numbers, then symbolic axes of tensors: position of the input, axis, value."""
+    """Symbolic numbers, then symbolic axes of tensors: position of the input, axis (None for a number), value."""
     values = [node.meta["val"] for node in program.placeholders]
     found: list[tuple[int, int | None, Any]] = [(i, None, v) for i, v in enumerate(values)]
     tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -77,7 +77,7 @@ def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymI
 
 
 def choose_by_call(pays: Callable[[Inputs], bool], absorbed: Call, expanded: Call) -> Call:
-    """A callable that runs one of two compiled graphs with the same inputs."""
+    """A callable that runs ``absorbed`` on inputs for which it ``pays``, and ``expanded`` on all others."""
 
     def call(*inputs: object) -> object:
         return absorbed(*inputs) if pays(inputs) else expanded(*inputs)

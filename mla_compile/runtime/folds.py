@@ -1,4 +1,4 @@
-"""Keeps folded weights up to date: products of weights that a compiled graph takes as extra inputs."""
+"""Keeps folds up to date: products of weights, or dequantized weights, which a compiled graph takes as inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mla_compile.errors import StaleWeightError, WeightError
 class _Seen:
     """A weight at the time of folding: a weak reference to the object, and a copy of its values.
 
-    ``snapshot`` is None if the version alone shows whether the weight has changed. For a tensor subclass or a DTensor
-    it holds the local plain tensors: comparing the weight itself might involve other ranks.
+    ``snapshot`` is None if only versions and addresses are to show whether the weight has changed. For a tensor
+    subclass or a DTensor it holds the local plain tensors: comparing the weight itself might involve other ranks.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -43,7 +43,7 @@ class FoldedWeights:
     are kept per set of weights until one of the weights is gone. Beyond :attr:`SETS` sets, the least recently used one
     is dropped.
 
-    Dequantized weights are checked by versions and addresses alone: comparing the stored values would read as many
+    Dequantized weights are checked by versions and addresses only: comparing the stored values would read as many
     bytes as using them. All graphs that need such a value share it.
     """
 
@@ -205,7 +205,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:
-    """A callable of the original inputs, to which the folded weights are appended."""
+    """Wrap ``call`` as a callable of the original inputs, to which it appends the folded weights."""
 
     def folded(*inputs: object) -> object:
         return call(*inputs, *folds.values(inputs))

@@ -16,8 +16,8 @@ def with_room(call: Call, program: Program) -> Call:
     """Wrap a program that appends in place as a callable that takes old rows and returns old and new rows joined.
 
     The first rows of a cache, or this rank's share of them, are moved to memory with spare capacity. Rows that ranks
-    share arrive as :class:`RankRows`. A program that does not append to this rank's share gets all rows; if it writes
-    to them, each rank stores its share of the result.
+    share arrive as :class:`RankRows`. If the program does not append to them, it gets all rows; if it writes to those,
+    each rank stores its share of the result.
     """
     mark, sharing = length_marker(), program.capture.sharing
     position = {node.name: index for index, node in enumerate(program.placeholders)}
@@ -28,7 +28,7 @@ def with_room(call: Call, program: Program) -> Call:
     ]
     own = [position[one.input] for one in program.appends if one.output is None and one.input is not None]
     whole = {position[name]: name for name in program.capture.shared - {one.input for one in program.appends}}
-    # Dynamo recompiles the readers of marked tensors, so tensors of a graph that takes any length are not marked.
+    # Marking a tensor makes Dynamo recompile code that reads it, so a graph that takes any length marks none.
     inserted = [output for at, output, _ in places if at is not None]
     marked = {
         output
@@ -82,11 +82,11 @@ def with_room(call: Call, program: Program) -> Call:
 
 
 def _shown(program: Program, at: int | None, output: int) -> object:
-    """The fake value of a cache in a graph: of the rows that it appends to, or else of those that it returns."""
+    """The fake value of a cache: that of input ``at``, to which a graph appends, or else that of ``output``."""
     node = program.outputs[output] if at is None else program.placeholders[at]
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
 def _is_open(value: object, axis: int) -> bool:
-    """Whether a graph is compiled for any length of a tensor."""
+    """Whether a graph is compiled for any length of the fake ``value`` along ``axis``."""
     return isinstance(value, torch.Tensor) and isinstance(value.shape[axis], torch.SymInt)

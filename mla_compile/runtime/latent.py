@@ -157,7 +157,7 @@ class LatentTensor(torch.Tensor):
     def _shown(self, full: torch.Tensor) -> torch.Tensor:
         if self._span is None:
             return full
-        # always the same tensor: compilers tell inputs apart by identity
+        # The same tensor object each time, because compilers recognise inputs by identity.
         if self._view is None or self._view[0] is not full:
             with torch.inference_mode(mode=False):
                 self._view = full, full.narrow(self._tokens, self._span[0], self._span[1] - self._span[0])
@@ -193,8 +193,8 @@ class LatentTensor(torch.Tensor):
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Index the tensor; a range of tokens is again a tensor of rows.
 
-        This is handled here and not in the dispatcher, because autograd records the views of the dispatcher and
-        compilers replay them.
+        This is handled here and not in the dispatcher, because autograd records views that the dispatcher
+        makes, and compilers replay them.
         """
         rows = self.recipe is not None and not torch.compiler.is_compiling()
         tokens = range_of(index, self.dim(), self._tokens) if rows else None
@@ -248,7 +248,7 @@ class LatentTensor(torch.Tensor):
 
 
 def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> LatentTensor | None:
-    """Apply what caches do to K along tokens and batch (copy, join, reorder, clear) to its rows instead."""
+    """Do to the rows what caches do to K along tokens and batch: copy, join, reorder, clear. None for anything else."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)
     x = args[0] if args else None

@@ -48,7 +48,7 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
 
 
 def _plain(value: object, *, written: bool) -> object:
-    """K itself; for a graph that writes to K, in memory that replaces the rows from now on."""
+    """``value``, or K itself if it holds rows; for a graph that writes to K, memory that replaces the rows for good."""
     if isinstance(value, RankRows):  # every rank runs this graph, so the collective is safe
         return value.refuse("a graph writes to it") if written else value.full_tensor()
     if not isinstance(value, LatentTensor):
@@ -149,7 +149,7 @@ def with_rows(
         for index, recipe, leaves, parts, own in gives:
             held, weights = [results[part] for part in parts], [read(inputs) for read in leaves]
             made = LatentTensor.of(recipe, held, weights, own=own)
-            # Marking a tensor also marks its inner tensors with equally many axes, whatever these are.
+            # Marking a tensor also marks its inner tensors with equally many axes, whatever these axes mean.
             if growing.issuperset(parts) and all(inner.dim() != made.dim() for inner in (*held, *weights)):
                 mark(made, recipe.tokens)
             results[index] = made

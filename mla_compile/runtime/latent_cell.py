@@ -79,7 +79,7 @@ class Cell:
         Other cells that share the rows keep the old ones until they are cleared, too.
         """
         self.rows = tuple(once((row,), zeros) for row in self.rows)
-        if any(version(row) for row in self.rows):  # a sharer got these when it was cleared, and wrote to them
+        if any(version(row) for row in self.rows):  # another cell got these zeros, and has written to them
             self.rows = tuple(map(zeros, self.rows))
         self.versions = [versions(leaf) for leaf in self.leaves]
         self._share()
@@ -103,7 +103,7 @@ class Cell:
 
 
 _sharing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Written rows -> the cells of the buffers that use them."""
+"""Rows of buffers -> the cells of the buffers that use them."""
 
 
 _made: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}

@@ -36,7 +36,7 @@ Raises :class:`InputError` for arguments with which the forward does not run.
 
 
 _TRIES = 3
-"""The number of calls that may fail to be traced before the search is given up."""
+"""After this many calls that could not be traced, the search for buffers is given up."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,10 @@ def empty_buffers(model: nn.Module, tensors: Mapping[Place, Any]) -> dict[Place,
 
 
 def may_be_cache(value: object) -> bool:
-    """Whether a value is a float tensor of three or more axes that may be K or V; also a settled tensor of our own."""
-    if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.is_floating_point() or not value.numel():
+    """Whether a value is a float tensor of three or more axes that may be K or V, or our settled tensor of a buffer."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
+        return False
+    if value.dim() < 3 or not value.numel():
         return False
     if isinstance(value, LatentTensor):
         return value.is_own and value.recipe is None
@@ -142,7 +144,7 @@ class BuffersInTrace:
                 self.kept.append(KeptBuffer(self._places[id(given[name])], recipe, known, kinds))
 
     def _path(self, weight: fx.Node, given: Mapping[str, object]) -> tuple[str, ...] | None:
-        """The attribute path to a weight, or to a tensor of which a weight is made."""
+        """The attribute path to a weight, which may be an attribute of a tensor of the module; None if unknown."""
         attributes: tuple[str, ...] = ()
         while weight.target is getattr:
             attributes = (str(weight.args[1]), *attributes)
@@ -179,7 +181,7 @@ class OwnBuffers:
                 self._look(args, kwargs)
 
     def _is_settled(self, links: Iterable[Link]) -> bool:
-        """Whether nothing has changed since the last call. This runs in every call and is cheap."""
+        """Whether all buffers, and what leads to them, are as the last call left them; cheap, for every call."""
         return all(
             _are_rows(now) if isinstance(held, torch.Tensor) else now is held
             for holder, key, held in links
@@ -217,7 +219,7 @@ class OwnBuffers:
         self._links = list({(id(holder), key): (holder, key, held) for holder, key, held in links}.values())
 
     def _own(self, place: Place) -> None:
-        """Copy the modules, lists and dicts on the path to a buffer that still belong to the original."""
+        """Copy those modules, lists and dicts on the path to a buffer that still belong to the original."""
         self._detach(self._module)
         for depth in range(len(place.modules)):
             owner, name, module = place.links(self._module)[depth]
@@ -229,7 +231,7 @@ class OwnBuffers:
             holder[key] = copy.copy(items)
 
     def _detach(self, module: nn.Module) -> None:
-        """Give a copied module its own dicts, which it shares with the original so far."""
+        """Give a copied module dicts of its own in place of those that it still shares with the original."""
         if module not in self._copies:
             self._copies.add(module)
             for name in ("_modules", "_buffers", "_non_persistent_buffers_set"):

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def range_of(index: Any, rank: int, axis: int) -> slice | None:
-    """The slice of ``axis`` taken by an index that takes all of every other axis; ``None`` for any other index."""
+    """The slice, of step 1, that an index takes of ``axis`` if it takes all of every other axis; else ``None``."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(p is not Ellipsis and not isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
         return None

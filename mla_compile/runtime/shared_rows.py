@@ -92,7 +92,7 @@ class RankRows(torch.Tensor):
             self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
 
     def grown(self, count: int) -> RankRows:
-        """These rows and ``count`` more, this rank's still unwritten; in the same memory if there is room.
+        """These rows and ``count`` new ones, not written yet; in the same memory if there is room.
 
         Only the newest tensor in a memory can grow there; the rows of an older one are copied.
         """
@@ -152,7 +152,7 @@ class RankRows(torch.Tensor):
         return given[0].refuse(f"{func} reads it")
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the rows; the first tokens are again shared rows, anything else would need rows of other ranks."""
+        """Index the rows: the first tokens are again shared rows; any other index is an operator for the dispatcher."""
         if torch.compiler.is_compiling():
             return super().__getitem__(index)
         tokens = range_of(index, self.dim(), self.axis)

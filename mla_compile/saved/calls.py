@@ -37,7 +37,7 @@ def entry_of(call: bytes, guards: bytes, model: torch.nn.Module) -> Entry:
 
 
 def kind_of(model: torch.nn.Module, options: Mapping[str, object]) -> kind.Kind:
-    """Return the conditions of a folder except the traced source files."""
+    """Return the conditions under which a folder is valid, except for those on traced source files."""
     return {
         "versions": kind.of_versions(),
         "machine": kind.of_machine(),
@@ -55,7 +55,7 @@ def forward_of(model: object) -> CompiledForward:
 
 
 def only_whole(model: torch.nn.Module, kind_of_error: type[Exception]) -> None:
-    """Make inner models raise when they are called directly instead of through ``model``."""
+    """Make inner models raise ``kind_of_error`` if they are called directly instead of through ``model``."""
     for part in called_within(model):
         if isinstance(forward := vars(part).get("forward"), CompiledForward):
             forward.use(_Refusing(type(part).__name__, type(model).__name__, kind_of_error))

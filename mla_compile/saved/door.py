@@ -19,13 +19,13 @@ _OLDEST = "2.13"
 def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[Any], object] | None = None) -> None:
     """Compile an optimized module for the calls of ``run``, and write the code to a new folder for :func:`load`.
 
-    The calls run twice: once while they are compiled, and once with the saved code, of which only the parts that this
-    second run uses are kept. Sizes that differ between the calls are dynamic in the saved code.
+    The calls run twice: once to compile them, and once with the compiled code. Only the code that the second run uses
+    is saved. Sizes that differ between the calls are dynamic in it.
 
     Args:
         model: what ``optimize`` returned. It does not change, and need not have been called before.
         folder: a path at which nothing exists yet, or an empty folder.
-        run: a function that calls its argument, a model, as other processes will call theirs. By default,
+        run: a function that takes a model and calls it as other processes will call theirs. By default,
             ``generate()`` runs with a growing cache, for one sequence and for a batch of two. The code then fits any
             number of sequences and any length of prompt and context.
 

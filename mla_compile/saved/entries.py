@@ -75,7 +75,7 @@ def _first_failure(guards: GuardManagerWrapper, given: dict[str, object]) -> str
 
 
 def _holds(relation: str, given: dict[str, object]) -> bool:
-    """Whether a relation between sizes holds; also True if the arguments alone do not determine it."""
+    """Whether a relation between sizes holds; also True if it depends on more than the arguments."""
     try:
         return bool(eval(relation, {"L": given}))  # the folder is trusted: its code runs anyway
     except Exception:  # noqa: BLE001  some guards are not expressions

@@ -1,4 +1,4 @@
-"""Descriptions of values. Two are equal, also across processes, if Dynamo's guards would accept either value."""
+"""Describes values: two values, also of two processes, are described alike if Dynamo's guards would accept either."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 200
 
 
 def told(value: object, depth: int = 3) -> str:
-    """Describe a value: constants by their ``repr``, code by its digest, everything else by its type."""
+    """Describe a value: constants by ``repr``, code by its digest, collections by their items, other things by type."""
     kind = type(value)
     if isinstance(value, _PLAIN):
         return f"{kind.__name__} {value!r}"

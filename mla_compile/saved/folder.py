@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
 def write(folder: Path, kind: Mapping[str, object], files: Mapping[str, bytes]) -> None:
-    """Write a new folder, whole or not at all. Raises :class:`TargetError` if something exists at the path."""
+    """Write a new folder, whole or not at all. Raises the errors of :func:`check_new`."""
     check_new(folder)
     digests = {name: digest(data) for name, data in files.items()}
     said = json.dumps({"format": FORMAT, "kind": kind, "files": digests}, indent=1)
@@ -74,7 +74,7 @@ def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     """Return the contents of the files, after checking each.
 
-    Raises :class:`ModelFileError` for a file that is missing, has changed since or belongs to another user.
+    Raises :class:`ModelFileError` for a file that is missing, belongs to another user, or was changed after saving.
     """
     found = {}
     for name, given in digests.items():

@@ -41,7 +41,7 @@ class GuardsOfCall:
 
 
 class _GuardsPickler(GuardsStatePickler):
-    """torch's pickler, which omits what no guard reads. This one writes the parts of the model as references."""
+    """Omits what no guard reads, as torch's pickler does, and writes the parts of the model as references."""
 
     def __init__(self, names: Mapping[int, str], *given: Any) -> None:
         super().__init__(*given)

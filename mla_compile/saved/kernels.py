@@ -1,7 +1,7 @@
 """The native code in a folder: the extension modules that Inductor's CPU code calls, and our own kernels.
 
-Inductor looks extension modules up by compiler, flags and cache location. A folder looks them up by their source, so
-that the machine that loads it needs no compiler.
+Inductor looks extension modules up by compiler, flags and cache location. A folder looks them up by source
+and argument types, so that the machine that loads it needs no compiler.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def key_of(argument_types: list[str], source: str) -> str:
 
 @contextmanager
 def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
-    """Within the block, add the file of each kernel that Inductor's code loads to ``found`` by its key.
+    """Within the block, add to ``found``, by key, the file of each kernel that Inductor's code loads.
 
-    With an empty ``folder``, Inductor loads all code anew; kernels that this process has compiled come from memory.
+    ``folder`` is Inductor's cache meanwhile. If it is empty, all code is loaded anew, though kernels that this process
+    has compiled come from memory.
     """
     from torch._inductor.async_compile import AsyncCompile
 

@@ -113,7 +113,7 @@ def digest_of_module(name: str) -> str:
 
 
 def differences(saved: Kind, now: Kind, of: str = "") -> list[str]:
-    """Describe the differences, the first few of each part."""
+    """Describe how ``now`` differs from ``saved``: the first few differences of each part."""
     found: list[str] = []
     for name in dict.fromkeys([*saved, *now]):
         before, value, path = saved.get(name), now.get(name), f"{of}{name}"

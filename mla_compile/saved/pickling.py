@@ -22,7 +22,7 @@ from mla_compile.passes.ir.expr import Expr
 
 
 class SavedGraph:
-    """A graph's source and the values that it reads, without its nodes. The first call compiles it."""
+    """A graph's source and the values that it reads, without its nodes. The first call compiles the source."""
 
     def __init__(self, source: str, names: dict[str, Any], held: dict[str, object]) -> None:
         self._source, self._names = source, names
@@ -168,7 +168,7 @@ def _expression(
 
 
 def _operator(*path: str) -> object:
-    """Return the operator with this namespace and name, and overload; without the latter, with all its overloads."""
+    """Return the operator with this namespace, name and overload; without an overload, all overloads as a packet."""
     return attrgetter(".".join(path))(torch.ops)
 
 

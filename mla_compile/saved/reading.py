@@ -33,7 +33,7 @@ def read(folder: Path, model: Module, options: Mapping[str, object]) -> Module:
     given = saved["options"]
     now = {**kind_of(model, {**given, **options}), "code": saved["code"]}
     _refuse(folder, differences({"versions": saved["versions"]}, {"versions": now["versions"]}))
-    _refuse(folder, differences(saved, now))  # comparable: the same version made both
+    _refuse(folder, differences(saved, now))  # comparable, because the same version made both
     source = {name: digest_of_module(name) for name in saved["code"]}  # imports the modules
     _refuse(folder, differences({"code": saved["code"]}, {"code": source}))
     data = files.read(folder, manifest["files"])

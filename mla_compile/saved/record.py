@@ -43,7 +43,7 @@ class RecordedCall:
 
 
 class Recording:
-    """A ``package`` of Dynamo: Dynamo reports to it everything that it compiles for one function.
+    """The argument ``package`` of Dynamo, to which Dynamo reports everything that it compiles for one function.
 
     Attributes:
         names: the reference that a file holds for each part of the model, by the part's ``id``.
@@ -74,7 +74,7 @@ class Recording:
 
     @contextmanager
     def code_context(self, code: CodeType) -> Iterator[None]:
-        """The context of one compilation, in which torch makes what can be saved."""
+        """The context of one compilation, in which torch generates code and guards that can be saved."""
         self._code, self._modules, self._graphs = code, {}, {}
         with ExitStack() as stack:
             write = partial(guards_in_file, names=self.names)

@@ -32,7 +32,7 @@ Calls = Callable[[Any], object]
 
 
 def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
-    """Compile the calls of ``run``, repeat them with the saved code, and write that code."""
+    """Compile the calls of ``run``, repeat them with the compiled code, and write what that used."""
     forward = forward_of(model)
     _check_means(model)
     options = _options(forward)
@@ -71,7 +71,7 @@ def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
 
 
 def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str, bytes]:
-    """Return the compiled calls as files, after a run with them; calls that the run does not make are left out."""
+    """Run the compiled calls once more, and return those that this run used, as files."""
     # The last call comes first, because its sizes are dynamic where those of earlier ones are fixed.
     written = [
         (pickled((one.code, one.modules, one.values), recording.names), one.guards)

@@ -1,4 +1,4 @@
-"""The checks that every request passes before it is read: its id, its key, its size and its time.
+"""What happens before a request is read: it gets an id, and under ``/v1/`` its key, size and duration are checked.
 
 The server uses ids of its own. The id that a client sent is returned to it, and has no other use.
 """

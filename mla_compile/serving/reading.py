@@ -1,9 +1,9 @@
 """The handlers of transformers for a model that is already loaded, with text read outside of the event loop.
 
 A handler is a coroutine that checks a request, tokenizes its text, submits the token ids and answers. Tokenizing
-megabytes takes seconds, during which the event loop could answer nobody. Any error of a template or tokenizer is due to
-the client's text. So each handler runs twice: in a thread, up to the token ids, and then on the event loop with these
-ids.
+megabytes takes seconds, during which the event loop could answer nobody. So each handler runs twice: in a thread, up to
+the token ids, and then on the event loop with these ids. In the thread, any error of a template or tokenizer is blamed
+on the client's text.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ class RequestReader:
         raise AssertionError("a handler of transformers that reads no text")
 
     def bound(self, body: dict[str, Any], inputs: BatchEncoding, room: int) -> None:
-        """Limit the number of new tokens to the ``room`` behind the prompt.
+        """Limit the number of new tokens so that prompt and answer have at most ``room`` tokens.
 
-        Raises :class:`HTTPException` if there is no room.
+        Raises :class:`HTTPException` if the prompt is empty or leaves no room.
         """
         count = len(inputs["input_ids"])
         left = room - count

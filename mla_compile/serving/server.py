@@ -31,7 +31,7 @@ class Server:
     """
 
     def __init__(self, settings: Settings, told: Callable[[str], None] = lambda _: None) -> None:
-        # transformers logs the arrival of each request.
+        # Silenced, because transformers logs the arrival of each request.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         self.loaded = Loaded(settings, told)
         self.desk = Desk(settings, self.loaded)

@@ -58,7 +58,7 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One context length: the seconds of every round by variant, and the variants that do not fit in memory."""
+    """Results at one context length: variants too large for memory; by variant, the error of logits and all seconds."""
 
     context: int
     too_large: tuple[str, ...]
@@ -137,7 +137,7 @@ def config_of(source: str, layers: int) -> tuple[object, tuple[str, ...]]:
     if not isinstance(depth, int):
         raise InputError(f"{path}: the number of layers is {depth!r}, expected a whole number")
     part |= {name: min(layers, depth) for name in _DEPTH if name in part}
-    # Lists of this length have one entry per layer, such as the kind of attention or of network.
+    # Lists with as many entries as there are layers, such as their kinds of attention, are cut, too.
     part |= {n: v[:layers] for n, v in part.items() if isinstance(v, list) and len(v) == depth}
     if depth > layers:
         notes.append(f"{layers} of {depth} layers")
@@ -253,8 +253,7 @@ class Bench:
                     f"its cache has a {type(slot).__name__}, and bench fills caches of keys and values only"
                 )
             slots.append((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]))
-        # The pool fits beside the weights. Where the expanded form does not fit, a context is measured without that
-        # form.
+        # The pool fits beside the weights. A context at which the expanded form does not fit is measured without it.
         longest = max(*settings.contexts, *WARM_UP) + 1
         calls = variants(model, VARIANTS, settings.codegen)
         return DecodeSteps(model, calls, slots, batch=settings.batch, longest=longest, dtype=dtype, device=device)

@@ -89,8 +89,8 @@ class Agreement:
     """How the original's and the optimized model's tokens agree, greedily decoded from one prompt.
 
     ``first_difference``: the first step whose tokens differ, ``None`` if all are equal. ``tie``: at that step, the
-    original's two best logits differ by less than rounding explains, so that rounding decided. ``logits_error``: the
-    largest difference of logits over the largest logit, in the steps with equal inputs.
+    original's two best logits differ by at most twice the models' largest difference, so that rounding decided.
+    ``logits_error``: the largest difference of logits over the largest logit, in the steps with equal inputs.
     """
 
     tokens: tuple[int, ...]
@@ -290,7 +290,7 @@ def measure(steps: DecodeSteps, context: int, rounds: int) -> Timing:
 
 def _decode_steps(model: PreTrainedModel, optimized: PreTrainedModel, settings: DemoSettings) -> DecodeSteps:
     """The original as it is and compiled by Inductor, and the optimized model, called as generate() calls them."""
-    of_generate = {"logits_to_keep": 1, "return_dict": True}  # so that compiled code of generate() is used
+    of_generate = {"logits_to_keep": 1, "return_dict": True}  # as in generate(), whose compiled code is then reused
     models = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
     calls = {name: torch.no_grad()(partial(one, **of_generate)) for name, one in models.items()}
     cached = (1, model.config.kv_lora_rank, 1, model.config.qk_rope_head_dim)  # what transformers caches of a layer

@@ -18,7 +18,7 @@ from mla_compile.workbench.step_formulas import MEANING, Layout, number
 class Attention:
     """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V).
 
-    ``N`` and ``V`` are the widths that latent rows are expanded to, in prompts only. ``J``: the number of tokens that a
+    ``N`` and ``V`` are the widths to which prompts expand latent rows. ``J``: the number of tokens that a
     query attends to, 0 for all. ``F``: the FLOPs per context token for choosing them, 0 if another attention chose.
     ``every``: how many tokens a row represents, 0 if no row is kept for good. ``window``: the number of last tokens
     that additionally have a row each.
@@ -154,7 +154,7 @@ def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = Fals
     """Return the inputs of the formulas: sizes of an attention, and ``letters`` by name; missing letters are 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
-    # Keys are chosen only among rows that are kept for good: in a step, not among those of the window.
+    # Keys are chosen only among rows kept for good. The formulas count all tokens (of a prompt) or rows (in a step).
     older = 0.0 if not (site.every and T) else 1 / site.every if prompt else site.kept(letters["T"]) / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

@@ -22,7 +22,7 @@ from mla_compile.workbench.step_formulas import Layout, by_user, number
 class Prefill:
     """All users' prompts read in one pass: its floor in seconds, and prompt tokens/s of all machines together.
 
-    ``first_token_s`` is the time for the prompt of one user alone. ``tokens_per_s`` and ``most_tokens_per_s`` are
+    ``first_token_s`` is the time for the prompt of a single user. ``tokens_per_s`` and ``most_tokens_per_s`` are
     defined as in :class:`LayoutPlan`.
     """
 
@@ -39,8 +39,8 @@ class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
     ``cache_bytes_per_user``: after as many tokens as the context has; ``most_cache_bytes_per_user``: the most until
-    then, while tokens wait for the row that summarises them. ``most_users``: how many users with this most fit in the
-    memory of all machines. ``bottleneck`` names the longest part of the step.
+    then, while tokens wait for the row that summarises them. ``most_users``: how many users with this maximum fit in
+    the memory of all machines. ``bottleneck`` names the longest part of the step.
     ``network_bytes``: the bytes that a machine exchanges with the others in a step. ``choosing_memory_s`` and
     ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 without any. ``tokens_per_s`` is for
     one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Both count accepted drafts only: a
@@ -153,7 +153,7 @@ class Case:
         return lookup / share + sum(part.copies * self._once("weight bytes", part) for part in self.parts)
 
     def per_user(self, *, most: bool) -> float:
-        """The cached bytes of a user on a machine that holds a part of the user's cache."""
+        """The cached bytes of a user on a machine that holds a part of them; ``most``: the most up to this context."""
         beside = "bytes beside rows, per user" + ", at most" * most
         return sum(
             part.copies

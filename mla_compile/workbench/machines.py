@@ -27,7 +27,7 @@ class Machine:
     Attributes:
         memory_bytes: the size of its memory.
         bytes_per_s: memory bandwidth.
-        flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``).
+        flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``, ``fp4``).
         link_bytes_per_s: the bandwidth to the other machines in one direction; ``None`` if there is no link.
         node_machines: how many machines such links connect; ``None`` means any number.
         network_bytes_per_s: the bandwidth between nodes per machine, in one direction.

@@ -75,7 +75,7 @@ def plan(model: Facts, machine: Machine, request: Request) -> DeploymentPlan:
 
 
 def least_tp(model: Facts, machine: Machine, request: Request) -> DeploymentPlan | None:
-    """Return the plan on the fewest GPUs, a power of two, on which the users fit; ``None`` if there is none.
+    """Return the plan for the fewest GPUs that fit the users, by doubling ``request.tp``; ``None`` if there is none.
 
     ``request.dcp`` is left open: every layout that this number of GPUs allows counts.
     """

@@ -9,7 +9,7 @@ from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 
 AS_STORED = "as stored"
-"""The dtype in a request that takes weights as the model's checkpoint stores them."""
+"""The ``weight_dtype`` of a request that takes weights as the model's checkpoint stores them."""
 WEIGHT_BYTES = {**BYTES, "fp4": 0.5625}
 """The bytes of a weight by dtype; ``fp4`` is NVFP4, where 16 values share a one-byte scale."""
 MOST_DRAFTS = 64
@@ -48,7 +48,7 @@ class Request:
         return math.fsum(self.acceptance**i for i in range(1 + self.draft_tokens))
 
     def check(self) -> None:
-        """Raise :class:`InputError` for numbers of tokens that are impossible for a step or a prompt."""
+        """Raise :class:`InputError` for numbers of tokens, or an acceptance, that are impossible."""
         if not 0 <= self.draft_tokens <= MOST_DRAFTS:
             raise InputError(f"draft_tokens is {self.draft_tokens}, expected a whole number from 0 to {MOST_DRAFTS}")
         if not 0 <= self.acceptance <= 1:

@@ -1,4 +1,4 @@
-"""Formulas for a pass over several machines, a decode step or the reading of prompts: FLOPs, bytes, link traffic.
+"""Formulas for a pass on several machines (a decode step, or reading prompts): FLOPs, bytes, link traffic.
 
 A pass computes S tokens of each of B users: one token, or one with its drafts, or all tokens of a prompt. The tokens of
 a step read a user's cache once, or J rows if they choose keys (as if all of them chose the same keys). A prompt attends
@@ -136,7 +136,7 @@ def cache_values(*, latent: bool) -> sympy.Expr:
 
 
 def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
-    """Return the share of one machine in a layout."""
+    """Return ``expression``, a quantity of one machine that does all the work, for one machine of a layout."""
     taken = {
         "replicated": {H: H / P, G: sympy.Max(1, G / P)},
         "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C, J: J / C},
@@ -180,7 +180,7 @@ def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[s
 
 
 def _multiplied(layout: Layout) -> sympy.Expr:
-    """FLOPs of the weights: a machine uses its whole weights for its own users, and its parts of others for all."""
+    """FLOPs of weights: a machine uses those it holds whole for its own users, and its parts of the others for all."""
     own = sympy.ceiling(B / P)
     logits, others, experts = O * D * N_v, S * (W - D * N_v), S * X * k / n
     if layout == "experts":

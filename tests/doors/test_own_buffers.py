@@ -753,6 +753,16 @@ def test_a_bias_stands_where_something_was_written():
     assert are_rows(fast)
 
 
+def test_a_sparse_buffer_is_no_cache():
+    """It has no storage that could be compared with others."""
+    model = Model(count=1)
+    model.register_buffer("graph", torch.zeros(2, 3, 4).to_sparse())
+    fast = optimized(model)
+    same(session(fast, inputs()), session(Model(count=1), inputs()))
+    assert are_rows(fast)
+    assert fast.graph.is_sparse
+
+
 def test_buffers_of_other_models_are_left_alone():
     class Plain(nn.Module):
         def __init__(self) -> None:

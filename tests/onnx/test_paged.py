@@ -8,9 +8,11 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from onnxscript import ir
 
 import mla_compile
 from mla_compile import ExportError
+from mla_compile.onnx import paged
 from tests.support import models
 from tests.support.tiers import full
 
@@ -42,7 +44,7 @@ class PagedAttention(OpRun):
 
 
 @pytest.fixture(scope="module")
-def paged(tmp_path_factory):
+def exported(tmp_path_factory):
     model = models.build("minicpm3", num_hidden_layers=1)
     folder = tmp_path_factory.mktemp("paged") / "m"
     done = mla_compile.export_onnx(model, folder, profile="ort-paged", dtype="float16")
@@ -51,9 +53,9 @@ def paged(tmp_path_factory):
     return folder, model
 
 
-def test_paged_graph_packs_sequences_of_any_length(paged):
+def test_paged_graph_packs_sequences_of_any_length(exported):
     """Two prompts and then a step of each, packed, through pages that lie in any order."""
-    folder, model = paged
+    folder, model = exported
     graph = onnx.load(folder / "model.onnx")
     onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
     run = ReferenceEvaluator(graph, new_ops=[PagedAttention])
@@ -82,6 +84,35 @@ def test_paged_graph_packs_sequences_of_any_length(paged):
     more = [model(torch.tensor([[*p, t]])).logits[0, -1] for p, t in zip(prompts, following, strict=True)]
     logits = call([[t] for t in following], [5, 3])
     assert np.abs(logits - torch.stack(more).numpy()).max() < 2e-2 * float(torch.stack(more).abs().max())
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_a_mask_may_read_how_many_tokens_there_are_and_not_which(of_tokens):
+    """Token 7 sees nothing: an evaluation with other tokens would not show it."""
+    steps = [
+        "seen = Cast<to=9>(attention_mask)",
+        "rows = Unsqueeze(seen, middle)",
+        "B = Shape<start=0, end=1>(input_ids)",
+        "S = Shape<start=1, end=2>(input_ids)",
+        "T = Shape<start=1, end=2>(attention_mask)",
+        "shape = Concat<axis=0>(B, one, S, T)",
+        "wide = Expand(rows, shape)",
+        "hidden = Equal(input_ids, seven)",
+        "shown = Not(hidden)",
+        "columns = Unsqueeze(shown, ends)",
+        "mask = And(wide, columns)" if of_tokens else "mask = Identity(wide)",
+    ]
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    mask (int64[B,S] input_ids, int64[B,T] attention_mask) => (bool[B,1,S,T] mask)
+    <int64[1] one = {1}, int64 seven = {7}, int64[2] middle = {1, 2}, int64[2] ends = {1, 3}> {STEPS}"""
+    model = onnx.parser.parse_model(text.replace("STEPS", "\n".join(steps)))
+    graph = ir.from_proto(onnx.shape_inference.infer_shapes(model)).graph
+    tokens, attention_mask = graph.inputs
+    if not of_tokens:
+        paged._check_causal(graph, graph.outputs[0], tokens, attention_mask, [], causal=True)
+        return
+    with pytest.raises(ExportError, match=r"more than lengths and padding \(input_ids\)"):
+        paged._check_causal(graph, graph.outputs[0], tokens, attention_mask, [], causal=True)
 
 
 @full("family")  # than the caches of test_genai.py

@@ -29,7 +29,7 @@ ROWS = 256  # query rows (s, h) in one walk over the cache: 2 MiB of float32 sco
 
 @dataclass(frozen=True)
 class _Window:
-    """Keys ``[lo, hi)`` of a batch entry include every visible one. ``plain``: the mask has no effect within it."""
+    """The keys ``[lo, hi)`` of a batch entry, with every visible one. ``plain``: the mask has no effect on them."""
 
     lo: int
     hi: int
@@ -44,7 +44,7 @@ class _Job:
     latent: Tensor  # [G,T,L]
     rope: Tensor | None
     values: Tensor | None
-    mask: Tensor | None  # as given, but [G|1,T|1,S|1,H|1]; None if it has no effect inside the window
+    mask: Tensor | None  # with its axes as [G|1,T|1,S|1,H|1]; None if it has no effect inside the window
     causal: bool
     window: _Window
 
@@ -60,14 +60,14 @@ def suits(call: DecodeCall) -> bool:
 
 
 def _native(call: DecodeCall) -> native.Library | None:
-    """The compiled kernel, if it supports these rows."""
+    """The compiled kernels, if they support the dtypes of the call's rows; else None."""
     rows = (call.query, call.latent, call.rope)
     library = None if compute_dtype(call.latent) == torch.float64 else native.load()
     return library if library is not None and native.takes(library, *rows) else None
 
 
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """The same results as :func:`mla_compile.kernels.reference.decode_attention`, for calls that :func:`suits` accepts.
+    """Compute :func:`mla_compile.kernels.reference.decode_attention`, for calls that :func:`suits` accepts.
 
     There is one difference: a key whose additive mask is finite but at most half the dtype's lowest value, for every
     query, counts as hidden too (its weight is exactly 0), unless some query has no other key.
@@ -123,7 +123,7 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
-    """[B|1,T] bool: the keys that some query of the batch entry sees. The mask is small compared with the cache."""
+    """Return the keys that some query of the batch entry sees, [B|1,T] bool. This is cheap beside reading the cache."""
     mask = mask.expand(-1, -1, S if causal else -1, T)
     below = torch.ones(S, T, dtype=torch.bool).tril(T - S) if causal else None
     if mask.dtype == torch.bool:
@@ -131,7 +131,7 @@ def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
     else:
         visible = mask > torch.finfo(mask.dtype).min / 2
         visible = visible if below is None else visible & below
-        # A query that sees only keys below that bound weighs all of them, so none may be skipped.
+        # A query that sees only keys at or below this bound weighs all of them, so none may be skipped.
         if not bool(visible.any(dim=3).all()):
             visible = mask != -torch.inf
             visible = visible if below is None else visible & below

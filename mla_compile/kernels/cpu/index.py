@@ -17,7 +17,7 @@ BLOCK = 2048  # keys in one block: 0.5 MiB of float32 products at J = 64
 
 
 def index_scores(call: IndexCall) -> Tensor:
-    """[B,S,T] as :func:`mla_compile.kernels.reference.index_scores`, for a call whose tensors are on a CPU."""
+    """Compute :func:`mla_compile.kernels.reference.index_scores` for a call whose tensors are on a CPU."""
     query, keys = call.query, call.keys
     dtype = compute_dtype(keys)
     if 0 in query.shape or keys.shape[1] == 0:  # nothing to sum, or an empty result

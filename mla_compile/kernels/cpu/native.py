@@ -5,13 +5,14 @@ works on CPU; the first use on a machine takes 3 to 15 s. If they cannot be buil
 line, and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators. ``MLA_COMPILE_NATIVE=0`` in
 the environment disables them.
 
-Choices, each measured on one core with AVX-512 and AMX, L = 512, R = 64, in CPU time (GFLOP/s of 2BSHT(2L+R)):
+Choices, measured on one core with AVX-512 and AMX unless another is named, L = 512, R = 64, in CPU time (GFLOP/s of
+2BSHT(2L+R)):
 
 * **float32 with fused multiply-adds**: 132 at 16 heads with the cache in L2, 95 from memory. Scores and sums are
   vectors over query rows, so that the softmax needs no horizontal step.
 * **Operands stay in registers, a few columns of the query in the first-level cache, and for 64 query rows or more
-  values are packed side by side**: 10 to 32 % faster on a core with only AVX2: 48 at 16 heads and 71 at 128, from
-  memory (MKL's product of square matrices there: 53).
+  values are packed side by side**: 10 to 32 % faster on a core with only AVX2, which then reaches 48 at 16 heads and 71
+  at 128, from memory (MKL's product of square matrices there: 53).
 * **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place; query and weights are two bfloat16 terms
   each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, which disappears when the result is rounded.
 * **float32 on AMX**, each number three bfloat16 terms, six products: 200 at 128 heads where multiply-adds reach 149.
@@ -127,7 +128,7 @@ def library_of(built: ctypes.CDLL) -> Library:
 
 
 def load() -> Library | None:
-    """The kernels, built by the first call; None if this process's one attempt failed."""
+    """The kernels, built by the first call; None if they are disabled or this process's one attempt failed."""
     with _lock:
         return _load_once()
 
@@ -177,7 +178,7 @@ def takes(library: Library, *rows: Tensor | None) -> bool:
 
 
 def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """As :func:`mla_compile.kernels.cpu.decode.decode_attention`, for rows that :func:`takes` accepts.
+    """Compute :func:`mla_compile.kernels.cpu.decode.decode_attention`, for rows that :func:`takes` accepts.
 
     Raises :class:`MemoryError` if the scratch space (a few MB per thread, which are kept) cannot be allocated.
     """
@@ -246,7 +247,7 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
 
 
 def index_scores(library: Library, call: IndexCall) -> Tensor:
-    """As :func:`mla_compile.kernels.cpu.index.index_scores`, for keys that :func:`takes` accepts and T above 0.
+    """Compute :func:`mla_compile.kernels.cpu.index.index_scores`, for rows that :func:`takes` accepts and T above 0.
 
     Raises :class:`MemoryError` if the scratch space cannot be allocated.
     """
@@ -268,10 +269,10 @@ def index_scores(library: Library, call: IndexCall) -> Tensor:
 
 
 def few_rows_product(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [G,M,K] times ``weight`` [G,O,K], plus ``bias`` [O]: [G,M,O] in the dtype of ``x``, float32 or bfloat16.
+    """Return ``x`` [G,M,K] times ``weight`` [G,O,K] plus ``bias`` [O], as [G,M,O] in the dtype of ``x``.
 
-    The weight has that dtype, or int8, or is bfloat16 for rows in float32. Raises :class:`MemoryError` if the scratch
-    space cannot be allocated.
+    ``x`` is float32 or bfloat16. The weight has its dtype, or is int8, or is bfloat16 beside float32. Raises
+    :class:`MemoryError` if the scratch space cannot be allocated.
     """
     x, bias = _dense_rows(x), None if bias is None else bias.contiguous()
     if 1 not in weight.stride()[1:]:

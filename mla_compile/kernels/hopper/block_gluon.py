@@ -16,7 +16,7 @@ from mla_compile.kernels.hopper.rows_gluon import LOG2E
 
 @gluon.jit
 def keys(work, plane, i, LISTED: gl.constexpr):
-    """The bits of the 64 keys of block i: 0..31, 32..63; all set without a mask or lists."""
+    """The visibility bits of keys 0..31 and of keys 32..63 of block i; all are set without a mask or lists."""
     if work is None:
         return -1, -1
     else:
@@ -44,7 +44,7 @@ def bits(low, high, n):
 @gluon.jit
 def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MASKED: gl.constexpr,
             LISTED: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
-    """P (unnormalised, base 2) of the block from row n0 on, the factor for the previous sums, and the maximum.
+    """P (unnormalised, base 2) of the block from row n0 on, the factor for the previous sums, and the new maximum.
 
     MASKED: a mask hides keys in addition to the limits. ``factor``: the location of the keys' scales, or None.
     """
@@ -70,7 +70,7 @@ def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MA
 
 @gluon.jit
 def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
-    """P in the form that multiplies the values."""
+    """P as the products with values need it: times the scales of the keys, if there are any, and in DTYPE."""
     if factor is not None:
         p = p * gl.expand_dims(factor.load(gl.SliceLayout(0, S_L)), 0)
     return p.to(DTYPE)

@@ -2,7 +2,7 @@
 
 Triton tells waiting warps by a number which partition of ``warp_specialize`` to run. With two barriers between the CTAs
 of a cluster there are five numbers, and LLVM makes a jump table of them. ptxas assumes that such a jump may come from
-anywhere, also while a product in flight writes consumer 1's sums. It therefore lets the consumer wait for the scores of
+anywhere, also while a product in flight writes consumer 1's sums. It therefore makes consumer 1 wait for the scores of
 a block before the product with the other consumer's P (ptxas note C7517). Comparisons avoid that.
 """
 
@@ -19,7 +19,7 @@ _KEY = "mla_compile: jumps through a table as comparisons"
 
 
 def compared(ptx: str) -> str:
-    """PTX in which comparisons replace every indirect jump; other text is unchanged."""
+    """Return the PTX with comparisons in place of every indirect jump and its table; other text is unchanged."""
     for table in _TABLE.finditer(ptx):
         *targets, last = re.findall(r"[^\s,]+", table[2])
         tests = [f"\tsetp.eq.b32 \t%is, {{0}}, {i};\n\t@%is bra \t{target};" for i, target in enumerate(targets)]
@@ -49,7 +49,7 @@ def comparisons() -> Iterator[None]:
 def _hook(
     backend: object = None, stages: dict[str, Callable[..., Any]] | None = None, *_: Any
 ) -> tuple[str, str] | None:
-    """Without arguments, the addition to the key of Triton's cache; else append :func:`compared` to the PTX stage."""
+    """Append :func:`compared` to the PTX stage; without arguments, return the addition to the key of Triton's cache."""
     if stages is None:
         return _KEY, _KEY
     written = stages["ptx"]

@@ -21,7 +21,10 @@ def product(columns, CTAS):
 
 @gluon.constexpr_function
 def threads(own, CTAS):
-    """The layout in which threads hold rows of 64 half-precision values: each CTA its ``own`` rows, or all the same."""
+    """The layout in which threads hold rows of 64 half-precision values.
+
+    ``own``: each CTA holds rows of its own; otherwise all CTAs hold the same rows.
+    """
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], *_bases([int(own), 0], CTAS))
 
 
@@ -51,7 +54,7 @@ def barrier(own, CTAS):
 
 @gluon.constexpr_function
 def _bases(second, CTAS):
-    """An extra argument of layouts: the second CTA's offset along each axis, in parts; nothing for one CTA."""
+    """The last argument of a two-CTA layout: the second CTA's offset on each axis, in CTA parts; none for one CTA."""
     return ([second],) if CTAS == 2 else ()
 
 
@@ -77,7 +80,7 @@ def own(tile):
 
 @gluon.jit
 def joint(bar):
-    """A barrier of the cluster: all CTAs arrive at the first CTA's, and only the first CTA waits."""
+    """The cluster's form of a barrier: all CTAs arrive at the first CTA's, and only the first CTA waits for it."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         return bar
@@ -89,7 +92,7 @@ def joint(bar):
 def expect(bar, size: gl.constexpr):
     """Announce copies of ``size`` bytes at each CTA's barrier. In a cluster, the first CTA announces them for all.
 
-    So the producers of the other CTAs do nothing: since they wait for nobody, they could announce a block too early.
+    The producers of the other CTAs do nothing here: since they wait for nobody, they could announce a block too early.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:

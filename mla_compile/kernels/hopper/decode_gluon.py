@@ -8,13 +8,13 @@ rows. The float32 output, 64 x 512, takes half of an SM's registers, so it is cu
   two stages, and each half of a stage is released separately.
 * Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all columns) and makes ``P_j`` from the running maximum
   that is handed from block to block. ``P_j`` overwrites the rope part of its own stage, which nobody reads any more.
-  Without a rotary part, as in DeepSeek-V4 (ROTARY is not set), only P uses its place. The next P of a stage is written
+  Without a rotary part, as in DeepSeek-V4 (ROTARY is not set), only P is stored there. The next P of a stage is written
   after both halves of its block have arrived, thus after both consumers have applied the previous P.
 * Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the latent
   block that is in shared memory already. A consumer takes its own ``P_j`` from registers and the other's from shared
   memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
-* A consumer waits itself for the barrier of any TMA data that it reads. The other consumer's ``P_j``, made of the same
-  block, implies that the data has arrived, so this second wait returns at once. With it, nothing relies on writes
+* Each consumer waits for the barriers of all TMA data that it reads, even if the other consumer's ``P_j``, made of the
+  same block, implies that the data has arrived. Such a wait returns at once, and with it, nothing relies on writes
   becoming visible transitively.
 
 Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length. A stage's barrier phase is
@@ -32,8 +32,8 @@ With a window, an item's first block is the first that some query token sees. It
 masked and zeroed like those past the length.
 
 Index lists have a separate kernel and producer (list_gluon.py), with these consumers: LISTED. Their rows arrive by
-cp.async (COPIED), and none has to be zeroed (CLEAN). The same holds for float8 rows (fp8_gluon.py), with or without
-lists, except that their producer converts and stores them.
+cp.async (COPIED), and none has to be zeroed (CLEAN). Float8 rows, with or without lists, also have a separate kernel
+(fp8_gluon.py). Its producer converts and stores the rows, and none has to be zeroed.
 
 Measurements on a GPU will decide between three variants (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted
 on one barrier, or on four, so that scores begin with the first 64 columns of a block, as with FlashMLA's nine barriers.
@@ -44,8 +44,7 @@ half as much shared memory. Two CTAs: a cluster shares the copies of a block, ea
 Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines that exist only for
 the compiler say so. tests/kernels/hopper/test_decode_gluon.py runs the barrier protocol on the CPU, from this very
 source. It does not model the fences and barriers inside a warpgroup, which are checked in the compiled PTX
-(benchmarks/gpu/ptx.py). Neither checks layouts: Triton's ConSan does, on a GPU (``consan`` of
-kernels/hopper/runner.py).
+(benchmarks/gpu/ptx.py). On a GPU, Triton's ConSan looks for races (``consan`` of kernels/hopper/runner.py).
 """
 
 from triton.experimental import gluon
@@ -78,8 +77,8 @@ from mla_compile.kernels.hopper.scores_gluon import half_arrived, scores
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # initial maximum: finite, so a row without keys makes no NaN
 # Barriers after those of the producer.
-P_READY = gl.constexpr(10)  # + consumer
-L_READY = gl.constexpr(12)  # + consumer
+P_READY = gl.constexpr(10)  # + number of the consumer: its P is stored
+L_READY = gl.constexpr(12)  # + number of the consumer: its row sums are stored
 Q_READY = gl.constexpr(14)
 BARRIERS = gl.constexpr(15)
 NINE_BARRIERS = gl.constexpr(27)  # including those of the later parts of each half, see ``loaded``
@@ -92,7 +91,7 @@ SUMS = gl.constexpr(4)
 def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                  scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
                  SCALED: gl.constexpr, PARTS: gl.constexpr, ROTARY: gl.constexpr):  # fmt: skip
-    """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
+    """Consumer 0's part of blocks lo..lo+n: the scores of the first, third, ..., and output columns 0..255."""
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
     O_L: gl.constexpr = product(256, CTAS)
@@ -168,7 +167,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
 def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                 scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
                 SCALED: gl.constexpr, PARTS: gl.constexpr, ROTARY: gl.constexpr):  # fmt: skip
-    """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
+    """Consumer 1's part of blocks lo..lo+n: the scores of the second, fourth, ..., and output columns 256..511."""
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
     O_L: gl.constexpr = product(256, CTAS)
@@ -197,7 +196,7 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
             if (low0 & high0) != -1:
                 zero_rows(tiles.index(TILE + 1), 0, length, begin, low0, high0, MASKED)
         elif begin is not None:  # noqa: SIM102
-            if (lo + 2 * t) * BN < begin:  # the first block of all
+            if (lo + 2 * t) * BN < begin:  # the request's first visible block: t is 0
                 zero_rows(tiles.index(TILE + 1), lo * BN, length, begin, low0, high0, MASKED)
         acc = scaled(acc, a0, O_L)
         acc_t = warpgroup_mma(own(narrow.index(NARROW)), tiles.index(TILE + 1), acc, is_async=True)
@@ -241,7 +240,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
              bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr, COPIED: gl.constexpr,
              CLEAN: gl.constexpr, SCALED: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr,
              ROTARY: gl.constexpr):  # fmt: skip
-    """Process the items of consumer W. PARTIAL: 0 every item is a whole request, 1 none is, 2 the item's range decides.
+    """Process this CTA's items as consumer W. PARTIAL: each item is a whole request (0), a part (1), or either (2).
 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has only their bits.
     COPIED: rows arrive by cp.async. CLEAN: rows that nobody sees are zero. ``kv_scale`` [] is the factor of all rows,

@@ -12,7 +12,7 @@ from mla_compile.kernels.triton import lists as places
 from mla_compile.kernels.triton import steps as portable
 
 REGISTERS = 216  # per thread of a consumer; leaves 72 to the producer
-# numbers of column groups with separate scales (0: one scale per row): a piece of 64 columns lies in one group
+# supported numbers of column groups with separate scales (0: none): a piece of 64 columns lies in one group
 GROUPS = (0, 1, 2, 4, 8)
 _FP8 = torch.float8_e4m3fn
 _I32 = 1 << 31

@@ -1,7 +1,7 @@
 """The producer of the Hopper kernel for float8 rows (fp8_gluon.py): ordinary loads, conversion, stores into the stage.
 
-The products are in half precision, and two stages of that fill the shared memory, so it never holds float8. Instead,
-the four warps of the producer load pieces of 64 rows by 64 bytes into registers, 16 bytes at a time, convert them and
+The products are in half precision, and two such stages fill the shared memory, so it never holds float8. Instead, the
+four warps of the producer load pieces of 64 rows by 64 bytes into registers, 16 bytes at a time, convert them and
 write the swizzled tiles themselves. ``AHEAD`` pieces are always in flight, across block boundaries too, while the
 producer converts and while it waits for a free stage. Four values share one int32 until their conversion, because each
 value that a loop carries occupies a whole register.
@@ -104,7 +104,7 @@ def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.co
 def _values(x, factor, BYTE: gl.constexpr):
     """The float8 values in one of the four bytes of x [64,16], as float32, times the rows' factor if there is one.
 
-    One instruction converts two neighbours from float32 to bfloat16; from float16, each value takes a slow one.
+    Float32, because one instruction converts two neighbours from it to bfloat16; from float16, each takes a slow one.
     """
     x = (x >> (8 * BYTE)).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
     if factor is not None:
@@ -144,14 +144,14 @@ def _factor(kv_scale, place, scale_b, scale_t, scale_g, before, PIECE: gl.conste
             kv_scale += scale_g  # added one by one: a multiple of an int32 may overflow
         return _scales(kv_scale, place, scale_b, scale_t, PAGE)
     else:
-        return before  # rope has no factor, and ignores this one
+        return before  # of the same group; rope has no factor and ignores it
 
 
 @gluon.jit
 def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, length, begin, used, latent_b, latent_t,
           rope_b, rope_t, scale_b, scale_t, scale_g, tiles, narrow, stats, bars, GROUPS: gl.constexpr,
           PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr):  # fmt: skip
-    """Fill the stages with blocks lo..hi of request b; ``used`` and the result: a bit per stage, see fp8_producer."""
+    """Fill the stages with blocks lo..hi of request b; return the new ``used``: a bit per stage, see fp8_producer."""
     # 16 columns per thread, 32 rows at a time: no two threads of a store access the same bank. (With rope in half
     # precision, a thread has 8 columns in 16 bytes, and two threads do.)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
@@ -196,7 +196,7 @@ def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, len
                     _convert(ahead[0], None, tile)
             elif GROUPS == 0:
                 _convert(ahead[0], None, narrow.index(NARROW + stage))
-            elif i == 2 * IN_HALF:  # the last piece, too
+            elif i == 2 * IN_HALF:  # together with the last piece
                 _store_halves(ahead[0], ahead[1], narrow.index(NARROW + stage))
             new = _piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, (i + AHEAD) % PIECES, ROPE_BYTES,
                          PAGE, L)  # fmt: skip

@@ -32,7 +32,7 @@ GROUP = gl.constexpr(16)  # blocks that are looked up at a time: 8 entries per t
 
 @gluon.jit
 def token_of(H):
-    """(query token, block of 64 heads) of this CTA: along the first axis, which has room for a long prompt."""
+    """(query token, block of 64 heads) of this CTA, from the grid's first axis, which has room for a long prompt."""
     blocks = (H + ROWS - 1) // ROWS
     return gl.program_id(0) // blocks, gl.program_id(0) % blocks
 
@@ -98,9 +98,9 @@ def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mas
 
 @gluon.jit
 def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr):
-    """Issue the copies of WIDTH columns of the rows at 64 places into tile [64,WIDTH] (-1: zeros), then let all arrive.
+    """Issue the copies of WIDTH columns of the rows at 64 places into tile [64,WIDTH] (-1: zeros).
 
-    Strides are multiples of 8 elements.
+    Each thread arrives at bar when its copies have landed. Strides are multiples of 8 elements.
     """
     seen = gl.expand_dims(place >= 0, 1)
     place = gl.maximum(place, 0)

@@ -21,12 +21,12 @@ REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. 216 does
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether 64 bits can say which entries of a block of a call's lists are visible."""
+    """Whether lists can be read in place, and 64 bits can say which entries of a block are visible."""
     return portable.suits(call) and (call.mask is None or call.mask.dtype == torch.bool)
 
 
 def scratch(call: DecodeCall) -> Buffers:
-    """Places and bits, in whole blocks. A kind of call also serves slightly longer lists (kernels/kinds.py)."""
+    """Buffers for places and bits, in whole blocks, of the longest lists of this kind of call (kernels/kinds.py)."""
     assert call.indices is not None
     B, S, entries = call.indices.shape
     blocks = -(-rounded(entries) // BLOCK)

@@ -2,10 +2,10 @@
 
 An *item* is a run of blocks of one request: one per CTA on the split grid, several if a schedule
 (kernels/triton/schedule.py) is given. With a mask, the blocks of a request are those in its list of visible tiles
-(kernels/triton/tiles_triton.py); others are never fetched. With a window, they begin at the first block that some query
-token sees. For rows past a request's length, TMA fills rows outside the tensor with zeros. A page past the length is
-never looked up; its box is placed outside the tensor. Pages of a window's first block that lie before the window are
-looked up, too: their entries in the block table may name any page, or none, which gives zeros.
+(kernels/triton/tiles_triton.py); others are never fetched. With a window, they are those from the first block on that
+some query token sees. For rows past a request's length, TMA fills rows outside the tensor with zeros. A page past the
+length is never looked up; its box is placed outside the tensor. Pages of a window's first block that lie before the
+window are looked up, too: their entries in the block table may name any page; one outside the cache gives zeros.
 """
 
 from triton.experimental import gluon
@@ -18,19 +18,20 @@ BN = gl.constexpr(64)  # cache rows per block; P overlays the rope part, so it m
 HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF wide
 ROPE = gl.constexpr(64)
 
-# Wide tiles [64,256]: 0, 1 the query, 2 + 2 * stage + half the cache. Narrow tiles [64,64]: 0 the query, 1 + stage the
-# cache and then P. Without a rotary part, narrow tile 0 and the barriers of rope are not used.
+# Wide tiles [64,256]: 0 and 1 for the query, ``2 + 2 * stage + half`` for the cache. Narrow tiles [64,64]: 0 for the
+# query, ``1 + stage`` for the cache and then P. Without a rotary part, narrow tile 0 and rope's barriers are not used.
 TILE = gl.constexpr(2)
 NARROW = gl.constexpr(1)
 # Planes of a mask's list, as kernels/triton/tiles_triton.py writes them: tile numbers, visible keys, the count.
 LIST_TILE = gl.constexpr(3)
 LIST_WORD = gl.constexpr(4)
 LIST_COUNT = gl.constexpr(5)
-# + stage: rows of the float32 exchange that hold scales by token, after those of the consumers
+# FACTOR + stage: the row of the float32 exchange that holds scales by token, after the consumers' rows.
 FACTOR = gl.constexpr(6)
-# Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
+# Barriers: ``3 * stage + part`` for "loaded" (parts 0 and 1 are halves, 2 is rope), ``FREE + 2 * stage + half`` for
+# "free again".
 FREE = gl.constexpr(6)
-# If a half arrives in four parts, its second to fourth barriers are at 3 * (2 * stage + half) from here on.
+# If a half arrives in four parts, the second to fourth have the barriers from PARTS_READY + 3 * (2 * stage + half) on.
 PARTS_READY = gl.constexpr(15)
 
 

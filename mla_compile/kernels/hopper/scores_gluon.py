@@ -26,7 +26,7 @@ def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
 
 @gluon.jit
 def half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl.constexpr):
-    """Wait for half a block's latent columns, whose values are applied next."""
+    """Wait for half a block's latent columns, the values of the next product."""
     for part in gl.static_range(PARTS):
         _arrived(bars, loaded(stage, half, part), phase, pred, COPIED)
 

@@ -59,9 +59,9 @@ def takes(call: DecodeCall, device: Device) -> bool:
 
     It supports rows of 512 + 64 or 512 columns in half precision whose latent is the values, with any H and S; pages of
     a multiple of 16 rows; and a boolean mask that is the same for all query rows, because a list of tiles describes it
-    completely. With index lists, a boolean mask must be the same for all heads. Rows are then copied one by one, so
-    pages may have any size. That also holds for float8 rows, whose rope may be bfloat16. A query of another dtype than
-    the products is rounded to bfloat16 only: for float16 it would have to be scaled. Sizes are not checked here.
+    completely. With index lists, a boolean mask must be the same for all heads. Listed rows, and float8 rows (whose
+    rope may be bfloat16), are read one by one, so pages may have any size. A query of another dtype than the products
+    is only supported for bfloat16 products: for float16, it would have to be scaled before rounding.
     """
     z, rope = call.sizes, call.rope
     if call.values is not None:
@@ -98,7 +98,7 @@ def _addressable(rows: Tensor) -> bool:
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """The strides; that of an axis of length 1 is arbitrary and is replaced by the dense one."""
+    """The strides. That of an axis of length 1 is arbitrary, and the dense one replaces it."""
     outer, row, column = rows.stride()
     if rows.shape[1] == 1:
         row = rows.shape[2]
@@ -169,7 +169,7 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def shared_by(plan: Plan, row_blocks: int) -> int:
-    """The number of CTAs that share the copies of a block: the plan's if all of them have query rows, else 1."""
+    """The number of CTAs that share the copies of a block: the plan's if all have rows and Triton can, else 1."""
     return plan.cluster if row_blocks % plan.cluster == 0 and (plan.cluster == 1 or clusters()) else 1
 
 

@@ -17,8 +17,8 @@ nothing.
   loop-invariant. LLVM would hoist them and keep them in registers beside the sums, so hoisting is disabled there
   (``disable_licm``). Products of single warps need the fragments of the query hoisted, except if rows are multiplied by
   scales of groups, where registers do not suffice (up to 520 bytes of spills).
-* With page look-ups, offsets and columns of rope's rows are added before the pointer: this takes fewer registers for
-  them, but more elsewhere.
+* With page look-ups, the offsets and columns of rope's rows are added to each other before the pointer. This takes
+  fewer registers for rope, but for other rows it would take more.
 * fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``. One scale for
   all rows is a factor of the scores and of the result, a scale per token of the scores and of the weights. For scales
   of groups of columns, the rows are multiplied in float32 and rounded to DTYPE, once.

@@ -12,7 +12,7 @@ from mla_compile.kernels.tiles import padded
 from mla_compile.kernels.triton.step import Arguments, Step
 
 HEADS, KEYS, FEATURES = 64, 64, 64  # sizes of a block in half precision
-FLOAT32 = 32  # keys and features of a block in float32, whose products have no tensor core instruction
+FLOAT32 = 32  # keys and features of a block in float32, for whose exact products tensor cores have no instruction
 BUFFERS = ("query", "keys", "weights", "out")
 
 

@@ -16,7 +16,8 @@ _I32 = 1 << 31
 def suits(call: DecodeCall) -> bool:
     """Whether the kernel can read the rows of a call's lists in place. Shapes may still be unchecked.
 
-    It cannot if the mask differs between heads, because a block looks up one for all, or if places exceed int32.
+    It cannot if the mask differs between heads, because a block looks up one row of it for all heads, or if places
+    exceed int32.
     """
     mask = call.mask
     by_head = mask is not None and mask.dim() == 4 and mask.shape[1] > 1 and mask.stride(1) != 0
@@ -38,7 +39,7 @@ def scratch(call: DecodeCall) -> Buffers:
 def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
     """Add the arguments of a list. Returns the page size that the loop sees, and whether offsets take 64 bits.
 
-    The loop treats pages as one cache if all their rows are equally spaced, also from page to page. The length of a
+    The loop treats pages as one cache if all their rows are equally spaced, also across pages. The length of a
     list is set at each launch if it grows with the cache (kernels/kinds.py).
     """
     page, buffers = call.sizes.page, scratch(call)
@@ -63,7 +64,7 @@ def told(indices: Tensor, into: Arguments) -> None:
 
 
 def in_one_piece(call: DecodeCall) -> bool:
-    """Whether the rows of all pages are equally spaced, also from page to page."""
+    """Whether the rows of all pages are equally spaced, also across pages."""
     return all(x.stride(0) == x.shape[1] * x.stride(1) for x in _pages(call))
 
 

@@ -44,8 +44,8 @@ def load_tile(
 ):
     """The rows of ``x`` of the tokens n that are ``seen`` [BLOCK_N,BLOCK], zeros elsewhere; see :func:`tile_rows`.
 
-    Pointer and columns are added before the offsets of rows, because their sum is the same in every iteration, or for a
-    page. With OFFSETS_FIRST, offsets and columns are added first.
+    Pointer and columns are added before the offsets of rows, because their sum is the same in every iteration, or for
+    all rows of a page. With OFFSETS_FIRST, offsets and columns are added first.
     """
     p, o = tile_rows(x, table, start, n, length, stride_b, stride_t, PAGE, BLOCK_N, WIDE, LISTED)
     c = columns(BLOCK, WIDE)
@@ -61,8 +61,8 @@ def load_tile(
 def to_dot(x, DTYPE: tl.constexpr):
     """A loaded tile in the dtype of the products. Bits of e4m3: sign, 4 of exponent (bias 7), 3 of mantissa.
 
-    Shifted by 7, exponent and mantissa are in the position of float16, whose bias is 8 larger. So these bits are the
-    value times 2^-8, subnormals included. NaN is 0x7f.
+    Shifted left by 7, exponent and mantissa are where float16 has them, and its bias is 8 larger. As float16, these
+    bits are therefore the value times 2^-8, subnormals included. NaN is 0x7f.
     """
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)
@@ -78,8 +78,8 @@ def times_groups(x, scales, GROUP: tl.constexpr):
     """Rows x [N,L] in float32, each group of columns times its scale; scales [N,L/GROUP].
 
     The sum runs over a single term, only to stop a search: Triton searches the producers of a product's operands for
-    the narrowest dtype and stops only at reductions. It would find float8 and load rows in an order that ldmatrix
-    lacks.
+    the narrowest dtype and stops only at reductions. Without the sum, it would find float8 and load rows in an order
+    that ldmatrix lacks.
     """
     groups = to_dot(x, tl.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
     return tl.sum((groups * scales[:, :, None]).reshape(1, x.shape[0], x.shape[1]), 0)

@@ -33,9 +33,9 @@ class Address:
 
 
 def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
-    """A function that launches a step on device ``index``; ``places`` has the positions of buffers in its addresses.
+    """Return a function that launches a step on device ``index``, from a stream and a list of addresses.
 
-    It also has those of the scalars that change from launch to launch.
+    ``places`` has the positions, in that list, of buffers and of scalars that change from launch to launch.
     """
     try:
         run = bind(_compile(step, index), step.grid)

@@ -10,9 +10,9 @@ for request b of ``n_b = ceil(len_b / 64)`` blocks, or fewer with a window:
     items[p]   = the first (request, block) at or after position p * pay        half-open ranges items[p] .. items[p+1]
     first_b    = start_b // pay       last_b = (start_b + max(n_b, 1) - 1) // pay       count_b = last_b - first_b + 1
 
-A request with ``count_b`` = 1 lies in one partition, which writes its result. The others leave ``count_b`` partial
-results in consecutive scratch slots, of which there are at most :func:`slots`. An empty request is an item of no
-blocks. The host reads nothing back, so a call that partitions its batch can be captured in a CUDA graph.
+A request with ``count_b`` = 1 lies in one partition, which writes its result. Each other request leaves ``count_b``
+partial results in consecutive scratch slots, of which there are at most :func:`slots`. An empty request is an item of
+no blocks. The host reads nothing back, so a call that partitions its batch can be captured in a CUDA graph.
 
 kernels/triton/schedule_triton.py implements the rule on the device. The cuts of a request depend on the whole batch, so
 ``deterministic=True`` uses no schedule.
@@ -29,12 +29,12 @@ MAX_REQUESTS = 4096  # the kernel holds all lengths at once
 
 
 def partitions(sms: int, rows: int) -> int:
-    """Partitions for ``rows`` = S*H query rows: the row blocks of one partition run at the same time."""
+    """The number of partitions: as many as run at the same time, each for all blocks of ``rows`` = S*H query rows."""
     return max(1, min(sms, MAX_SMS) // -(-rows // BLOCK))
 
 
 def slots(partitions: int, B: int) -> int:
-    """The largest number of partial results: p partitions make p - 1 cuts; n cuts make n + 1 pieces of a request."""
+    """The largest number of partial results: p partitions make p - 1 cuts; n cuts of a request make n + 1 pieces."""
     return partitions - 1 + min(partitions - 1, B)
 
 

@@ -42,8 +42,7 @@ def cut(
 
     p = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
     position = (p * pay)[:, None]  # [PARTS,1]
-    # The first position at or after this one that is not overhead: in a request with blocks left, or at the start of
-    # one.
+    # A position in the overhead of a request, which follows its blocks, moves on to the start of the next request.
     passed = valid[None, :] & (position >= start[None, :] + tl.maximum(blocks, 1)[None, :])  # [PARTS,BLOCK_B]
     request = tl.sum(passed.to(tl.int32), 1)
     here = tl.where(b[None, :] == request[:, None], start[None, :], 0)

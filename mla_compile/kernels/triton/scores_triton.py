@@ -94,7 +94,7 @@ def hidden(
 ):  # fmt: skip
     """The scores plus an additive mask, and minus infinity where a row does not see a key.
 
-    Except with lists of tiles, causality implies ``seen``.
+    A key that causality allows is always ``seen``, except with lists of tiles.
     """
     if CAUSAL:
         visible = n[None, :] <= end[:, None]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from triton import JITFunction
 
 _I32 = 1 << 31
-# Strides of tensors with one number per token: a multiple of 16 in one decode step, but not in the next.
+# Strides of tensors with one number per token: multiples of 16 in one decode step, but not in the next.
 _BY_TOKEN = frozenset({"scale_b"})
 TYPES = {
     torch.float16: "*fp16",
@@ -51,7 +51,7 @@ class Step:
         object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
 
     def source(self) -> Source:
-        """What Triton compiles."""
+        """Return what Triton compiles, as :data:`Source`."""
         signature: dict[str, str] = {}
         constants: dict[tuple[int], object] = {}
         attributes: dict[tuple[int], object] = {}

@@ -25,8 +25,8 @@ from mla_compile.kernels.triton.step import TYPES, Arguments, Step
 WORD_BITS = 64  # keys of a tile that the mask's pre-pass can distinguish: the bits of an int64
 GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of 128 threads
 LIST_BLOCK = 1024  # tiles listed at a time: 8 for each of 128 threads
-COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time,
-COMBINE_COLUMNS = 256  # and columns of each: 32 elements for each of 64 threads
+COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time
+COMBINE_COLUMNS = 256  # columns of each such split: with 8 splits, 32 elements for each of 64 threads
 _I32 = 1 << 31
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {"seq_lens": "lengths", "block_table": "table"}
@@ -36,8 +36,8 @@ BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])
 def dot_dtype(call: DecodeCall) -> torch.dtype:
     """The dtype of both products: that of the cache, and for an fp8 cache one that represents it exactly.
 
-    With scales by token it is bfloat16, because weights times such a scale can have any magnitude; else it is that of
-    rope or query.
+    With scales by token or group it is bfloat16, because weights or rows times such a scale can have any magnitude.
+    Else it is that of rope or query, or float16 if neither is in half precision.
     """
     if call.latent.dtype.itemsize > 1:
         return call.latent.dtype
@@ -74,7 +74,7 @@ def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
     """The launches of one call, in order: the mask's list of tiles, attention, combine (each if needed).
 
-    If a call has a schedule, its list is in there. ``least`` is the least number of tokens of a split (default: the
+    If a call has a schedule, the list is part of it. ``least`` is the least number of tokens of a split (default: the
     plan's chunk, else MIN_SPLIT).
     """
     import mla_compile.kernels.triton.combine_triton as combine_kernels

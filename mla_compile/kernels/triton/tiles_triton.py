@@ -11,7 +11,7 @@ has a real key in the tile, TILE and WORD the list, and the first entry of COUNT
 
 A finite additive mask at or below half its dtype's lowest value means "hidden" in most models. Yet a row that has only
 such keys has to weigh them all, as softmax does. REAL has only the keys above that bound. A request uses REAL if in
-some tile every row sees such a key, because keys at or below the bound then weigh exactly 0. Otherwise it uses SEEN
+some tile every row sees a key of REAL, because keys at or below the bound then weigh exactly 0. Otherwise it uses SEEN
 (all but minus infinity).
 """
 

@@ -1,7 +1,7 @@
 """Integers that are affine in positions: ``const + sum of step * position + sum of factor * tensor``.
 
-Masks compare positions, and positions are made of ``arange``, additions and views. :class:`IndexReader` traces such a
-tensor back to its value at one place. A place is one affine integer per dimension, so following a slice or a look-up
+Masks compare positions of queries and keys, which are made of ``arange``, additions and views. :class:`IndexReader`
+finds the value of such a tensor at one place, which is one affine integer per dimension. A slice or a look-up
 (``x[index]``) only changes the place at which its operand is read.
 """
 
@@ -29,22 +29,23 @@ WHOLE = (torch.int64, torch.int32)
 
 
 class OpaqueError(Exception):
-    """The number is not affine in positions, or a place does not run along axes."""
+    """Raised if a number is not affine in positions, a place does not run along axes, or a mask is unknown."""
 
 
 Index = Sequence[Affine]
-"""Where a tensor is read: a position along each of its dimensions."""
+"""A place in a tensor: the index along each of its dimensions."""
 
 
 def place_of(axes: Sequence[Axis]) -> Index:
-    """Return the place whose coordinates are the positions along ``axes``; ``()``, an axis of size 1, gives 0."""
+    """Return the place whose coordinates are the positions along ``axes``: 0 for ``()``, an axis of size 1."""
     return [Affine(steps={a: 1}) if a else Affine() for a in axes]
 
 
 def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
-    """Return ``node`` with the axis of each coordinate of ``place``. Raises :class:`OpaqueError` if one has no axis.
+    """Return ``node`` with the axis along which each coordinate of ``place`` runs.
 
-    ``longer``: dimensions of ``node`` may be longer than those axes, as in a buffer whose beginning is read.
+    Raises :class:`OpaqueError` if one runs along no axis, two along the same, or the lengths differ. ``longer``:
+    dimensions of ``node`` may be longer than those axes, as in a buffer whose beginning is read.
     """
     axes = []
     for at, length in zip(place, shape(node), strict=True):
@@ -60,7 +61,7 @@ def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
 
 
 def moved(node: fx.Node, place: Index) -> tuple[fx.Node, Index] | None:
-    """Return from where ``node`` copies its value at ``place``: a tensor and a place; None if it does not only copy."""
+    """Return the tensor and the place from which ``node`` copies its value at ``place``; None if it does not copy."""
     how = decode(node)
     if isinstance(how, Copy):
         return how.x, place
@@ -106,7 +107,7 @@ def _times(at: Affine, size: Size) -> Affine:
 
 
 def in_blocks(at: Affine, size: Size) -> Affine:
-    """Return ``at // size``. Raises :class:`OpaqueError` if ``at`` is not a position, or the size not a number."""
+    """Return ``at // size``. Raises :class:`OpaqueError` if ``at`` is not a position or ``size`` not a number."""
     if same(size, 1):
         return at
     along = at.position
@@ -163,7 +164,10 @@ def _gathered(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
 
 
 def _found(index: fx.Node, place: Index) -> Affine:
-    """Return the position that ``index`` holds. Any other number may be negative, and would then count from the end."""
+    """Return the position that ``index`` holds at ``place``.
+
+    Raises :class:`OpaqueError` for any other number, which may be negative and would then count from the end.
+    """
     at = IndexReader().read(index, place) if val(index).dtype in WHOLE else Affine(-1)
     if at.position is None:
         raise OpaqueError
@@ -179,7 +183,7 @@ _LOOK_UPS: dict[object, Callable[[fx.Node, Index], tuple[fx.Node, Index]]] = {
 
 
 def never_negative(bound: Affine) -> bool:
-    """Whether an affine sum of positions is at least 0 everywhere along their axes."""
+    """Whether ``bound`` is known to be at least 0 at every position along its axes."""
     least = bound.const
     for along, step in bound.steps.items():
         if isinstance(along, Block):
@@ -233,7 +237,7 @@ _COMPARED: dict[object, Callable[[float, float], bool]] = {
 
 
 def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
-    """Return the tensor that ``node`` compares with a number or casts, and what it makes of an element.
+    """Return the tensor that ``node`` compares with a number or casts, and the function that it applies to an element.
 
     The function raises :class:`OpaqueError` for an element whose result is not known.
     """
@@ -244,11 +248,11 @@ def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
     x, other = argument(node, 0, "self"), argument(node, 1, "other")
     if not is_tensor(x) or not same_sizes(shape(x), shape(node)) or (number := constant(other)) is None:
         return None
-    # The dtype in which the number is compared depends on both operands; an integer dtype wraps.
+    # The number is compared in a dtype that depends on both operands: it may be rounded, or wrap as an integer.
     numbers = {number}
     if val(x).dtype.is_floating_point:
         numbers.add(float(torch.tensor(number, dtype=torch.float64).to(val(x).dtype)))
-    elif not (0 <= number < 128 and (2 * number).is_integer()):  # exact in every dtype that can be compared with them
+    elif not (0 <= number < 128 and (2 * number).is_integer()):  # others are not exact in every dtype
         return None
     return x, lambda of: _the_one({compare(of, n) for n in numbers})
 
@@ -262,13 +266,13 @@ def _the_one(results: set[float | None]) -> float:
 
 
 class IndexReader:
-    """Reads integers. ``numbers`` maps each symbolic size that was read to its node, so that a rewrite can use it."""
+    """Reads integers as affine sums. ``numbers`` maps each symbolic size that was read to its node, for rewrites."""
 
     def __init__(self) -> None:
         self.numbers: dict[Size, fx.Node] = {}
 
     def read(self, given: object, place: Index) -> Affine:
-        """Read ``given``, a number or an integer tensor, at ``place``. Raises :class:`OpaqueError`."""
+        """Read ``given``, a number or an integer tensor, at ``place``. Raises :class:`OpaqueError` if that fails."""
         if isinstance(given, int) and not isinstance(given, bool):
             return Affine(given)
         if not isinstance(given, fx.Node):
@@ -280,7 +284,7 @@ class IndexReader:
             raise OpaqueError
         try:
             return self._computed(given, place)
-        except OpaqueError:  # an arbitrary tensor is still a term if its place runs along axes
+        except OpaqueError:  # any other tensor is a term of the sum if its place runs along axes
             return Affine(terms={operand_at(given, place): 1})
 
     def _computed(self, node: fx.Node, place: Index) -> Affine:

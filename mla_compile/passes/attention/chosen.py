@@ -5,9 +5,9 @@ choice as a mask over all keys. These forms are recognised, with ``index`` [..,k
 
     scatter(all True, dim, index, False), negated;  scatter(all False, dim, index, True)
     scatter(all -inf, dim, index, 0), added to the scores
-    scatter(all a, dim, index, b) compared with a number that lies between
+    scatter(all a, dim, index, b) compared with a number between a and b
     scatter_add(zeros, dim, index, flags) != 0, > 0, >= 1    an entry counts where its flag is set
-    any(index == position, along the list), its sum, sum(one_hot(index)) compared with a number
+    any, sum or amax along the list, of index == position or one_hot(index); compared with a number if not boolean
 
 An entry may also name a block of keys. The mask over blocks is then read at the block of each key: it is repeated
 ``block`` times, or looked up at ``position // block``.
@@ -51,7 +51,7 @@ _Shows = Callable[[float], bool]
 _WHOLE = (torch.int64, torch.int32)
 _COUNTS = (*_WHOLE, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
-"""Operators whose second result holds indices along an axis, each at most once; and which argument is that axis."""
+"""For operators whose second result holds indices along an axis, each at most once: which argument is that axis."""
 
 
 def chosen(
@@ -59,8 +59,8 @@ def chosen(
 ) -> Chosen | str | None:
     """Return the keys that ``node``, a boolean or additive mask read at ``place``, chooses; None if it is not a choice.
 
-    ``negated``: a key is seen where the boolean is False. A choice that is not one list of keys per query gives a
-    string that says why.
+    ``negated``: a key is seen where the boolean is False. For a choice that is not one list of keys per query, a
+    string says why.
     """
     try:
         found = _listed_by(node, place, negated=negated)
@@ -120,7 +120,7 @@ def _counted(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
 def _shows_counts(shows: _Shows, least: float = 1.0) -> bool:
     """Whether a count of 0 hides a key and every positive count shows it.
 
-    The mask compares the count with one number, so testing 0, the least and an infinite count is enough.
+    The mask compares the count with one number, so it is enough to test 0, the ``least`` positive count and infinity.
     """
     return not shows(0.0) and shows(least) and shows(float("inf"))
 
@@ -128,7 +128,7 @@ def _shows_counts(shows: _Shows, least: float = 1.0) -> bool:
 def _flag(node: object) -> fx.Node | float | None:
     """Return the positive number that each entry adds, or the boolean that is added as 0 or 1.
 
-    None for other values, because their counts could cancel.
+    None for other values, which could add up to 0 for a listed key.
     """
     if (number := constant(node)) is not None:
         return float(number) if number > 0 else None
@@ -144,7 +144,7 @@ def _written(node: fx.Node, place: Index) -> Chosen | None:
     if not is_tensor(index) or len(shape(index)) != len(place):
         return None
     others = [(own, of) for k, (own, of) in enumerate(zip(shape(index), shape(node), strict=True)) if k != dim]
-    if not all(same(own, of) for own, of in others):  # the index covers only some of the rows
+    if not all(same(own, of) for own, of in others):  # the index has fewer rows than the mask
         return None
     count = fresh_axis(shape(index)[dim])
     where = [place_of([count])[0] if k == dim else at for k, at in enumerate(place)]
@@ -152,7 +152,10 @@ def _written(node: fx.Node, place: Index) -> Chosen | None:
 
 
 def _list(index: fx.Node, where: Index, count: Axis, key: Affine, names: Size | None) -> Chosen | None:
-    """Return ``index``, read at ``where``, as a list of keys at position ``key``; ``names``: see :class:`Chosen`."""
+    """Return ``index``, read at ``where``, as a list of keys. A key is seen if an entry equals its position ``key``.
+
+    ``names``: see :class:`Chosen`; None: an entry may be any number.
+    """
     along = key.position
     if not along or val(index).dtype not in _WHOLE:
         return None
@@ -167,11 +170,11 @@ _REDUCTIONS = (aten.any, aten.sum, aten.amax)
 
 
 def _matched(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
-    """Read an any, sum or maximum over the list of ``eq(entry, key)`` or ``one_hot(entry)``."""
+    """Read ``any``, ``sum`` or ``amax``, over all entries, of ``eq(entry, key)`` or ``one_hot(entry)``."""
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     x = argument(node, 0, "self")
-    # Such sums have one of these dtypes; in a smaller one, counts could wrap round to 0.
+    # In a smaller dtype, counts could wrap round to 0.
     if len(dims) != 1 or val(node).dtype not in (torch.bool, *_COUNTS) or not _shows_counts(shows):
         return None
     dim, kept = axis(dims[0], len(shape(x))), len(shape(x)) == len(place)
@@ -201,7 +204,7 @@ def _names_once(index: fx.Node, place: Index, count: Axis, there_are: Size) -> b
     if found is None:
         return False
     _, place, along = found
-    # Coordinate `along` differs for each entry i, and the other coordinates do not depend on i: no index is read twice.
+    # No index is read twice if coordinate `along` differs for each entry and the others are the same for all entries.
     apart = all(count not in at.steps for k, at in enumerate(place) if k != along)
     return count in place[along].steps and not place[along].terms and apart
 
@@ -209,7 +212,7 @@ def _names_once(index: fx.Node, place: Index, count: Axis, there_are: Size) -> b
 def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tuple[fx.Node, Index, int] | None:
     """Return the indices of a topk or sort that ``index`` only moves, the place where they are read, and their axis.
 
-    ``there_are``: some indices may be replaced by a number that is not a valid index below ``there_are``.
+    ``there_are``: if given, some indices may have been replaced by a number that is not a valid index below it.
     """
     while (along := _order(index)) is None:
         try:
@@ -224,7 +227,10 @@ def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tup
 
 
 def _unless_none(node: fx.Node, place: Index, there_are: Size) -> tuple[fx.Node, Index] | None:
-    """Return the entries if ``node`` only replaces some by a number that is not a valid index below ``there_are``."""
+    """Return the entries, and their place, if ``node`` only replaces some by a number that names no key.
+
+    Such a number is not a valid index below ``there_are``.
+    """
     if packet(node) is aten.where:
         one, other = argument(node, 1, "self"), argument(node, 2, "other")
     elif packet(node) is aten.masked_fill:
@@ -264,9 +270,9 @@ def _order(node: fx.Node) -> int | None:
 
 
 def ranked(chosen: Chosen, *, some: bool = False) -> tuple[fx.Node, Index] | None:
-    """Return the scores from which a ``topk`` chose the largest, and their place: along the keys, for each query.
+    """Return the scores whose largest a ``topk`` chose, and the place of the scores of all keys for each query.
 
-    None if no topk chose. ``some``: entries may have been removed from the list afterwards.
+    None if no topk made the list. ``some``: entries may have been removed from the list afterwards.
     """
     there_are = axis_size(chosen.keys) if some else None
     found = _ordered(chosen.indices.node, place_of(chosen.indices.axes), there_are)

@@ -2,9 +2,9 @@
 
 Two kinds are found: PyTorch's fused operators (``scaled_dot_product_attention``, ``flex_attention``), and a softmax
 between two products of activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes between them in any
-order. Axes are followed as atoms, so heads may be anywhere, and batch and heads may be merged. An attention with any
-other operator between the products is found too and marked ``open_core``: a soft cap, several sinks, probabilities
-returned to the caller, exponentials that are divided by their sum after the value product.
+order. Axes are followed as atoms, so heads may be anywhere, and batch and heads may be merged. An attention with
+something else between the products is marked ``open_core`` if the score tracer has a rule for it: a soft cap, several
+sinks, probabilities returned to the caller, exponentials that are divided by their sum after the value product.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
 
 
 def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tuple[AttentionSite, fx.Node]]:
-    """Return attentions whose weights are an elementwise function of the scores, each with its first such operator.
+    """Return attentions that weigh keys by an elementwise function of the scores, each with its first such operator.
 
     They have no softmax, so :func:`find_attention` does not find them.
     """
@@ -72,7 +72,7 @@ def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tu
 
 
 def _beside_a_softmax(weights_of_keys: fx.Node) -> bool:
-    """Whether a softmax contributes to the weights: then this is an attention that the tracer could not follow."""
+    """Whether a softmax is behind the weights of the keys, in an attention that the tracer could not follow."""
 
     def inputs(node: fx.Node) -> Collection[fx.Node]:
         return () if is_contraction(node) else node.all_input_nodes
@@ -142,7 +142,7 @@ def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, *, grouped: bool) 
 
 def _default_scale(q: fx.Node) -> float:
     width = size(val(q).shape[-1])
-    # A symbolic width is refused below, so any scale will do here.
+    # A symbolic width is refused by `_fused_problem`, so any scale will do here.
     return 1.0 / math.sqrt(width) if isinstance(width, int) and width > 0 else 1.0
 
 
@@ -164,7 +164,7 @@ def _fused_problem(
 
 
 def _written_out(node: fx.Node, weighs: Callable[[fx.Node], Scores | None]) -> AttentionSite | None:
-    """Return the attention whose value product is ``node``, if one of its operands weighs the keys by their scores."""
+    """Return the attention whose value product is ``node``; ``weighs`` returns the scores behind probabilities."""
     labelled = product_labels(node)
     assert labelled is not None, "a product has labels"
     (left, left_labels), (right, right_labels), out_labels = labelled
@@ -200,8 +200,8 @@ def _close(
     out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
     shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
     rows = [a for a in flatten(scores.axes) if a not in keys]
-    # Atoms that only the queries have are query tokens. Of several such atoms, only the innermost counts
-    # queries; the others are heads (MQA).
+    # An atom that only the queries have stands for query tokens. If there are several, only the innermost does; the
+    # others are heads (MQA).
     own = [a for a in rows if a not in shared]
     queries = tuple(own[-1:])
     lead = tuple(a for a in rows if a not in queries)
@@ -227,8 +227,8 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
     if not all(fill < NEGLIGIBLE for fill in finite):
         return "masked scores are set to a number that the softmax can see"
-    # In a row where every key is masked, the softmax sees only the fills. A kernel that only knows "hidden" cannot
-    # reproduce how several fills compare.
+    # In a row where every key is masked, the softmax sees only the fills. A kernel that knows only which keys are
+    # hidden cannot reproduce how several fills compare.
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
         return "masks with different fills, whose order matters in rows without a visible key"
     products = {q.node for q in scores.products if q.node is not None}

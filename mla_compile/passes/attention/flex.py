@@ -1,7 +1,7 @@
 """Calls of flex_attention: recognise those that can be read as an attention, and apply their functions to all scores.
 
 ``score_mod`` is a function of one score and its indices; vectorised, the same operators apply to all scores. With a
-block mask, a query sees the keys of the listed blocks.
+block mask, a query sees only keys of the listed blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONE_BLOCK = 1 << 30
 class Flex:
     """One call of flex_attention.
 
-    ``score_mod``, with operands ``buffers``, is None if it changes no score; ``mask`` is None if all keys are seen.
+    ``score_mod``, which also reads ``buffers``, is None if it changes no score. ``mask`` is None if all keys are seen.
     """
 
     call: fx.Node
@@ -49,9 +49,9 @@ class Flex:
 class FlexMask:
     """A block mask.
 
-    ``blocks``: for each block of queries the number of its partial blocks of keys [B|1,H|1,n] and their indices
-    [B|1,H|1,n,m]; then the same for blocks that are seen wholly, if any are listed. ``sizes``: tokens in a block of
-    queries and of keys. In partial blocks ``mask_mod``, with operands ``buffers``, tells which keys are seen.
+    ``blocks``: for each block of queries, the number of partly seen blocks of keys [B|1,H|1,n] and their indices
+    [B|1,H|1,n,m]; then the same two for wholly seen blocks, if any are listed. ``sizes``: tokens in a block of queries
+    and in one of keys. In partly seen blocks, ``mask_mod``, which also reads ``buffers``, tells which keys are seen.
     """
 
     blocks: tuple[fx.Node, ...]
@@ -76,7 +76,7 @@ class FlexMask:
     def _listed(
         self, count: torch.Tensor, index: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """Whether each key's block is listed for each query's block: among the first ``count`` entries of ``index``."""
+        """Whether each key's block is among the first ``count`` entries of ``index`` for each query's block."""
         of_queries, of_keys = self.sizes
         number = -(-keys.shape[0] // of_keys)
         listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
@@ -108,7 +108,7 @@ def read_flex(call: fx.Node) -> Flex | None:
     if not is_flex(call) or call.kwargs:
         return None
     q, k, v, score_mod, block_mask, scale, _, buffers, mask_buffers = args_of(call)
-    # A rewrite needs these sizes.
+    # A rewrite needs a constant scale and constant numbers of heads.
     known = isinstance(scale, (int, float)) and all(isinstance(shape(x)[1], int) for x in (q, k))
     if not known or not same(shape(q)[0], shape(k)[0]):
         return None
@@ -123,13 +123,13 @@ def read_flex(call: fx.Node) -> Flex | None:
 
 
 def _graph(name: fx.Node) -> fx.GraphModule:
-    """The graph that a higher-order operator names, a submodule."""
+    """Return the graph, a submodule, to which the node ``name`` refers."""
     found: fx.GraphModule = getattr(name.graph.owning_module, str(name.target))
     return found
 
 
 def _one_block(block_mask: tuple[object, ...]) -> bool:
-    """Whether one block covers all keys. Listed blocks are runtime values, and may hide keys that mask_mod shows."""
+    """Whether one block covers all keys. Lists are known only at run time, and may hide what mask_mod shows."""
     partial, full = block_mask[2:4], block_mask[4:6]
     large = all(isinstance(size, int) and size >= _ONE_BLOCK for size in block_mask[-3:-1])
     return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)
@@ -138,7 +138,7 @@ def _one_block(block_mask: tuple[object, ...]) -> bool:
 def _for_all(
     function: Callable[..., torch.Tensor], scores: int, buffers: Sequence[object]
 ) -> Callable[..., torch.Tensor]:
-    """Vectorise ``function`` of ``scores`` numbers [B,H,S,T], their indices and ``buffers`` over all indices."""
+    """Apply ``function`` to all [B,H,S,T] at once. It takes ``scores`` scores (0 or 1), 4 indices and ``buffers``."""
     # The innermost axis is wrapped first, so that the batch becomes the outermost one.
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*[0] * scores, *dims, *(None for _ in buffers)))

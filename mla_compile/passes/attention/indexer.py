@@ -4,7 +4,7 @@
 
 The analysis starts from the ``topk`` that made a list of keys and accepts any spelling: matmul, bmm or einsum, a scale
 before or after the relu, casts, views and permutations in between. The axes of the tensors identify an indexer: the
-keys have no head axis, the weights have no key axis, and only heads are summed over.
+keys have no head axis, the weights have no key axis, and the weighted sum runs over heads only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Indexer:
         query: axes of batch, queries, heads and features.
         keys: axes of batch, tokens and features.
         weights: axes of batch, queries and heads, or some of them.
-        batch, queries, heads, tokens, features: the atoms of each.
+        batch, queries, heads, tokens, features: the atoms of these axes.
         scale: factor of the products, before the relu.
         factor: factor of the relus.
     """
@@ -74,7 +74,7 @@ def indexers(lists: Iterable[Chosen], weights: Collection[fx.Node]) -> list[Inde
 
 
 def with_keys(node: fx.Node, T: Size) -> list[fx.Node]:
-    """Return the inputs of ``node`` that have an axis of all T keys."""
+    """Return the inputs of ``node`` with an axis of length T, the number of keys."""
     return [n for n in node.all_input_nodes if is_tensor(n) and any(same(own, T) for own in shape(n))]
 
 
@@ -152,7 +152,7 @@ def _close(node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Nod
     weight_axes = tuple(
         () if same(s, 1) else axis_of.get(c) or fresh_axis(s) for c, s in zip(own, shape(other), strict=True)
     )
-    # A reduced axis that keepdim leaves has no label.
+    # If keepdim leaves a reduced axis, no operand has its label.
     out_axes = tuple(axis_of.get(c, ()) for c in out)
     heads = flatten(axis for c, axis in axis_of.items() if c not in out)
     product = inner.product

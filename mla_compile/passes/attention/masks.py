@@ -1,7 +1,8 @@
 """Masks as conjunctions of parts (comparisons of positions, lists, others) that hold where a key is seen.
 
-A part is a boolean read at a place. If it compares numbers that are affine in positions, it is the condition
-``bound >= 0``. An additive mask is 0 where its parts hold, and one number (minus infinity or a very low one) elsewhere.
+A part is a boolean, read at a place (``affine.Index``). If it compares numbers that are affine in positions, it is the
+condition ``bound >= 0``. An additive mask is 0 where its parts hold, and one number (minus infinity or a very low one)
+elsewhere.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Masks(IndexReader):
         if any(part.added for part in parts) and (term.scale != 1.0 or term.dtype is not None):
             raise OpaqueError
         fill *= term.scale
-        # An added number acts as a fill if it is very low, and infinite if the sum is converted to a narrower dtype.
+        # An added number acts as a fill if it is very low; if the sum is converted to a narrower dtype, only if it
+        # becomes infinite there.
         if fill < NEGLIGIBLE and term.dtype is not None:
             fill = float(torch.tensor(fill, dtype=torch.float64).to(term.dtype))
         if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
@@ -154,7 +156,7 @@ class Masks(IndexReader):
     def _filled(
         self, shown: object, condition: object, value: object, place: Index, *, negated: bool
     ) -> tuple[list[Condition], float]:
-        """Read ``shown``, 0 or a mask, where the condition holds (``negated``: fails), and ``value`` elsewhere."""
+        """Read a mask: ``shown`` (0 or a mask) where the condition holds (``negated``: fails), ``value`` elsewhere."""
         fill = constant(value)
         if fill is None or not is_tensor(condition):
             raise OpaqueError
@@ -237,7 +239,7 @@ def _joined(
     unknown = [
         (x, inverse) for x, inverse in operands if (n := constant(x)) is None or (bool(n) is not inverse) is either
     ]
-    # An `or`, or a negated `and`, of several booleans is not a conjunction; without operands it never holds.
+    # An `or`, or a negated `and`, of several booleans is not a conjunction, and one of no booleans never holds.
     if negated is not either and len(unknown) != 1:
         raise OpaqueError
     found: list[Condition] = []
@@ -358,7 +360,7 @@ _MOVES = (Copy, Rearrange, Slice, Select, Join)
 
 
 def hides_nothing(scores: fx.Node) -> bool:
-    """Whether no operator makes scores of visible keys so low that a hidden key could be chosen before them."""
+    """Whether no operator behind ``scores`` can lower a visible key so far that a hidden one is chosen before it."""
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
         made = packet(node) in LABELLED or node.op == "placeholder"

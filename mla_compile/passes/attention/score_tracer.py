@@ -1,8 +1,8 @@
 """Tracing attention scores from the query-key product to the softmax and on to the value product.
 
 Between the products, models write scales, masks, casts and reshapes in any order. The tracer walks back from the value
-product, with axes as atoms, until it reaches a product of two activations. An operator outside the plain formula does
-not end the walk: it is recorded in ``open_core``, because the products can still be rewritten one by one.
+product, with axes as atoms, until it reaches a product of two activations. Operators outside the plain formula do
+not end the walk if they have a rule: ``open_core`` records them, and the products can still be rewritten one by one.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _product(node: fx.Node) -> Scores | None:
         return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
 
     features = axis_of[summed[0]]
-    # The softmax tells which side is the query, because its axis belongs to the keys. Until then, the left side is.
-    axes = tuple(axis_of.get(c, ()) for c in out)  # a reduced axis that keepdim leaves has no label
+    # The softmax tells which side is the query, because its axis belongs to the keys. Until then, it is the left.
+    axes = tuple(axis_of.get(c, ()) for c in out)  # no operand has the label of a reduced axis that keepdim leaves
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
 
@@ -138,7 +138,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = scores.changed()
     if not isinstance(b, (int, float)) or scores.normalized:
         return scores.opened("scores or probabilities are multiplied by a tensor")
-    # Earlier masks are scaled with the scores. So are earlier fills, rounded to the dtype of the result.
+    # Earlier masks and fills are scaled with the scores, and fills are rounded to the dtype of the result.
     by = 1.0 / b if packet(node) is aten.div else float(b)
     dtype = val(node).dtype
     masks = tuple(replace(m, scale=m.scale * by, fill=rounded(m.fill * by, dtype)) for m in scores.masks)
@@ -224,7 +224,7 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow the exponential of a softmax that is written out (divided last, or with another term in the sum)."""
+    """Follow the exponential of a written-out softmax: divided last, or with another term in its sum."""
     scores = tracer.trace(args_of(node)[0])
     return None if scores is None else replace(scores.opened("weights without a softmax"), exponential=True)
 
@@ -251,7 +251,7 @@ def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _difference(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow the weights of one softmax minus a multiple of those of another (differential attention)."""
+    """Follow the results of one softmax minus a multiple of those of another (differential attention)."""
     a, b = (tracer.trace(x) if is_tensor(x) else None for x in args_of(node)[:2])
     both = a is not None and b is not None and a.normalized and b.normalized
     return added_up(a, b) if both and a is not None and b is not None else None
@@ -289,7 +289,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
 
 
 def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
-    """Return the one column that ``parts`` consists of, before it was expanded over batch entries and queries."""
+    """Return the joined column, if ``parts`` is only one, as it was before it was expanded over batch and queries."""
     if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
         return None
     node = parts[0]
@@ -309,7 +309,7 @@ def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
     if padded is None or how.bounds is None:
         return None
     start, _, step = how.bounds
-    # Exactly the keys must remain: any other slice gives a softmax over other keys.
+    # Exactly the columns of the keys must remain.
     if (start or 0, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
         return None
     axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))

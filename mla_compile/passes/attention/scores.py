@@ -16,9 +16,9 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Padded:
-    """An axis of scores that was joined with a sink: ``own`` lies in the new axis ``longer`` from ``start`` on.
+    """An axis of scores that was joined with columns: ``own`` lies in the new axis ``longer`` from ``start`` on.
 
-    ``sink`` is the joined column, if exactly one was joined.
+    ``sink`` is the joined column, if exactly one was joined to scores that may still change.
     """
 
     longer: Atom
@@ -37,7 +37,7 @@ class Scores:
 
     ``exponential``: the scores were exponentiated, but not by a known softmax. ``mapped``: the first nonlinear
     elementwise function of the scores. ``below_top``: the axis along which the maximum was subtracted. ``sinks``: one
-    more score, which has no value.
+    more score per query, for which there is no value.
     """
 
     axes: Axes
@@ -56,11 +56,11 @@ class Scores:
 
     @property
     def settled(self) -> bool:
-        """Whether only a softmax may follow."""
+        """Whether only a softmax may follow: a sink was joined, or the maximum subtracted."""
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def changed(self) -> Scores:
-        """Return the scores for an operator that changes them: marked as open, if only a softmax may follow."""
+        """Return the scores behind an operator that changes them: with an open core if only a softmax may follow."""
         return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:
@@ -99,7 +99,7 @@ def rounded(fill: float, dtype: torch.dtype) -> float:
 
 
 def added_up(a: Scores, b: Scores) -> Scores | None:
-    """Add up two products, ``q_nope . k_nope + q_rope . k_rope``, or the weights of two softmaxes."""
+    """Add up two products, ``q_nope . k_nope + q_rope . k_rope``, or the results of two softmaxes; None if unknown."""
     if a.normalized != b.normalized or a.settled or b.settled or len(a.axes) != len(b.axes):
         return None
     if a.normalized and (a.padded or b.padded):
@@ -109,7 +109,7 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
         if splits is None:
             return None
         a, b = a.split(splits[0]), b.split(splits[1])
-    # The second product takes the atoms of the first, because both are the same scores.
+    # The second product takes the atoms of the first, because their sum has one set of axes.
     rename: Split = {y: (x,) for x, y in zip(flatten(a.axes), flatten(b.axes), strict=True) if y is not x}
     if not set(flatten(a.axes)).isdisjoint(rename):
         return None  # the same product twice, the second time with permuted axes
@@ -118,7 +118,7 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
         return None
     joined = replace(
         a,
-        # Weights that were selected from one softmax share its product, which is listed once.
+        # Probabilities that were selected from one softmax share its product, which is listed once.
         products=(*a.products, *(p for p in renamed.products if not a.normalized or p not in a.products)),
         masks=(*a.masks, *renamed.masks),
         mapped=a.mapped or b.mapped,
@@ -133,12 +133,12 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
 
 
 def _twice(a: Scores, b: Scores) -> bool:
-    """Whether both have the same product, with its axes at different positions."""
+    """Whether both have the same product, with different axes."""
     return any(p.node is q.node and p != q for p in a.products for q in b.products)
 
 
 def oriented(product: Product, keys: Axis) -> Product:
-    """Swap the operands if needed, so that the one with the softmax's axis is the key."""
+    """Swap the operands if only the query has ``keys``, so that the key has this axis."""
     if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
         return replace(product, q=product.k, k=product.q)
     return product

@@ -52,7 +52,7 @@ class Product:
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """A mask: a term of the scores that does not depend on q and k.
+    """A mask, which is added to the scores or replaces some of them.
 
     ``add``: the tensor times ``scale`` is added. ``keep``: scores stay where the boolean is True and become ``fill``
     elsewhere. ``drop``: the opposite. ``dtype``: the masked scores are later converted to this dtype, whose range is
@@ -135,11 +135,11 @@ class Chosen:
         count: the axis along which the entries are listed.
         keys: the axis of the keys that the entries name.
         distinct: no query's list names a key twice.
-        names: how many keys (or blocks) can be named, numbered from 0: at least T (or all blocks of T keys).
+        names: how many keys (or blocks) entries can name, counted from 0: at least T (or all blocks of T keys).
         block: how many neighbouring keys an entry i names, from ``block * i`` on.
         any_number: an entry may be any number; one that is negative or too large names no key.
         flags: an entry counts only where its flag is not 0; None: all entries count.
-        scores: the scores of which the largest were chosen among the visible keys, so that each query that sees a key
+        scores: the scores whose largest were chosen, if only visible keys were chosen: each query that sees a key then
             sees a chosen one.
     """
 
@@ -172,12 +172,12 @@ class Visible:
 
     Attributes:
         masks: the masks that remain, or all masks if nothing could be explained.
-        lengths: t is below each length; a length has no steps, and its tensors have batch axes at most.
+        lengths: t is below each length; a length does not depend on s and t, and its tensors have only batch axes.
         numbers: nodes for the sizes that occur in the lengths.
         causal: t <= T - S + s; never together with lengths.
         window: t > T - S + s - window, if it is not 0; never together with lengths.
         chosen: t is in this list, if there is one.
-        masked: the same keys described without a list, if there is one.
+        masked: the same keys described without the list, if there is one.
         always: every query sees a key, whatever the tensors hold.
         alike: a query that sees no key weighs all keys alike. With a list and an additive mask, only the keys
             with the greatest number count: a listed key has the mask's number, any other key has ``fill``.

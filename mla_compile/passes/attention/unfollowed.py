@@ -32,7 +32,7 @@ aten = torch.ops.aten
 def unfollowed(
     graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
 ) -> list[tuple[fx.Node, Stop]]:
-    """Return the softmax or operator of each attention not in ``sites``, with the node where tracing stopped."""
+    """Return the softmax or operator of each attention not in ``sites``, with the reason and the node to blame."""
     taken_apart = {flex.call for site in sites if (flex := flex_of(site.node)) is not None}
     taken_apart |= _waiting(graph)
     found = [(n, stop) for n in graph.nodes if n not in taken_apart and (stop := _closed(graph, n)) is not None]
@@ -52,7 +52,7 @@ def unfollowed(
         before, after = around
         lost = (
             n
-            # In graph order, so that the first operator that was not followed is blamed, and none behind it.
+            # In graph order, so that the first operator that was not followed is blamed, and no later one.
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
@@ -63,7 +63,7 @@ def unfollowed(
 
 
 def _waiting(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that have a stand-in, or from which only such nodes are computed."""
+    """Return the nodes that have a stand-in, and the nodes that only such nodes read, directly or not."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         readers = [n for n in node.users if n.users or n.op == "output" or waits(n)]
@@ -78,7 +78,7 @@ _ATTENTION = ("attention", "attn", "attend", "fmha", "fwd_kvcache")
 
 
 def _closed(graph: fx.Graph, node: fx.Node) -> Stop | None:
-    """Explain why ``node`` is an attention that cannot be analysed: one opaque operator, or a nested graph with one."""
+    """Explain why ``node``, an opaque operator or a call of a nested graph, is an attention that cannot be analysed."""
     if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
         return None
     if REFUSED in node.meta:
@@ -178,7 +178,7 @@ def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
 
 
 def _weighs_keys(product: fx.Node, softmax: fx.Node) -> bool:
-    """Whether ``product`` sums values for each query: the weights have an axis that the values lack."""
+    """Whether ``product`` sums values for each query: the probabilities keep an axis that the values lack."""
     labelled = product_labels(product)
     if labelled is None:
         return False
@@ -191,13 +191,13 @@ def _weighs_keys(product: fx.Node, softmax: fx.Node) -> bool:
 
 
 def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a product keeps the shape of scores, [batch, heads, queries, keys]."""
+    """Whether ``node``, a product, has the shape of ``x``: scores [batch, heads, queries, keys]."""
     sizes = shape(node)
     return len(sizes) > 3 and same_sizes(sizes, shape(x))
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
-    """Whether a tensor has a query axis and a key axis, as scores do and value products do not."""
+    """Whether ``node`` is traced back to query-key products, and not to a value product, whose operand is a softmax."""
     scores = tracer.trace(node)
     if scores is None:
         return False
@@ -229,6 +229,6 @@ def _pools(softmax: fx.Node) -> bool:
 
 
 def _over_one(softmax: fx.Node) -> bool:
-    """Whether the softmax runs over one score, whose weight is always 1: the first token without a past."""
+    """Whether the softmax runs over one score, whose weight is always 1, as for a first token without a past."""
     sizes = shape(softmax)
     return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)

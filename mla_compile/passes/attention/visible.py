@@ -4,7 +4,7 @@ Most masks are not data. They are comparisons of positions, ``t <= past + s``, j
 tokens. Comparisons become arguments of the attention: a length for each batch entry, causality, a window. A kernel then
 reads neither keys beyond the length nor a mask. A mask that is neither comparisons nor a list stays a mask.
 
-``p`` and ``f`` are integers that do not depend on query ``s`` and key ``t``; there are S queries and T keys:
+``p`` is an integer that does not depend on query ``s`` and key ``t``; there are S queries and T keys:
 
     t <= p                      length p + 1
     t <= p + s                  length p + 1 if S = 1, causal if p + S = T; otherwise it stays a mask, because a length
@@ -49,7 +49,7 @@ def _visible(
     any_numbers: bool | None = None,
     whole: Mapping[MaskTerm, str] = MappingProxyType({}),
 ) -> Visible:
-    """Analyse the masks; ``whole``: masks that are not taken apart, and why."""
+    """Analyse the masks; ``lists``: whether one may be a list of keys; ``whole``: masks not taken apart, and why."""
     reader = Masks(any_numbers=lists if any_numbers is None else any_numbers)
     read: list[tuple[MaskTerm, list[Condition]]] = []
     left: list[tuple[MaskTerm, str]] = []
@@ -75,7 +75,7 @@ def _visible(
                 explained.sees(reader, [p for p in every if p is not part])
     for term, parts in read:
         unexplained = [part for part in parts if part in rest]
-        # A part without a boolean of its own stays as the whole mask from which it is read.
+        # If a part has no boolean of its own, the whole mask from which it is read stays.
         if unnamed := [p for p in unexplained if not p.named]:
             return _visible(
                 site, batch, lists=lists, any_numbers=any_numbers, whole={**whole, term: explained.why(unnamed[0])}
@@ -88,7 +88,7 @@ def _visible(
     ):
         return _visible(site, batch, lists=lists, any_numbers=False, whole=whole)
     if any(fill > float("-inf") for fill in fills) and not found.always:
-        # Several masks with finite fills could add up to other numbers, and beside is_causal some keys have no weight.
+        # Several masks with finite fills could add up to other numbers, and is_causal leaves some keys no weight.
         if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < VANISHING:
             return replace(found, alike=True, fill=fills[0])
         why = "fills in a finite number, and a query may see no key"
@@ -99,7 +99,7 @@ def _visible(
 
 
 class _Explained:
-    """The conditions that the parts understood so far add up to."""
+    """What the parts that were understood so far say about the visible keys."""
 
     def __init__(self, site: AttentionSite, batch: Axis, numbers: dict[Size, fx.Node]) -> None:
         self.S, self.T = axis_size(site.queries), axis_size(site.keys)
@@ -114,7 +114,7 @@ class _Explained:
 
     def take(self, parts: list[Condition]) -> list[Condition]:
         """Explain as many of ``parts`` as possible and return the others."""
-        # A window is measured from the end, so ends come first.
+        # A window is measured from a diagonal or from the last key, so diagonals and lengths come first.
         for rule in (never_negative, self._diagonal, self._length, self._start):
             parts = [
                 part for part in parts if part.bound is None or not self._within(part.bound) or not rule(part.bound)
@@ -122,7 +122,7 @@ class _Explained:
         return parts
 
     def choose(self, part: Condition) -> bool:
-        """Take ``part`` of a mask as a choice of keys, if there is none yet."""
+        """Take ``part`` of a mask as the list of keys, if it is one and there is none yet."""
         if self.chosen is not None:
             return False
         found = chosen(self.queries, self.keys, self.batch, part.node, part.place, negated=part.negated)
@@ -137,14 +137,14 @@ class _Explained:
         return self.no_list.get(part.node, part.why)
 
     def sees(self, masks: Masks, others: Sequence[Condition]) -> None:
-        """Find out whether every query that sees a key by the ``others`` also sees a chosen key.
+        """Find out whether every query that sees a key under the ``others`` also sees a chosen key.
 
         This holds if the largest scores were chosen after the same masks were applied to them.
         """
         assert self.chosen is not None
         self.sees_one = False
         best = ranked(self.chosen)
-        # All flags may be off.
+        # A list may be empty, and all of its flags may be off.
         some = all(at_least(n, 1) for n in least_of(self.chosen.size))
         if best is None or self.chosen.flags is not None or not some:
             return
@@ -181,7 +181,7 @@ class _Explained:
 
     def _length(self, bound: Affine) -> bool:
         """Take a bound of the form ``t <= p``."""
-        # A length would move the diagonal.
+        # Beside a diagonal, a length would move it.
         if self._step(bound) != (0, -1) or self.causal:
             return False
         length = Affine(bound.const + 1, {}, bound.terms)
@@ -192,9 +192,9 @@ class _Explained:
         return True
 
     def _start(self, bound: Affine) -> bool:
-        """Take ``t >= s - c``, or ``t >= f`` for a single query, as a window that is measured from the last key."""
+        """Take ``t >= s - c``, or ``t >= c`` for a single query, as a window that is measured from the last key."""
         along = (-1, 1) if self.queries else (0, 1)
-        # A window is counted back from the length, and a length above T counts as T, which the mask does not mean.
+        # Beside a length, a window is counted back from it, but a length above T counts as T: not what the mask means.
         if self._step(bound) != along or self.lengths or not (self.causal or same(self.S, 1)):
             return False
         # t > T - S + s - window is t - s + (window - 1 - T + S) >= 0.
@@ -210,7 +210,7 @@ class _Explained:
 
 
 def offset_of(const: Size, numbers: dict[Size, fx.Node]) -> tuple[fx.Node | None, int | None]:
-    """Return the node of a size, if ``const`` is symbolic, and the offset from it to ``const``; None: not known."""
+    """Return the node of a size and the offset from it to ``const``: no node for a number, None twice if unknown."""
     if isinstance(const, int):
         return None, const
     for value, node in numbers.items():

@@ -44,7 +44,7 @@ _WRITES = (aten.where, aten.index_put, aten.scatter, aten.index_add)
 _CACHED = "the cache holds K and V per head, not the latent"
 
 _PICKS = (aten.gather, aten.index, aten.index_select)
-"""Operators that read rows of a buffer at positions."""
+"""Operators that read rows of a buffer at given positions."""
 
 SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
 """Codes that describe the rows but give no cause: an operator further back may be the cause and says more."""
@@ -74,7 +74,7 @@ def explained(source: fx.Node, search: Search) -> Stop | None:
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
-    """Apply :func:`explained` to a source of ``site``; weights project other parts of the site from ``rows``."""
+    """Apply :func:`explained` to a source of ``site``; ``rows``: its latent rows, if known (see :class:`Search`)."""
     return explained(source, Search(maps, of_queries(site, maps), rows, Proofs(site, maps)))
 
 
@@ -142,7 +142,7 @@ def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:
 
 
 def _behind(source: fx.Node, search: Search) -> Stop | None:
-    """Return the obstacle after the nearest up-projection, or why the nearest projection is not usable."""
+    """Return the obstacle after the nearest up-projection behind ``source``, or why the nearest product has no map."""
     reader: dict[fx.Node, fx.Node] = {}  # the reader from which each node was reached: the way back to source
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
@@ -206,7 +206,7 @@ def _is_expansion(node: fx.Node, search: Search) -> bool:
 
 
 def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, search: Search) -> Stop:
-    """Return the first reason after the up-projection, preferably one whose code gives a cause."""
+    """Return the first reason after the up-projection, preferably one other than "unsupported_op"."""
     maps, said = search.maps, list[Stop]()
     path = [expansion]
     while path[-1] is not source:
@@ -223,7 +223,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
 
 
 def _arithmetic_writes(path: Sequence[fx.Node], maps: Maps) -> dict[fx.Node, Stop]:
-    """Return the reason for each operator of ``path`` that is part of a write into an input by arithmetic."""
+    """Return the reason for each operator of ``path`` that belongs to a write such as ``input * (1 - m) + new * m``."""
 
     def is_kept(node: fx.Node) -> bool:
         held = _is_input(node) and is_tensor(node) and not maps.is_weight(node)
@@ -259,13 +259,13 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _of_inputs(node: fx.Node) -> bool:
-    """Whether ``node`` is made of floating-point inputs, and not of positions alone."""
+    """Whether ``node`` is computed from a floating-point input, and not only from positions."""
     inputs = (a for a in chain([node], ancestors(node)) if _is_input(a) and is_tensor(a))
     return any(val(a).is_floating_point() for a in inputs)
 
 
 def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
-    """Return the buffer of which ``node`` is a part, with or without new rows, and whether the part was selected."""
+    """Return the buffer of which ``node`` is a part, possibly after writes, and whether the part was selected."""
     how = decode(node)
     if isinstance(how, (Slice, Select)):
         return _whole(how.x, selected=selected or isinstance(how, Select))
@@ -284,7 +284,7 @@ _JOINED: dict[LeadAxis, tuple[str, str]] = {
 
 
 def _joined(node: fx.Node, search: Search) -> Stop | None:
-    """Explain that ``node`` joins what weights make of different rows, along the batch or the heads; None if not."""
+    """Explain that ``node`` joins projections of different rows along the batch or the heads; None if it does not."""
     how = decode(node)
     if not isinstance(how, (Join, Stack)) or (isinstance(how, Join) and how.dim == len(shape(node)) - 1):
         return None
@@ -315,7 +315,8 @@ def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: M
 def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
     """Whether ``nodes`` are computed without any weight of this graph.
 
-    If all come from before a graph break, only products with weights count: a table of rotations makes no keys.
+    If all come from before a graph break, only products with weights count: a rotation table is a weight, but makes
+    no keys.
     """
     reached = [list(chain([node], ancestors(node))) for node in nodes]
     if all(any(HANDED_OVER in a.meta for a in one) for one in reached):
@@ -324,7 +325,7 @@ def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
 
 
 def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node], proofs: Proofs) -> Stop:
-    """Return the reason for K and V made from inputs alone. It names a graph break only if Dynamo broke the graph."""
+    """Return the reason for K and V made only from inputs. It names a graph break only if Dynamo broke the graph."""
     reached = dict.fromkeys(a for one in made for a in chain([one], ancestors(one)))
     if any(HANDED_OVER in a.meta for a in reached):
         return Stop(node, "graph_break", f"{what} enter this graph from before a graph break: what makes them is there")

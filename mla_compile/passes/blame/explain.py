@@ -39,8 +39,9 @@ _HIDDEN = "hidden states, as the queries are"
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
     """Return the best explanation for ``site``, whose plan failed with ``failed``.
 
-    The candidates are, in order: rows that are merely too wide; weights or views that mix tokens, where no walk ended
-    and no operator is to blame; an operator behind a side that could not be absorbed on its own either; ``failed``.
+    The main candidates are, in order: rows that are merely too wide (``wide``); weights or views that mix tokens, where
+    no walk ended and no operator is to blame; an operator behind a side that could not be absorbed on its own either;
+    ``failed``.
     """
     if failed.code not in SYMPTOMS:
         return failed
@@ -65,8 +66,8 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         if _by_weights_alone(plan):
             return plan
     illegal = [k for k, plan in enumerate(at_cuts[1:]) if not _shared(plan)]
-    # The walks also end at the chosen rows: without these, two projections may form one map that passes over the rows
-    # between them.
+    # A second search also ends its walks at the chosen rows: otherwise two projections may form one map that passes
+    # over the rows between them.
     for one in (maps, at_rows):
         search = Search(one, own, rows, Proofs(site, one))
         for source in ends_of(chain(*(sides[k] for k in illegal or (0, 1))), site.lead, one):
@@ -92,13 +93,13 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
 def _made_of(
     failed: Stop, ends: Sequence[fx.Node], own: Container[fx.Node], proofs: Proofs
 ) -> tuple[list[fx.Node], Stop]:
-    """Return the narrower rows from which weights make ``ends`` or what lies behind, and the reason if there are none.
+    """Return the narrower rows from which weights make ``ends`` or tensors behind them; if there are none, the reason.
 
     K and V count together: a latent may be wider than each of them. ``own``: what the queries are made of.
     """
     behind, products = zip(*(made_behind(end, proofs.maps) for end in ends), strict=True)
     product = next((node for found in products for node in found if node not in own), None)
-    # If all heads share the rows, such a product makes the rows, and does not expand them for the heads.
+    # If all heads share the rows, a product without a map makes the rows, and does not expand them for the heads.
     if product is not None and not _shared_by_heads(proofs.site, proofs.maps):
         stop = proofs.shown(unexplained(proofs.maps, product))
         mixed = [p.source in own for n in product.all_input_nodes for p in made_behind(n, proofs.maps)[0]]
@@ -118,13 +119,13 @@ def _made_of(
 
 
 def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
-    """Return the plans for the whole, for the keys alone, and for the values alone."""
+    """Return the plans for the whole attention, for its keys alone, and for its values alone."""
     alone: tuple[Side, ...] = ("keys", "values")
     return [make_plan(site, maps), *(make_part_plan(site, maps, (side,)) for side in alone)]
 
 
 def _stays_by_head(plan: AbsorbPlan) -> bool:
-    """Whether K or V is read without a weight and differs between groups of heads, whose own weights make the other."""
+    """Whether one side has no weight, and differs between groups of heads whose own weights make the other side."""
     groups = groups_of(plan.terms, plan.batch)
     return any(
         not any(t.piece.projected for t in terms) and any(t.kind(a) == "token" for t in terms for a in groups)

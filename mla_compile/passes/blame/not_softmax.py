@@ -1,9 +1,9 @@
 """Report attentions over a latent that are not absorbed, because no softmax weighs their values.
 
 A product, an elementwise function of the scores (a sigmoid, a squared ReLU) and a second product also occur where there
-is no attention: in networks whose weights are computed from inputs, between the nodes of a graph network, behind a
-running state. So this reports only what would be absorbed if the function were a softmax: several heads whose keys or
-values a weight makes from one narrower row per token, or a cache of such keys.
+is no attention: in networks whose weights are computed from inputs, between the nodes of a graph network, in layers
+with a running state. So this reports only what would be absorbed if the function were a softmax: several heads whose
+keys or values a weight makes from one narrower row per token, or a cache of such keys.
 """
 
 from __future__ import annotations

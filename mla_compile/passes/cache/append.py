@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
-    """Return the strides with axis ``dim`` outermost; dense strides if all axes before it have length 1."""
+    """Return strides for ``sizes`` with axis ``dim`` outermost; dense ones if all axes before it have length 1."""
     # The stride of an axis of length 1 has no effect, but guards compare it, so it equals that of `cat`'s result.
     ahead = [] if all(isinstance(n, int) and n == 1 for n in sizes[:dim]) else [dim]
     order = [*ahead, *(d for d in range(len(sizes)) if d not in ahead)]
@@ -47,8 +47,8 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
 
     A cache that grows by a fixed number of rows is written in place, unless ``rewrite`` is False. Other caches begin in
     this program or grow by any number of rows. The program returns them as before, and its caller moves them to memory
-    with room at once. Otherwise a later graph would be compiled a second time for their strides. ``shared``: caches
-    whose rows the ranks share.
+    with room at once: if it did so later, the changed strides would make a later graph compile twice. ``shared``:
+    caches whose rows the ranks share.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)
@@ -77,7 +77,7 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
 
 
 def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]]) -> None:
-    """Turn returned values, given by their places, into new values of inputs that are written in place."""
+    """Write returned values into inputs in place. ``written``: place of a value -> the input's name, and the value."""
     before, returned = len(program.mutations), program.outputs
     kept = [at for at in range(len(returned) - before) if at not in written]
     new = [node for _, node in written.values()]
@@ -87,7 +87,7 @@ def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]])
 
 
 def _places(program: Program) -> list[int]:
-    """Return, for each value that the program still returns, its place before writes in place removed others."""
+    """Return the original place of each value that the program still returns: values written in place are gone."""
     gone = {one.output for one in program.appends if one.input is not None and one.output is not None}
     count = len(program.outputs) - len(program.mutations) + len(gone)
     return [at for at in range(count) if at not in gone]
@@ -148,11 +148,11 @@ def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _fitting(program: Program) -> set[fx.Node]:
-    """Return the inputs that may be passed with room: one reader, no other role, and sizes that other inputs hold."""
+    """Return the inputs that may get room: they have one reader, no other role, and sizes that other inputs hold."""
     if any(isinstance(node.target, HigherOrderOperator) for node in program.gm.graph.nodes):
-        return set()  # the strides with which such an operator was traced cannot change
+        return set()  # a higher-order operator keeps the strides with which it was traced
     inputs = program.placeholders
-    # If only the old rows show a size, it could not be read from rows with room.
+    # A symbolic size that no other input holds would have to be read from the rows, and with room they are longer.
     numbers = {str(n.meta["val"]) for n in inputs if isinstance(n.meta["val"], torch.SymInt)}
     folded = {name for fold in program.folds for name in fold.weights}
     special = {
@@ -182,7 +182,7 @@ def _grows(how: Join, fit: set[fx.Node]) -> bool:
 
 
 def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:
-    """Whether ``new`` has rows of the same kind, which ``cat`` neither converts nor refuses."""
+    """Whether ``cat`` joins ``new`` to ``past`` along ``dim`` without converting or refusing it."""
     others = [[*x.shape[:dim], *x.shape[dim + 1 :]] for x in (past, new)]
     kinds = [(x.dtype, x.device, x.layout, type(x)) for x in (past, new)]
     return same_sizes(*others) and kinds[0] == kinds[1]

@@ -14,8 +14,8 @@ If each rank has its own heads, their queries are gathered first, and the result
     out, lse = merge(parts)
 
 The second form is also correct for equal heads. ``merge`` is :mod:`mla_compile.kernels.merge`, written as operators. A
-rank that sees no key of a query gives it minus infinity for ``lse``, and so no weight. All tensors that are sent are
-dense, because collectives ignore strides.
+rank that sees no key of a query gives it minus infinity for ``lse``, and so no weight. In half precision, the float32
+``lse`` takes two columns. All tensors that are sent are dense, because collectives ignore strides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _c10d = torch.ops._c10d_functional
 
 
 class Exchange:
-    """Adds the exchange of one attention with ``builder``."""
+    """Adds the operators that exchange the queries and results of one attention between ranks."""
 
     def __init__(self, builder: Builder, sharing: Sharing) -> None:
         self.builder, self.sharing = builder, sharing
@@ -68,14 +68,14 @@ class Exchange:
         node.graph.erase_node(node)
 
     def _packed(self, out: fx.Node, lse: fx.Node) -> fx.Node:
-        """Pack both into one tensor [B,S,H,L+1]; the bits of a wider ``lse`` become values of ``out``'s dtype."""
+        """Pack ``out`` and ``lse`` into [B,S,H,L+n], where the bits of ``lse`` become n values of ``out``'s dtype."""
         last = self.call(aten.unsqueeze.default, lse, -1)
         if val(out).dtype != val(lse).dtype:
             last = self.call(aten.view.dtype, last, val(out).dtype)
         return self.call(aten.cat.default, [out, last], -1)
 
     def _exchanged(self, packed: fx.Node) -> fx.Node:
-        """Return the results of each rank for this rank's heads, [C,B,S,H,L+1]."""
+        """Return the packed results of each rank for this rank's heads, [C,B,S,H,L+n]."""
         if not self.sharing.heads:
             return self.gathered(packed)
         ranks = self.sharing.size

@@ -21,7 +21,7 @@ Call: TypeAlias = Callable[..., X]
 
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """Make K: compute it from tensors, or add it to a graph, depending on ``call``."""
-    # `rows` may be longer: rows behind those of this recipe belong to another K or V.
+    # `rows` may hold more tensors than this recipe reads: the last ones then belong to another K or V.
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]

@@ -1,4 +1,4 @@
-"""A cache that holds K and V per head keeps their latent rows instead.
+"""Finds caches that hold K and V per head and that can keep their latent rows instead.
 
 Before (the caller keeps K and V per head between calls)::
 
@@ -10,7 +10,7 @@ After::
     c = cat([past_c, c_new]); K, V = linear(c, W)
     return attention(q, K, V), c
 
-A buffer of full length is the same, with a write in place of the join::
+A buffer of full length is treated alike, with a write instead of the join::
 
     K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
 
@@ -116,7 +116,7 @@ def find_caches(
         tensors = read["keys"] | read["values"]
         # Values come before keys, because the usual obstacle is an operator on keys alone (a rotation, a norm).
         options = [tensors, alone(read, "values"), alone(read, "keys")]
-        # If a weight makes keys or values from a cached tensor, the model caches latents itself, and returns K besides.
+        # If a weight makes keys or values from a cached tensor, the model already caches latents and also returns K.
         if any(search.expands(own, site) for site, own in group):
             options = options[:1]
         for chosen in options:
@@ -155,7 +155,7 @@ class _Search:
         return False
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
-        """Return the tensor behind ``operand`` that the caller keeps, with its token axis."""
+        """Return the tensor behind ``operand`` that the caller keeps, with its token axis; nothing if there is none."""
         ways = self._ways(operand.node)
         # The walk starts at K: of several tensors that could be the cache, the one nearest to the attention is taken.
         computed = False
@@ -165,11 +165,11 @@ class _Search:
             written = self._written(node, operand, site)
             if written is not None and written[0].node in self.returned:
                 return {written[0].node: written[1]}
-            # A part of a written buffer counts as a write too, but is no cache. Behind it, only writes can be caches.
+            # A write that is not returned is no cache. Behind it, only another write can be one.
             if computed := computed or written is not None:
                 continue
             grows = self._grows(node)
-            # A past that carries its recipe need not be returned. An assumed past holds what this graph returned.
+            # A past that carries its recipe need not be returned. An assumed past must be: it holds returned values.
             known = node in self.pasts or (
                 grows and all(p in self.pasts for p in _parts_of(node, Join) if p.op == "placeholder")
             )
@@ -188,7 +188,7 @@ class _Search:
         return {}
 
     def _ways(self, node: fx.Node) -> list[dict[fx.Node, None]]:
-        """Return, for each source of ``node``, the nodes on the way from it, which may go through picks of tokens."""
+        """Return, for each source behind ``node``, the nodes on the way from it, also past picks of tokens."""
         ways: list[dict[fx.Node, None]] = []
         for piece in self.maps.map(node).pieces:
             if piece.source is not None:
@@ -200,7 +200,7 @@ class _Search:
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
         """Return a write of new tokens into a buffer, and its token axis, if ``node`` is the result or a part of it."""
         whole, axes, write = node, [*range(len(shape(node)))], self._apart.get(place_of(node))
-        if write is None and node in self.returned and isinstance(decode(node), Slice):  # a join, cut at its start
+        if write is None and node in self.returned and isinstance(decode(node), Slice):  # a moving window
             write = self._write(node)
         while write is None and isinstance(shown := decode(whole), (Slice, Permute, Select)):
             if isinstance(shown, Permute) and shown.map is not None:
@@ -214,13 +214,13 @@ class _Search:
         if write is None or not write.dims:
             return None
         shown_as = self._token_axis(node, operand, site)
-        # If a size of 1 hides the token axis, it is the last axis that is written.
+        # If a size of 1 hides the token axis, take the last axis along which values are written.
         tokens = write.dims[-1] if shown_as is None else axes[shown_as]
         write = self._token_write(write.node, tokens)
         return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> CacheWrite | None:
-        """Return ``node`` as a write along its axis ``tokens``; None if it is none."""
+        """Return ``node`` as a write along its axis ``tokens``; None if it is no such write."""
         write = self._write(node)
         # K that is assembled from columns is a write as well, but not along tokens.
         if write is None or tokens not in write.dims:
@@ -229,7 +229,7 @@ class _Search:
         dims = {(how.dim, len(how.parts)) for how in stacks}
         if len(stacks) < len(write.parts) or len(dims) > 1 or (dim := write.outer(stacks[0].dim)) in write.dims:
             return write
-        # Stacked heads have one recipe. Stacked K and V have none, so they are taken apart.
+        # Stacked heads have a common recipe. Stacked K and V have none, so they are taken apart.
         own = write.inner(tokens)
         one = all(not isinstance(make_recipe(p, self.maps.map(p), own), Stop) for p in write.parts)
         new = tuple(tuple(n for part in parts for n in _parts_of(part, Stack)) for parts in write.new)
@@ -271,14 +271,14 @@ class _Search:
         sides: Mapping[fx.Node, Mapping[fx.Node, frozenset[Side]]],
         sites: Iterable[AttentionSite],
     ) -> list[CacheOfRows] | None:
-        """Keep all cached tensors of ``sites``, with their rows chosen together; None if one cannot be kept."""
+        """Return how all ``tensors`` are kept as rows that are chosen together; None if one cannot be kept."""
         writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
         if any(not self._read_parts(sites).issuperset(write.apart.nodes) for write in writes.values()):
             return None
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
         new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
-        # A factor of each new row moves before the weight. Slices of new tokens stay as they are.
+        # A factor for each new row is applied before the weight instead. Slices of new tokens stay as they are.
         gates = with_slices_of([new], self.maps).virtual.gates if new else {}
         maps = self.maps.with_virtual(replace(self.maps.virtual, gates=gates)) if gates else self.maps
         cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
@@ -292,7 +292,7 @@ class _Search:
             if one is None:
                 return None
             kept.append(one)
-            for part, lmap in made.items():  # the new tokens of each call are also returned alone
+            for part, lmap in made.items():  # a call may also return its new tokens by themselves
                 if part in self.returned and part is not node:
                     own = self._keep_one(part, sides[node], tokens, [part], {part: lmap})
                     kept += [] if own is None else [own]
@@ -379,7 +379,7 @@ def _parts_of(node: fx.Node, kind: type[Join] | type[Stack]) -> list[fx.Node]:
 
 
 def _likely_token_axis(node: fx.Node) -> int:
-    """Guess the token axis of a cache of one token: the axis before the features (most caches are [B, H, T, F])."""
+    """Guess the token axis of a one-token cache: the last but one ([B,H,T,F]) if of size 1, else the last of size 1."""
     ones = [k for k, s in enumerate(shape(node)) if s == 1]
     rank = len(shape(node))
     return rank - 2 if rank - 2 in ones or not ones else ones[-1]
@@ -387,7 +387,7 @@ def _likely_token_axis(node: fx.Node) -> int:
 
 def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
     """Whether the rows hold fewer values per token than the tensors they make (``alone``: fewer than half as many)."""
-    # Rows are counted by node, because K and V share the rows from which both are made.
+    # Rows are counted once for each node, because K and V may be made from the same rows.
     rows: dict[Hashable, int] = {}
     for k in kept:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)

@@ -19,12 +19,12 @@ class HeldValues(NamedTuple):
 
 
 def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> HeldValues | None:
-    """Return the sizes of an attention's cache; None if the graph does not show a cache of all its rows.
+    """Return the values per token of an attention's cache; None if the graph does not show a cache of all its rows.
 
     ``plans``: the plan of the attention, or those of its groups of heads.
 
-    Most models cache rows themselves, and both sizes are equal. If the cache held K and V of each head, ``cache`` tells
-    which inputs are rows now, and how many values per token the replaced tensors had.
+    Most models cache rows themselves, and both numbers are equal. If the cache held K and V of each head, ``cache``
+    tells which inputs are rows now, and how many values per token the replaced tensors had.
     """
     every = {rows.node: rows for plan in plans for rows in plan.rows}
     pasts = [pasts_of(node) for node in every]

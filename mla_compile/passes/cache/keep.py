@@ -25,8 +25,8 @@ class KeptRows(NamedTuple):
     """What became rows.
 
     ``sides``: for each attention whose cache was rewritten, by name, the sides that read rows now. ``torn``: the
-    attentions whose rewrite is invalid; if there are any, the program must be discarded. ``plain``: the attentions
-    still read K and V.
+    attentions whose rewrite is invalid; if there are any, the program must be discarded. ``plain``: whether K and V are
+    still cached and read, beside the rows.
     """
 
     sides: dict[str, frozenset[Side]]
@@ -45,7 +45,7 @@ def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
     if sides is None or plan is None:
         return False
     absorbed = {side for side, terms in plan.sides if terms}
-    # Rows may be wider than K and V. For a single side, `find_caches` has already compared the rows with it.
+    # Rows may be wider than K and V. If only one side reads rows, `find_caches` has already compared the two.
     return sides <= absorbed and (len(absorbed) < 2 or plan.saves_cache)
 
 
@@ -63,7 +63,7 @@ def keep_rows(
 
     ``maps``: the linear maps without slices of rows, because whole buffers become rows.
     ``analysed``: analyses the graph again, once it has been rewritten.
-    ``assume``: inputs that may hold a cache are assumed to come from this program. ``packs``: rows are kept in float8.
+    ``assume``: inputs that may hold a cache are assumed to hold what it returned. ``packs``: rows are kept in float8.
     """
     graph = program.gm.graph
     returned: dict[fx.Node, tuple[int, ...]] = {}
@@ -83,7 +83,7 @@ def keep_rows(
     new = dict(zip(program.mutations, program.outputs, strict=False))
     overwritten = {new[name]: named[name] for name in written}
     caches = find_caches(graph, sites, maps, pasts, returned, assumed, overwritten, packs=packs)
-    # If an attention reads the old value of an input that the program writes to, the input stays K.
+    # An input that the program writes to stays K if an attention reads its old value.
     caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
     torn: set[str] = set()
     if caches:
@@ -114,7 +114,7 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
         rows = [[one.node for one in part] for part in cache.parts if not isinstance(part, fx.Node)]
         made = [(cache.node, dict.fromkeys(node for own in rows for node in own))]
         if cache.write is not None and cache.write.stacked:
-            # Each stacked tensor is made of its own rows, and the rows of later layers depend on these.
+            # Each stacked tensor is paired with its own rows only, because rows of later layers depend on earlier ones.
             each = [part.parts for part in cache.recipe.each(cache.write.stacked)]
             made = [
                 (part, {own[p.rows]: None for p in blocks})
@@ -228,7 +228,7 @@ def _own_inputs(program: Program) -> list[fx.Node]:
 
 
 def _own_buffers(program: Program, *, assume: bool) -> list[str]:
-    """The written buffers of which the program returns no view: inputs, or buffers that its module owns.
+    """The written buffers of which no view is returned: those that the module owns and, if ``assume`` is set, inputs.
 
     Buffers of an exported module do not count: rewriting one would change the state of the program.
     """
@@ -248,7 +248,7 @@ def _own_buffers(program: Program, *, assume: bool) -> list[str]:
 
 
 def _handed_back(program: Program) -> dict[int, str]:
-    """The outputs that return a module's own buffer itself, which the model's code then assigns to its attribute."""
+    """Outputs that are a module's own buffer, which the model's code then assigns to an attribute: index -> name."""
     count = len(program.mutations)
     new = dict(zip(program.mutations, program.outputs, strict=False))
     return {
@@ -259,7 +259,7 @@ def _handed_back(program: Program) -> dict[int, str]:
 
 
 def _write_rows(program: Program, cache: LatentCache, handed_back: dict[int, str]) -> None:
-    """Turn returned rows that stand for written buffers into writes: the program no longer returns them."""
+    """Write the returned rows of written buffers in place, so that the program no longer returns them."""
     count, values = len(program.mutations), list(program.outputs)
     mutations: list[str] = []
     new: list[fx.node.Argument] = []

@@ -1,4 +1,4 @@
-"""Rows of a cache in float8 (e4m3), each with its own scale: half the bytes of bfloat16.
+"""Rows of a cache in float8 (e4m3), each with its own scale: about half the bytes of bfloat16.
 
 A packed row is one tensor of bytes, so that code that joins, cuts or reorders rows need not know about packing::
 
@@ -74,7 +74,7 @@ def scales(rows: X, width: int, call: TensorCall[X]) -> X:
     """Return the scales [..., 1] of packed rows, in float32."""
     at = place_of_scale(width)
     own = call(aten.slice.Tensor, rows, -1, at.start, at.stop)
-    # They are copied first, because rows that were cut or transposed need not be aligned to four bytes.
+    # The scales are copied first, because in rows that were cut or transposed they need not be aligned to four bytes.
     return call(aten.view.dtype, call(aten.clone.default, own, memory_format=torch.contiguous_format), torch.float32)
 
 
@@ -84,7 +84,7 @@ def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) ->
 
 
 def error_of(width: int) -> float:
-    """Return the relative error (2-norm) of packing rows of ``width`` normal values, measured on 4,096 of them."""
+    """Return the relative error (2-norm) of packing rows of ``width`` normal values, measured on about 4,096 values."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(1, 4096 // width), width, generator=generator)
     again = unpack(pack(rows, width, at_once), width, torch.float32, at_once)

@@ -1,4 +1,4 @@
-"""The rows of one request as tensors: a prompt reads them from pages and writes new ones.
+"""Reads the rows of one request from pages as a tensor, and writes new rows to pages, for a call with a prompt.
 
 If ranks share pages (:class:`mla_compile.core.sharing.Sharing`), a page holds this rank's rows of a block of tokens.
 """

@@ -1,4 +1,4 @@
-"""Keys that are chosen among the rows of a cache in pages: the list of a sparse attention.
+"""Chooses the keys of a sparse attention among the rows of a cache in pages.
 
 Before, with ``keys`` the rows of a growing cache, in a step of one token::
 
@@ -7,11 +7,11 @@ Before, with ``keys`` the rows of a growing cache, in a step of one token::
 After: each request chooses among its own ``seq_lens[b]`` rows::
 
     keys = pages[block_table];  scores = masked_fill(index_scores(query, keys, weights), arange(n) >= seq_lens, -inf)
-    indices = topk(scores, min(k, n)).indices                          # n: the rows of all pages of block_table
+    indices = topk(scores, min(k, n)).indices                          # n: the rows that a request's pages hold
 
 A request with fewer than k rows gets all of them, and positions past its end, which name no key. This is correct if
-nothing is hidden from the indexer (each ``hidden`` is proved to be False everywhere), and if nothing else reads the
-scores or the list, because their sizes showed the length of the batch's cache.
+nothing is hidden from the indexer (each ``hidden`` is proved to be False everywhere). Nothing else may read the scores
+or the list, because their sizes no longer show the length of the batch's cache.
 
 If ranks share the pages, each rank chooses k of its own rows and gathers the choices of all ranks with their scores.
 Every rank finds the same k best rows among these and keeps its own, so no row is missing or counted twice.
@@ -62,7 +62,7 @@ class PagedList:
 
 
 def list_of(scores: fx.Node, rows: fx.Node) -> PagedList | str:
-    """Return the choice for which ``scores`` over the keys ``rows`` are computed, or why there is none."""
+    """Return the choice that ``scores`` make among the keys ``rows``, or why it cannot be made over pages."""
     query, keys, weights, *_ = args_of(scores)
     if keys is not rows or rows in (query, weights):
         return f"{scores.name} reads the rows {rows.name} as something else than keys"
@@ -115,7 +115,7 @@ def _passes_on(node: fx.Node, scores: fx.Node) -> bool:
 
 
 def _most(top: fx.Node, T: Size) -> int | None:
-    """Return ``k`` of a ``topk`` of ``min(k, T)`` along the last axis."""
+    """Return ``k`` if ``top`` takes the ``min(k, T)`` greatest along the last axis; None otherwise."""
     x = argument(top, 0, "self")
     if axis(argument(top, 2, "dim", -1), len(shape(x))) != len(shape(x)) - 1 or not argument(top, 3, "largest", True):
         return None
@@ -125,7 +125,7 @@ def _most(top: fx.Node, T: Size) -> int | None:
 
 
 def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]) -> fx.Node | None:
-    """Collect the nodes through which attentions read this list; return another reader, if there is one."""
+    """Collect in ``found`` the nodes that attentions take as this list; return another reader, if there is one."""
     for reader in node.users:
         if packet(reader) is torch.ops.mla_compile.decode_attention:
             if argument(reader, INDICES, "indices") is not node:
@@ -173,7 +173,7 @@ def choose_over_pages(
     def best(
         q: torch.Tensor, w: torch.Tensor, pool: torch.Tensor, of: torch.Tensor, n: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Positions past a request's end are not used, whatever page they are in.
+        # Past a request's end the table may hold -1. Scores there are hidden, so any page may be read.
         keys = pool[of.clamp(min=0).long()].flatten(1, 2)
         scores: torch.Tensor = INDEX.default(q, keys, w, *scale, **one.scores.kwargs)
         for dtype in one.between:

@@ -11,10 +11,10 @@ After: the new rows are written into the pool, and the attention looks up the ro
     paged_decode_attention(q, latent_pages, rope_pages, block_table, seq_lens, ...)
 
 In the traced step, all sequences of a batch have the same length. :func:`find_pages` proves that each may have its own:
-no attention hides a cached row, nothing else reads a cache, and nothing reads its length. Then the common length
-affects no sequence, and a sequence's own length affects only which rows it has.
+no attention hides a cached row, nothing else reads a cache, and nothing reads its length. Then no result depends on the
+common length, and a sequence's own length decides only which rows it has.
 
-If ranks share the pages, each rank has 1/C of the rows of a block of tokens, round robin. It writes its own rows and
+If C ranks share the pages, each rank has 1/C of the rows of a block of tokens, round robin. It writes its own rows and
 attends to them, and the results are merged (:mod:`mla_compile.passes.cache.exchange`)::
 
     own = (len - 1) // C;  page, offset = block_table[b, own // size], own % size
@@ -179,7 +179,7 @@ def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -
 
 
 def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
-    """Return a reader of a cache's length, which would differ between requests; nodes in ``gone`` do not count."""
+    """Name a reader, not in ``gone``, of a cache or its length, which would differ between requests; else None."""
     for node, reader in _readers(rows.past):
         if reader is not rows.joined and reader.op != "output" and reader not in gone:
             return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or its length"
@@ -187,7 +187,7 @@ def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
 
 
 def _same(node: fx.Node) -> fx.Node:
-    """Skip conversions of ``node`` that only add or drop axes of size 1."""
+    """Return the node behind copies of ``node`` and views that add or drop axes of size 1."""
     while node.op == "call_function":
         how = decode(node)
         if not isinstance(how, (Copy, Regroup)) or val(how.x).dtype != val(node).dtype:
@@ -353,7 +353,7 @@ def _attend(
 
 
 def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
-    """Return the scales [P,page] of packed rows as a view: a whole pool keeps them aligned to four bytes."""
+    """Return the scales [P,page] of packed rows as a view: in a whole pool they are aligned to four bytes."""
     at = place_of_scale(width)
     own = builder.call(aten.slice.Tensor, pool, 2, at.start, at.stop)
     return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)

@@ -28,12 +28,12 @@ def grouped(reads: Sequence[tuple[AttentionSite, Read]]) -> list[list[tuple[Atte
 
 
 def sides_of(read: Read, tensor: fx.Node) -> frozenset[Side]:
-    """Return the sides as which ``tensor`` is read."""
+    """Return whether ``tensor`` is read as keys, as values, or as both."""
     return frozenset(side for side in read if tensor in read[side])
 
 
 def alone(read: Read, side: Side) -> dict[fx.Node, int]:
-    """Return the tensors that are read as one side only, if others are read as the other side."""
+    """Return the tensors that are read only as ``side``; none if no tensor is read as the other side."""
     (other,) = (read[one] for one in read if one != side)
     apart = {node: tokens for node, tokens in read[side].items() if node not in other}
     return apart if other else {}

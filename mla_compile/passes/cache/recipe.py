@@ -5,7 +5,8 @@ another reads them, perhaps with other sizes. A recipe therefore describes the c
 data. Two equal recipes over the same weight tensors make the same K from the same rows. This is the whole proof that
 the rows of one graph may be joined to those of another.
 
-Rows have one layout, ``[batch..., tokens, width]``: the axes of K that are neither heads nor features, in K's order.
+Rows have the layout ``[batch..., tokens, width]``: the axes of K that are not heads or features, in K's order, then the
+width.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ Formula: TypeAlias = "Leaf | Apply"
 class ColumnBlock:
     """Columns of K: ``scale * rows W + b``, or ``scale * rows * factor + b`` if there is no weight.
 
-    ``heads``: for each head axis of K, whether the weight has it; otherwise the heads share its values. The weight is
-    [heads..., columns, width], and factor and bias broadcast to K. ``added``: the block is added to the columns of the
-    previous one, instead of following them. ``padded``: how many columns of zeros follow it. ``stack``: its positions
-    along the stacked axes of K.
+    ``rows``: the index of the rows. ``heads``: for each head axis of K, whether the weight has it; if not, the heads
+    share the weight. The weight is [heads..., columns, width], and factor and bias broadcast to K. ``added``: the block
+    is added to the columns of the previous one, instead of following them. ``padded``: how many columns of zeros follow
+    it. ``stack``: its positions along the stacked axes of K.
     """
 
     rows: int
@@ -77,7 +78,7 @@ class Recipe:
     """The computation of K from its rows.
 
     Attributes:
-        kinds: what each axis of K is: a number of heads or columns, or an axis of the rows.
+        kinds: "row" for each axis of K that the rows have; for any other axis (heads, columns), its size.
         tokens, columns: the axes of K that count the cached tokens and the features.
         parts: column blocks, each following the previous one along ``columns`` or added to it.
         widths: the widths of the rows, in values.
@@ -109,7 +110,7 @@ class Recipe:
         return [k for k, kind in enumerate(self.kinds) if kind != "row" and k not in (self.columns, *self.stacked)]
 
     def each(self, axes: Sequence[int]) -> tuple[Recipe, ...]:
-        """Return the recipes of the tensors that are stacked along ``axes``, in the order of their positions."""
+        """Return the recipes of the tensors that are stacked along ``axes``, in row-major order."""
         if not axes:
             return (self,)
         first, inner = axes[0], [k - (k > axes[0]) for k in axes[1:]]
@@ -118,7 +119,7 @@ class Recipe:
         return tuple(one for k in range(count) for one in self.part(first, k).each(inner))
 
     def part(self, axis: int, index: int) -> Recipe:
-        """Return the recipe of the tensors at one position of a stacked ``axis``, which they lack."""
+        """Return the recipe of the tensor at position ``index`` of a stacked ``axis``, without this axis."""
         at = self.stacked.index(axis)
         parts = (replace(p, stack=(*p.stack[:at], *p.stack[at + 1 :])) for p in self.parts if p.stack[at] == index)
         return replace(
@@ -250,7 +251,7 @@ def _columns(lmap: LinearMap, tokens: int) -> int | None:
 
 
 def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"] | None:
-    """Return what axis ``k`` is to all pieces: an axis of the rows (or of size 1), or a number of heads."""
+    """Return "row" if all rows have axis ``k`` (or its size is 1), its size if none has it (heads), else None."""
     if k == tokens or all(p.source_atoms.issuperset(p.axes[k]) for p in pieces):
         return "row"
     if any(a in p.source_atoms for p in pieces for a in p.axes[k]):
@@ -294,7 +295,7 @@ def _part(
 
 
 def _broadcast(factor: Factor, piece: Piece, leaves: dict[fx.Node, int]) -> Formula:
-    """Return ``factor`` with the axes of K, of size 1 along those on which it does not depend."""
+    """Return the formula of ``factor`` with the axes of K; the size is 1 along axes on which it does not depend."""
     has = set(factor.atoms)
     return _formula(_whole(factor, [own if has.intersection(own) else () for own in piece.axes]), leaves)
 

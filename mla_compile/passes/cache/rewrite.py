@@ -48,7 +48,7 @@ class LatentCache:
     Attributes:
         inputs: removed placeholders -> the names of the placeholders of their rows.
         outputs: index in the flat output -> the indices of its rows; the value at the index itself is None.
-        recipes: the recipe of every such input (by name) and output (by index), with the names of the weights it reads.
+        recipes: name of an input or index of an output (as above) -> its recipe, and the names of the recipe's weights.
         rows: the names of the placeholders of rows, in order.
         grows: index in the flat output -> the placeholder that is its past.
         begun: the indices in the flat output of buffers of full length, which later calls may write to.
@@ -103,7 +103,7 @@ class _Rewriter:
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
         values: list[object] = list(results_of(self.graph))
-        # In graph order, since rows that K and V share are written before the first of them.
+        # In graph order, so that nodes that K and V share are added where the first of the two needs them.
         for cache in sorted(caches, key=lambda one: one.node):
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
             builder = Builder(self._after(cache.node), self.fake_mode)
@@ -172,7 +172,7 @@ class _Rewriter:
             self._replace(part, expand(recipe, rows, cache.leaves, builder.call))
 
     def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Let readers of some tokens, sequences or stacked parts of a cache expand only these."""
+        """Let readers of some tokens, batch entries or stacked parts of a cache expand only these."""
         own = {block.rows for block in recipe.parts}
         for user in list(node.users):
             how, shown, part = decode(user), rows, recipe
@@ -212,7 +212,7 @@ class _Rewriter:
                     user.args = (rows, recipe.row_axis(dim))
 
     def _after(self, node: fx.Node) -> fx.Node:
-        """Return the first position at which a reader of ``node`` may stand."""
+        """Return the node before which the first reader of ``node`` may be inserted."""
         following: fx.Node = node.next
         if node.op in ("placeholder", "get_attr"):
             following = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
@@ -250,7 +250,7 @@ class _Rewriter:
         return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
-        # K and V of the same rows may take different axes of size 1 for an axis of these rows.
+        # If several axes have size 1, K and V may lay out the same rows differently.
         key = ingredient.node, ingredient.target, recipe.is_marked(index)
         if key not in self.arranged:
             builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
@@ -267,7 +267,7 @@ class _Rewriter:
     def _past(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """Return the rows behind an input: a placeholder, or zeros."""
+        """Return the rows that stand for ``node``: a placeholder for those of an input, or zeros for a new buffer."""
         if is_zeros(node):
             return self._zeros(node, cache, index, ingredients)
         past = self.pasts.get(node)

@@ -10,7 +10,7 @@ A buffer of full length is rewritten alike, with positions that are known at run
       ->  own = index_copy(buffer', dim, at // C, where(at % C == rank, new, old))
 
 Rows lie round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes to the places that the new tokens
-have on any rank, so that all ranks have the same graph; a row that is not its own keeps its old value.
+have on any rank, so that all ranks have the same graph. Where the token is another rank's, the old value is written.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def share_rows(program: Program) -> str | None:
 
 
 def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
-    """Return the caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
+    """Return the caches that begin in a program and are worth sharing: all planned readers can be split."""
     if program.cache is not None or program.capture.latents:
         return set()
     before = len(program.mutations)
@@ -95,7 +95,7 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
         if plan is None:
             continue
         rows = {whole_rows(row.node, picked=False) for row in plan.rows}
-        # An attention that also reads other rows would need all rows of each cache.
+        # An attention that also reads other rows, or joined rows, would need all rows of each cache.
         joined = any(r is not None and r.parts for r in (plan.latent, plan.rope, plan.values))
         fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known and not joined
         (good if fits else bad).update(rows)
@@ -154,7 +154,7 @@ class _JoinedCache:
 
 
 def _number(program: Program, wanted: Size) -> int | fx.Node | None:
-    """Return a number, or the input that holds a symbolic size."""
+    """Return ``wanted`` if it is a number, else the input that holds this symbolic size; None if no input does."""
     if isinstance(wanted, int):
         return wanted
     symbolic = (n for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt))
@@ -162,7 +162,7 @@ def _number(program: Program, wanted: Size) -> int | fx.Node | None:
 
 
 def _plain_sizes(graph: fx.Graph, cache: _JoinedCache) -> None:
-    """Compute the number of all rows from inputs wherever the graph reads it from a tensor of these rows."""
+    """Compute the number of all rows from inputs wherever the graph reads it from a tensor."""
     total = shape(cache.joined)[cache.dim]
     if isinstance(cache.before, int):
         return  # no size is symbolic
@@ -213,7 +213,10 @@ class _RankWriter:
         return OwnRows(own, dim, total)
 
     def _place(self, cache: _JoinedCache) -> tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]:
-        """Return the first row to write, the end, the total tokens, and each row's index among the new tokens."""
+        """Return the first row to write, the end, the total of tokens, and the index of each row's token among the new.
+
+        If that index is outside of the new tokens, the row keeps its old value.
+        """
         key = cache.before, cache.count, val(cache.joined).device
         if key not in self._places:
             builder = Builder(self._first(), self.program.fake_mode)
@@ -231,7 +234,7 @@ class _RankWriter:
         return self._places[key]
 
     def _rows_of(self, cache: _JoinedCache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Return the rows of the tokens at ``positions``, whether each is this rank's, and the token to write there.
+        """Return the rows of the tokens at ``positions``, whether each is this rank's, and the new token for each.
 
         Another rank's token may have the same row number as one of this rank's tokens, and the order of two writes to
         one row is undefined. A rank with any of the tokens therefore repeats one of its own in place of those that it

@@ -68,7 +68,7 @@ def is_view(node: object) -> bool:
 
 
 def _problem(node: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> str | None:
-    """Explain why an attention cannot be computed in parts; None if it can."""
+    """Explain why ranks cannot share the rows of an attention; None if they can."""
     for position, name in _NEVER:
         if argument(node, position, name) is not None:
             return f"{node.name} has {name}"
@@ -152,7 +152,7 @@ class _SharedAttention:
         return self.call(rows.target, self._own(of), *where)
 
     def _own_lengths(self) -> fx.Node:
-        """Return how many of this rank's rows are visible tokens, int32 [B]."""
+        """Return how many of this rank's rows hold tokens that the lengths show, int32 [B]."""
         ahead, ranks = self.sharing.size - 1 - self.sharing.rank, self.sharing.size
         if self.lengths is not None:
             longer = self.call(aten.add.Tensor, self.lengths, ahead)

@@ -15,7 +15,7 @@ FullRecipe = tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]]
 
 
 def stacked(parts: Sequence[FullRecipe], axes: Sequence[int], counts: Sequence[int]) -> FullRecipe | None:
-    """Return the recipe of ``parts`` stacked along new ``axes`` of lengths ``counts``; None if layouts differ."""
+    """Return the recipe of ``parts`` stacked along new axes of lengths ``counts``; None if layouts or dtypes differ."""
     first, _, _ = parts[0]
     rows: dict[tuple[object, ...], tuple[int, Ingredient]] = {}
     leaves: dict[fx.Node, int] = {}

@@ -1,4 +1,4 @@
-"""Reads a node as another node after factors, permutations and reshapes."""
+"""Reads a node as an earlier node that is only multiplied, divided, permuted or reshaped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_STEPS = 8
 
 @dataclass(frozen=True)
 class Factored:
-    """``of`` after ``steps``: each multiplies or divides by a factor, or is a node that permutes or reshapes."""
+    """``of`` after ``steps``: a step multiplies or divides by a factor, or is a node that permutes or reshapes."""
 
     of: fx.Node
     steps: tuple[Factor | fx.Node, ...] = ()
@@ -45,7 +45,10 @@ class Factored:
         return bool(self.steps) and not isinstance(self.steps[-1], fx.Node)
 
     def follow(self, axes: Axes) -> tuple[list[Placed], Axes] | None:
-        """Return the placed factors and the axes of the result, if ``of`` has ``axes``; None if a view cuts an axis."""
+        """Return the factors with their axes, and the axes of the result, for ``of`` with ``axes``.
+
+        None if a view cuts an axis.
+        """
         placed: list[Placed] = []
         for step in self.steps:
             if not isinstance(step, fx.Node):
@@ -60,7 +63,7 @@ class Factored:
 
 
 def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_STEPS) -> Factored | None:
-    """Trace ``node`` back through at most ``most`` operators to a node for which ``ends`` is true; None if none is.
+    """Trace ``node`` back to a node for which ``ends`` is true, on a path of at most ``most`` nodes; None without one.
 
     Conversions between floats are not recorded as steps.
     """

@@ -1,6 +1,6 @@
 """Moves joins of K and V along tokens before the projection that makes the parts.
 
-Before, where the cached latents ``old`` and those of new tokens are projected apart::
+Before, where the cached latents ``old`` and those of new tokens are projected separately::
 
     k = cat([view(linear(old, w), sizes), view(linear(new, w), sizes)], 1)
 
@@ -55,7 +55,7 @@ class _Joined:
     fill: Fill | None = None
 
     def passed(self) -> set[fx.Node]:
-        """Return the nodes that are no longer needed."""
+        """Return the nodes that are no longer needed once the join has moved."""
         return {n for joined in self._all() if joined.how or joined.fill for n in _needed_for(joined.parts)}
 
     def read(self) -> set[fx.Node]:
@@ -103,7 +103,7 @@ def _movable(graph: fx.Graph, weights: Collection[fx.Node]) -> dict[fx.Node, _Jo
         if not needed and not of_joins:
             return found
         ends |= needed
-        for node in of_joins:  # these are moved once the joins that they read are
+        for node in of_joins:  # they are moved later, after the joins that they read
             del joins[node]
 
 
@@ -124,7 +124,8 @@ def _is_alive(node: fx.Node) -> bool:
 class _Follower:
     """Follows the parts of joins back to what they are made of.
 
-    ``equals``: returns, for each node, the first that computes the same. ``ends``: nodes that have other readers too.
+    ``equals``: returns, for each node, the first that computes the same. ``ends``: nodes at which following ends,
+    because something else reads them.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class _Follower:
         self._known: dict[tuple[tuple[fx.Node, ...], int, bool], _Joined] = {}
 
     def follow(self, parts: tuple[fx.Node, ...], dim: int, depth: int = 0, *, rows: bool = False) -> _Joined:
-        """Follow ``parts`` to the operands of a projection; if they are such operands (``rows``), as far as it goes."""
+        """Follow ``parts`` to the operands of a projection; if they already are such (``rows``), as far as possible."""
         key = (parts, dim, rows)
         if key not in self._known:
             self._known[key] = self._follow(parts, dim, depth, rows=rows)
@@ -190,7 +191,7 @@ class _Follower:
 
 
 def _fill_of(parts: Sequence[fx.Node]) -> Fill | None:
-    """Return the common fill of constant tensors or slices of them (K may be written into them); None without one."""
+    """Return the fill of which all ``parts`` are results or slices (K may be written into them); None without one."""
     first, *others = (decode(behind(x, (Slice, Select))[-1]) for x in parts)
     if not isinstance(first, Fill) or isinstance(first.value, fx.Node) or any(one != first for one in others):
         return None
@@ -254,7 +255,8 @@ class _Maker(Repeater):
             if isinstance(how, Join) and how.parts == joined.parts and how.dim == joined.dim:
                 if not user < self.builder.anchor:
                     self.builder.anchor.prepend(user)
-                # The untouched graph computes K and V from the parts, so a check has to draw these and not their join.
+                # The untouched graph computes K and V from the parts, so a verification has to draw values for the
+                # parts and not for their join.
                 user.meta.pop(ORIGIN, None)
                 return user
         return self.builder.call(aten.cat.default, list(joined.parts), joined.dim)

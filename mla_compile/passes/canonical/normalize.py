@@ -54,7 +54,7 @@ aten = torch.ops.aten
 
 
 def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
-    """Remove checks, operators without effect and selections from stacked tensors; return how many."""
+    """Apply the rewrites above; return how many nodes were removed."""
     removed = 0
     for node in list(graph.nodes):
         if (number := _filled_with(node)) is not None:
@@ -81,7 +81,7 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
 
 
 def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """Rewrite ``node`` without a tensor that it reads only for dtype, device and sizes; None if there is none."""
+    """Return ``node`` without the tensor that only gives its dtype, device or sizes; None if it has no such operand."""
     op, given = packet(node), args_of(node)
     converts = op is aten.type_as or (op is aten.to and len(given) > 1 and is_tensor(given[1]))
     asked = given[1] if converts else given[0] if op in (*_LIKE, *_NEW) else None
@@ -106,9 +106,9 @@ _NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: _LAST, aten.new_empt
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is neither an input, nor a view of one, nor one with some positions written.
+    """Whether ``node`` is no input or attribute, and neither a view of one nor one with some positions overwritten.
 
-    A model may clear a buffer with a tensor like it, so such tensors stay as they are.
+    A model may clear a buffer with ``zeros_like(buffer)``, so operators that read an input's sizes stay as they are.
     """
     while node.op == "call_function" and (how := decode(node)) is not None:
         if isinstance(how, (Write, WriteOne, WriteRows)):

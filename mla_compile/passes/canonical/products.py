@@ -60,7 +60,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
 
 
 def is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Whether a product of activations reads ``node`` or what is made of it, as an attention reads K and V."""
+    """Whether a product of activations reads ``node``, perhaps after other operators, as an attention reads K and V."""
 
     def multiplies(user: fx.Node) -> bool:
         product = is_contraction(user) and not any(n in weights for n in user.all_input_nodes)

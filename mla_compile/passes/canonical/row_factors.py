@@ -1,9 +1,9 @@
 """Factors of rows of scores, as fractions of sums of exponentials.
 
 A softmax may be written in parts: a shift in the exponent, a division by a sum, a factor ``sigmoid(lse - sink)`` or
-``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row: a fraction of
-polynomials in Z, the sum of ``exp(x)`` over the row, and in exponentials of other numbers. So the product of the parts
-is one fraction too. Its reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
+``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row: a fraction of polynomials, whose
+variables are the sum of ``exp(x)`` over the row (Z) and exponentials of other numbers. So the product of the parts is
+one fraction too. Its reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
 
 Axes are followed as atoms, so the parts may be permuted and reshaped against each other.
 """
@@ -65,11 +65,11 @@ class DivisorTerm:
 
 
 class RowFactors:
-    """Reads factors of the rows of scores. The scores have ``axes``, and their rows lie along ``dim``.
+    """Reads numbers by which rows of scores are multiplied. The scores have ``axes``; a row lies along ``dim``.
 
     Attributes:
         axes: the axes of the scores.
-        row: the axis along which the rows lie.
+        row: the axis ``dim``, along which a row lies.
     """
 
     def __init__(self, axes: Axes, dim: int, *, log2_of_sum: fx.Node | None = None) -> None:

@@ -41,7 +41,7 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
     found = 0
     tracer = ScoreTracer(weights)
     alive = set(graph.nodes)
-    # A factor comes after what it multiplies, so only the last node includes all factors.
+    # A factor comes after what it multiplies, so the last node is visited first: it includes all factors.
     for node in reversed(list(graph.nodes)):
         written = _written(node, tracer) if node in alive else None
         if written is None:
@@ -55,11 +55,11 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
 
 @dataclass(frozen=True)
 class _Written:
-    """``exp(x)``, divided by its sum along ``dim`` plus ``terms``; the result has the dtype of ``root``.
+    """A softmax in parts: ``exp(x)``, divided by its sum along ``dim`` plus ``terms``, in the dtype of ``root``.
 
-    ``axes``: the axes of ``x``, in the atoms of the terms. ``views`` lead from ``root`` to ``weights``, the
-    probabilities. ``product``: the product of ``weights`` and values, if a factor comes after it; ``later``: the views
-    between the product and the last factor.
+    ``axes``: the axes of ``x``, in the atoms of the terms. ``root``: the model's ``exp`` or softmax; ``views`` lead
+    from it to ``weights``, the probabilities. ``product``: the product of ``weights`` and values, if a factor comes
+    after it; ``later``: the views between the product and the last factor.
     """
 
     x: fx.Node
@@ -81,7 +81,7 @@ def _written(node: fx.Node, tracer: ScoreTracer) -> _Written | None:
 
 
 def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Written | None:
-    """Match a product of weights and values, after which factors of the weights are applied."""
+    """Match a product of attention weights and values that is multiplied afterwards by factors of the weights."""
     product, labelled = later.of, product_labels(later.of)
     # A view after the last factor stays where it is.
     if labelled is None or not later.ends_with_a_factor or not _only_read_by(node, product):
@@ -89,7 +89,7 @@ def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Writ
     left, right, out = labelled
     for e, labels in (left, right):
         dims = [d for d, c in enumerate(labels) if c not in out]
-        # The weights are read by the product and perhaps by their sum: if anything else reads them, they have to stay.
+        # The product reads the weights, and perhaps their sum does. If anything else reads them, they have to stay.
         if len(dims) != 1 or len(e.users) > 2:
             continue
         after = partial(_after_product, later, labels, out)
@@ -109,7 +109,7 @@ def _only_read_by(node: fx.Node, product: fx.Node) -> bool:
 
 
 def _after_product(later: Factored, labels: str, out: str, weights: Axes, row: Axis) -> list[Placed] | None:
-    """Return the factors that come after a product of ``weights`` that sums over ``row``."""
+    """Return the factors after a product that sums over ``row``, an axis of ``weights``; None for other products."""
     axis_of = dict(zip(labels, weights, strict=True))
     if row not in (axis_of[c] for c in labels if c not in out):
         return None

@@ -9,9 +9,9 @@ After::
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
 An operator that already has its spelling keeps its arguments, even positions that count from the end:
-:func:`~mla_compile.passes.ir.operators.decode` resolves them. The nodes keep their names, metadata and users: values,
-strides and dtypes do not change, and looking up a name still works. The operator that the user called is kept for
-reports (:data:`~mla_compile.passes.ir.graph.SPELLED`).
+:func:`~mla_compile.passes.ir.operators.decode` resolves them. Values, strides and dtypes do not change, so the nodes
+keep their names, metadata and users. The operator that the user called is kept for reports
+(:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
 Later passes read these spellings, which ``decode`` turns into records:
 
@@ -103,7 +103,7 @@ def _permuted(node: fx.Node, order: list[int]) -> Spelling:
 
 
 def _transpose(node: fx.Node) -> Spelling:
-    """Rewrite transpose, swapaxes and swapdims, which name their axes differently; torch never passes them by name."""
+    """Rewrite transpose, swapaxes and swapdims. Their axes have different names, but traces pass them by position."""
     order = list(range(len(shape(node))))
     if order:
         a, b = (axis(d, len(order)) for d in args_of(node)[1:3])
@@ -132,7 +132,7 @@ def _movedim(node: fx.Node) -> Spelling:
     return _permuted(node, [moved[d] if d in moved else next(left) for d in range(rank)])
 
 
-# Other axes, the same values
+# Reshapes
 
 
 def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
@@ -142,7 +142,7 @@ def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
 
 def _in_shape_of(node: fx.Node) -> Spelling:
     x, other = args_of(node)
-    # These become two operators, because `reshape` may copy and `view` may not.
+    # `view_as` and `reshape_as` become two operators, because only `reshape` may copy.
     op = aten.view.default if packet(node) is aten.view_as else aten.reshape.default
     return op, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 
@@ -171,7 +171,7 @@ _FLATTENED = ((1, "start_dim", 0), (2, "end_dim", -1))
 
 
 def _sizes(node: fx.Node, axes: Iterable[tuple[fx.Node, int]], first: int = 0) -> list[Dim]:
-    """Return the sizes of axes of ``node`` from ``first`` on: numbers, or read from the given axes of other tensors."""
+    """Return the sizes of the axes of ``node`` from ``first`` on; symbolic ones are read from the given other axes."""
     known = shape(node)[first:]
     return [own if isinstance(own, int) else _size_of(x, k, node) for own, (x, k) in zip(known, axes, strict=False)]
 
@@ -189,7 +189,7 @@ def _number(reader: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argu
     """Add a node before ``reader`` that computes a number for one of its arguments."""
     with reader.graph.inserting_before(reader):
         node = reader.graph.call_function(op, args)
-    # These keys describe the reader's own value and the operator that the user called.
+    # The keys that are left out describe the reader's own value and the operator that the user called.
     node.meta.update({k: v for k, v in reader.meta.items() if k not in ("val", "tensor_meta", SPELLED)})
     node.meta["val"] = value
     return node
@@ -199,7 +199,7 @@ def _squeeze(node: fx.Node) -> Spelling | None:
     x, told = argument(node, 0, "self"), argument(node, 1, "dim")
     rank = len(shape(x))
     dims = range(rank) if told is None else [told] if isinstance(told, int) else told
-    # `squeeze(dim)` does nothing to an axis that is not 1. This is decided here, so that later passes need no sizes.
+    # `squeeze(dim)` keeps an axis of another size than 1. This is decided here, so that later passes need no sizes.
     gone = [axis(d, rank) for d in dims if same(shape(x)[d], 1)] if rank else []
     return (aten.squeeze.dims, (x, gone)) if gone else None
 
@@ -285,7 +285,7 @@ _STACKS = {aten.hstack: 1, aten.column_stack: 1, aten.vstack: 0, aten.row_stack:
 
 
 def _stack_along(node: fx.Node) -> Spelling | None:
-    """Rewrite hstack, vstack, dstack and column_stack if all tensors have the axis, which they would add otherwise."""
+    """Rewrite hstack, vstack, dstack and column_stack if all tensors have the joined axis; otherwise they add it."""
     parts, dim = argument(node, 0, "tensors"), _STACKS[packet(node)]
     # hstack joins vectors along their only axis, and other tensors along the second axis.
     if packet(node) is aten.hstack and all(len(shape(x)) == 1 for x in parts):

@@ -201,7 +201,7 @@ def break_even_S(dims: Dims, T: int | None = None) -> float:
 
 
 def decode_flops(dims: Dims, form: Form) -> int:
-    """Return the FLOPs of a decode step per context token: 2H(2L+R) absorbed, 2H(L(N+V)+N+R+V) expanded."""
+    """Return the FLOPs of a decode step per context token: 2H(2L+R) absorbed, 2H(L(N+V)+N+R-A+V) expanded."""
     return int(formulas.evaluate(formulas.marginal_flops(form), dims))
 
 

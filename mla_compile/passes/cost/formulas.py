@@ -5,7 +5,7 @@ The forms (one layer, one call with S queries per sequence against T cached toke
 * ``expanded``: K and V of every cached token are computed from the latent, then plain attention follows. This is the
   trained form.
 * ``held``: K and V of every cached token are in the cache, and plain attention reads them.
-* ``chained``: absorbed. q' = (c' W_qc) W_kc^T, attention over the latent rows, then W_v, then W_o.
+* ``chained``: absorbed. q' = (c' W_qc) W_kc^T for query latents c', attention over the latent rows, then W_v, then W_o.
 * ``sparse``: chained, where each query attends only to J chosen keys (DeepSeek-V3.2, arXiv 2512.02556). The cost of
   choosing them is the same in every form and left out.
 * ``folded_query``, ``folded_output``, ``folded`` (both): absorbed with W_qc W_kc^T, W_v W_o multiplied ahead of time.
@@ -123,8 +123,8 @@ def written_stages() -> tuple[Stage, ...]:
 def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
     """Return the FLOPs of one call, 2 per multiply-add.
 
-    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces. Folded forms can only
-    be compared with it.
+    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces. Without them, folded
+    forms cannot be compared with the others.
     """
     return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections=projections)))
 

@@ -8,8 +8,8 @@ After::
 
     x W + (x s B) A          # for few rows x: the narrow products cost next to nothing
 
-Both forms are equal up to rounding. Which one takes fewer multiply-adds depends on the number of rows, for which the
-sizes seen in the trace are used.
+Both forms are equal up to rounding. Which one takes fewer multiply-adds depends on the number of rows, which is taken
+from the trace.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
 
 
 def added_to(verdict: Verdict, node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...]:
-    """Return ``source``, which ``node`` projects, and the rows of the images that are added to that projection."""
+    """Return ``source``, which ``node`` projects, and the rows of the other terms that are added to this projection."""
     assert verdict.plan is not None
     sums: dict[tuple[int | None, int], list[Piece]] = {}
     for t in verdict.plan.terms:  # the terms of a sum have the same columns

@@ -1,11 +1,11 @@
 """Attentions whose heads share one row per token, which is key and value at once.
 
-Code that is absorbed by hand projects queries into the latent space itself (``q' = [q_n W_k | q_r]``), reads
-``[c | r]`` as keys and ``c`` as values, and applies ``W_v`` to the output. No weight lies between rows and attention,
-so there is no plan. For its user this is Multi-head Latent Attention all the same, with nothing left to do.
+In code that its author absorbed by hand, queries are projected into the latent space (``q' = [q_n W_k | q_r]``), keys
+are ``[c | r]``, values are ``c``, and ``W_v`` is applied to the output. No weight lies between rows and attention, so
+there is no plan. For its user this is still Multi-head Latent Attention, with nothing left to do.
 
 Other models are built in that form (DeepSeek-V4, whose queries are normed and rotated for each head). The path of their
-queries does not show a ``W_k``, and need not: the attention is the same.
+queries shows no ``W_k``, but none is needed: the attention is the same.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
 
 
 def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
-    """Return the plan for heads that share rows with no weight in between; the code may write heads like tokens."""
+    """Return the plan for heads that share rows with no weight in between, also for heads written like tokens."""
     bases = {behind(o.node, (Copy, Rearrange))[-1] for o in (*(p.k for p in site.products), site.v)}
     if len(bases) == 1:  # key and value at once, however it was joined
         maps = maps.with_sources(bases)
@@ -107,7 +107,7 @@ def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
         return True
 
-    # Queries with heads before that weight (from an input, or through a norm) are no linear map: search their products.
+    # Queries that have heads before that weight (from an input or a norm) have no map, so their products are searched.
     def inputs(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if not maps.is_weight(n)]
 

@@ -19,7 +19,7 @@ from mla_compile.passes.ir.stop import Stop
 MOST_GROUPS = 16
 """The largest number of groups of an attention, so that a sixteenth of its per-head tensors is in memory at a time.
 
-The merged output and the hidden states remain. They have no heads, so more groups would only add code.
+The merged output and the hidden states, which have no heads, stay whole, so more groups save little but add code.
 """
 
 
@@ -44,7 +44,7 @@ def bytes_of(site: AttentionSite) -> int:
 
 
 def groups_along_heads(site: AttentionSite, weights: Collection[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
-    """The region of an attention along its heads and the bounds of its groups, or the stop that prevents grouping."""
+    """Return the region of an attention along its heads and the bounds of its groups, or the reason against groups."""
     stop = Stop(site.node, "unsupported_op", "it has no axis of heads of a known length")
     # The innermost axis that queries, keys and output share: the axes before it are batch axes.
     for dim, axis in reversed(list(enumerate(site.out.axes))):

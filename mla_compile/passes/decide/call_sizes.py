@@ -19,10 +19,10 @@ from mla_compile.passes.sources.records import AbsorbPlan
 class CallSizes:
     """B, S and T as representative numbers (T None: a long context), and what is known of S.
 
-    ``symbolic``: the number of queries may differ from call to call. ``prefill``: it may, and either
-    it always equals the number of keys (a prompt), or buffers hold K and V. ``made``: the number of tokens for which
-    K and V are made, if T of them are then sliced out; 0 if buffers hold K and V besides the rows. ``chosen``: the
-    number of keys in a query's list.
+    ``symbolic``: the number of queries may differ from call to call. ``prefill``: in addition, that number always
+    equals the number of keys (a prompt), or buffers hold K and V. ``made``: the number of tokens for which K and V are
+    made, if T of them are then sliced out; 0 if buffers hold K and V besides the rows. ``chosen``: the number of keys
+    in a query's list.
     """
 
     B: int
@@ -66,7 +66,7 @@ def keys_read(plan: AbsorbPlan) -> tuple[int, int]:
 
 
 def chosen_keys(plan: AbsorbPlan) -> int | None:
-    """Return the length of each query's list in a long context."""
+    """Return the number of keys in each query's list in a long context; None without a list."""
     chosen = plan.visible.chosen
     if chosen is None:
         return None

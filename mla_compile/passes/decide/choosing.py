@@ -42,7 +42,7 @@ def choosing(plan: AbsorbPlan) -> Choosing | None:
         return None
     T = axis_size(chosen.keys)
     scores = found[0]
-    calls = math.prod(_sizes(scores)) // max(1, _length(scores, T))  # sequences and queries
+    calls = math.prod(_sizes(scores)) // max(1, _length(scores, T))  # sequences times queries
     tokens = max(1, _length(scores, T))
     flops = moved = 0
     rows: dict[fx.Node, None] = {}

@@ -25,7 +25,7 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
         for t in plan.keys
         if t.product is not None and t.piece.weight is not None
     }
-    # The output over joined rows is multiplied part by part.
+    # The output over joined rows is multiplied by W_v part by part, so W_v W_o is not folded.
     projection = None if plan.value_rows.parts else output_projection(plan.site.node)
     if projection is not None:
         (piece, *others) = maps.with_sources([plan.site.node], per_row=True).map(projection).pieces

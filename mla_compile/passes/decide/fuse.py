@@ -27,15 +27,18 @@ from mla_compile.passes.sources.records import AbsorbPlan, Fusion, Verdict
 from mla_compile.passes.sources.refine import value_features
 
 MOST_QUERIES = 8
-"""The most queries per call for which the operator may pay even if it reads all keys; prompts make large products."""
+"""The most queries per call for which the operator may pay even if it reads all keys.
+
+The large products of prompts are faster.
+"""
 FEWER_KEYS = 2
 """How many times fewer keys the operator must read in a prompt, because of windows and lists.
 
-The operator takes 1.4 times as long per key as products with all keys do, and the products hold the scores of every
-head in memory.
+The operator takes 1.4 times as long per key as products with all keys do, but these hold the scores of every head in
+memory.
 """
 MOST_ROWS = 48
-"""The most query rows (queries times heads) on a CPU.
+"""The most query rows (queries times heads) for which the operator pays on a CPU.
 
 With more rows the products, and not the reading of the rows, limit the speed, and matrix products are as fast as the
 operator (benchmarks/absorbed_by_hand.py).
@@ -61,7 +64,7 @@ def _fusion(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node], *, s
     plan = plan_by_hand(site, maps)
     if plan is None or not plan.whole:
         return None
-    # An attention that was absorbed by hand keeps reading all keys, even if it has a list.
+    # An attention that its author absorbed by hand keeps reading all keys, even if it has a list.
     lists = sparse and verdict.code is Code.SHARED_ROWS
     fusion = Fusion(
         _seen(plan, lists=lists), memories=tuple(_seen(p, lists=lists) for p in memories(plan, maps, first))

@@ -63,7 +63,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SplitSite:
-    """A split attention: ``name`` was its output node, ``site`` the original site, and ``joined`` is its new output.
+    """A split attention: ``name`` is that of its old output node, ``site`` the old site, ``joined`` the new output.
 
     ``unit``: what ``groups`` count; see :class:`HeadGroups`.
     """
@@ -81,7 +81,7 @@ class SplitSite:
 
 def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
     """Return groups of neighbouring heads that share the rows of keys and values; None if there is only one group."""
-    # The functions of flex_attention take the index of the head.
+    # The functions of flex_attention take the index of the head, which a split would change.
     if site.problem is not None or flex_of(site.node) is not None:
         return None
     products = {p.node or site.node for p in site.products}
@@ -98,8 +98,8 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
         runs = parts.runs(site.node, dim)
         if not 1 < len(runs) <= MOST or not any(_expanded(r.made) for r in runs):
             continue
-        # If each head has a latent of its own, no rows are shared, and splitting gives one attention per head. Heads
-        # that share rows may lie along another axis than the groups.
+        # If each head has a latent of its own, no rows are shared, and a split would only give one attention per head.
+        # Heads that share rows may lie along another axis than the groups.
         shared = {d for d in lead if any(_expanded(r.made) and r.stop - r.start > 1 for r in parts.runs(site.node, d))}
         if shared:
             role = Proofs(site, maps).role_of(site.out.axes[dim])
@@ -110,7 +110,7 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
 
 
 def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
-    """Return the groups of heads of an attention that cannot be absorbed as a whole, or only on one side."""
+    """Return the groups of heads of an attention that is not absorbed as a whole; None if groups would not help."""
     # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only where there is no plan.
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
@@ -136,7 +136,7 @@ def _sides(verdict: Verdict) -> set[str]:
 
 @dataclass(frozen=True)
 class Unsplit:
-    """What the groups of an attention tell about the whole, where a split does not pay.
+    """What the groups of an attention tell about the whole if a split does not pay.
 
     ``kept``: if every group could legally be absorbed, the verdict that tells why none is.
     """

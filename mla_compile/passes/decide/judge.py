@@ -2,9 +2,9 @@
 
 For every attention, the analysis chooses the sources of its keys and values (the narrowest rows that weights expand),
 checks the proof obligations of :mod:`mla_compile.passes.proof.plan`, and picks a form by the cost model. If an
-attention cannot be absorbed as a whole, parts of it are tried (:mod:`mla_compile.passes.decide.partial`). Last come
-sites whose expanded keys or values other readers need anyway. Absorbing that side would save nothing, so the side or
-the whole site stays expanded.
+attention cannot be absorbed as a whole, parts of it are tried (:mod:`mla_compile.passes.decide.partial`). If other
+readers need the expanded keys or values of a site anyway, absorbing that side would save nothing, so the side or the
+whole site stays expanded.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Judge:
     sparse: bool
 
     def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
-        """Return the verdict on one site; the walks do not pass ``computed``, nodes that are computed anyway."""
+        """Return the verdict on one site; the walks end at ``computed``, nodes that are computed in any case."""
         maps = self.maps.with_sources(computed) if computed else self.maps
         operands = (*(p.k for p in site.products), site.v)
         cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
@@ -131,7 +131,7 @@ class _Judge:
         if not found.pays:
             why = call_sizes(found.plan).many if found.choice.absorbed else found.choice.reason
             note = f"the {sides} alone could be absorbed; {why}"
-            # If a latent makes a part, the attention is MLA, whatever the obstacle for the rest. It stays because of
+            # If a latent makes a part, the attention is MLA, whatever the obstacle for the rest. It is kept because of
             # its cost.
             if refused.code in SYMPTOMS:
                 return replace(refused, code=Code.COST_PREFILL, reason=note, blame=None)
@@ -162,7 +162,7 @@ class _Judge:
         computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
         options: dict[fx.Node, list[Verdict]] = {}
         while True:
-            # Nodes that one site was to make alone may lose their readers when another site changes.
+            # A changed verdict on one site may remove the readers for which another site was narrowed.
             verdicts = [replace(v, narrowed=()) for v in verdicts]
             alive = Alive(self.graph, verdicts)
             for index, verdict in enumerate(verdicts):
@@ -180,13 +180,13 @@ class _Judge:
                 return verdicts
 
     def _narrowed(self, verdict: Verdict, alive: Alive) -> tuple[tuple[fx.Node, tuple[fx.Node, ...]], ...] | None:
-        """Return the nodes to make alone so that no expanded column is wasted; None if that is impossible."""
+        """Return the nodes to compute instead of whole projections, each with its rows; None if that is impossible."""
         assert verdict.plan is not None
         paths = _ways(verdict)
         made: dict[tuple[fx.Node, tuple[fx.Node, ...]], None] = {}
         for _, node, source in expansions(verdict):
             if node in alive.nodes:
-                # If both sides are absorbed, only lengths and a few tokens may still be read.
+                # Unless a part is absorbed, others may read only lengths and a few tokens, no columns of all tokens.
                 columns = verdict.plan.part
                 rows = added_to(verdict, node, source)
                 found = narrower_readers(node, rows, self.maps, alive.reads, alive.nodes, paths, columns=columns)
@@ -224,7 +224,7 @@ class _Judge:
             if self.forms != "expanded":
                 # Absorbing the other side alone is tried first, because this side is expanded in any case.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                # This side could be absorbed, so a symptom of the whole, or an obstacle elsewhere, is no reason for it.
+                # This side could be absorbed: it does not stay for a symptom of the whole or an obstacle elsewhere.
                 rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]
                 about = _made_with(site, which, final.blame) and not _behind(rows, final.blame)
                 why = final if about and final.code not in SYMPTOMS else read
@@ -259,7 +259,7 @@ def _whole(node: fx.Node) -> list[fx.Node]:
 
 
 def _unscaled(node: fx.Node) -> list[fx.Node]:
-    """Return the rows that ``node`` multiplies by a single number known only at run time; otherwise none."""
+    """Return the rows that ``node`` multiplies or divides by one number known only at run time; otherwise none."""
     if packet(node) not in (aten.mul, aten.div):
         return []
     rows = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dim()]
@@ -274,7 +274,7 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
         forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None, made=sizes.made,
         chosen=sizes.chosen,
     )  # fmt: skip
-    # The number of chosen keys does not grow with a prompt, so a long prompt may pay.
+    # The number of chosen keys does not grow with a prompt, so absorbing may pay for a long one.
     by_call = sizes.symbolic and forms == "auto" and (not sizes.prefill or sizes.chosen is not None)
     if not (choice.sparse or by_call):
         plan = replace(plan, visible=plan.visible.dense)
@@ -298,7 +298,7 @@ def _ways(verdict: Verdict) -> set[fx.Node]:
 
 
 def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: Alive, maps: Maps) -> Stop | None:
-    """Return how ``node`` makes other rows of the site itself; None if anything outside the site reads it too."""
+    """Return how ``node`` makes other rows of the same site; None if anything outside the site reads ``node`` too."""
     assert verdict.plan is not None
     site = verdict.site
     if _needed_beside(site, site.node.graph.output_node().all_input_nodes, node, alive):
@@ -321,7 +321,7 @@ def _read_by_its_own_scores(site: AttentionSite, node: fx.Node, alive: Alive) ->
 
 
 def _merely_wide(closer: Verdict, plan: AbsorbPlan, maps: Maps) -> bool:
-    """Whether ``closer`` says that rows are too wide, and all rows of ``plan`` made from these are their images."""
+    """Whether ``closer`` says that rows are too wide, and all rows of ``plan`` made from these are linear in them."""
     wide = closer.blame
     if closer.code is not Code.COST_LATENT_WIDE or wide is None:
         return False

@@ -1,8 +1,8 @@
 """Find what can be absorbed of an attention that cannot be absorbed as a whole.
 
 Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` does not involve the keys, and ``q K^T``
-does not involve the values. So V can be absorbed if K is rotated after its up-projection, and K can be absorbed if V is
-not a linear image of any rows. Some columns of K can be absorbed alone: those made from rows that all heads share.
+does not involve the values. So V can be absorbed even if K is rotated after its up-projection, and K even if V is not a
+linear image of any rows. Some columns of K can be absorbed alone: those made from rows that all heads share.
 The other columns keep their own product. Parts that are not absorbed keep their nodes, and the report says why.
 """
 
@@ -151,7 +151,7 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
 
 
 def _of_heads(site: AttentionSite, side: Side, node: fx.Node, maps: Maps) -> Stop:
-    """Return why columns of ``side`` stay that are read from ``node``, in which each head has its own rows."""
+    """Return why the columns of ``side`` that are read from ``node``, where each head has its own rows, stay."""
     _, wide = choose_sources(pieces_of([maps.map(node)]), of_queries(site, maps))
     if wide is not None:
         return Stop(

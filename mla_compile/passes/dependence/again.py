@@ -21,7 +21,7 @@ Dim: TypeAlias = "int | fx.Node"
 
 
 class Repeater:
-    """Adds the same operators for operands of another length."""
+    """Adds operators of a graph once more, for operands of another length."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder

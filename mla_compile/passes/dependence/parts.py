@@ -38,10 +38,10 @@ class Interval:
 
 @dataclass
 class AxisParts:
-    """The dependences of the positions of axes in one graph.
+    """What the positions along the axes of a graph's tensors depend on.
 
-    ``weights``: nodes computed from weights only. ``ends``: nodes past which the walk does not go. ``made_of``: the
-    dependences of a node without a step, which tell two parts apart.
+    ``weights``: nodes computed from weights only. ``ends``: nodes past which the walk does not go. ``made_of``: what
+    a node without a step depends on; this tells parts apart.
     """
 
     weights: Collection[fx.Node]

@@ -27,7 +27,7 @@ from mla_compile.passes.ir.walk import REACH
 MOST_STEPS = 4 * REACH
 """The most operators of a region: one attention's queries, keys, values and output, each with its path to a weight.
 
-A longer walk does not follow heads: a batch axis leads back to the first layer of the model.
+A longer walk does not follow heads, but a batch axis, which leads back to the first layer of the model.
 """
 
 
@@ -37,7 +37,7 @@ class Region:
 
     Attributes:
         out: the last operator that keeps the heads apart.
-        dim: the axis of ``out`` whose outer factor the heads are.
+        dim: the axis of ``out`` that has the heads as its outer factor.
         heads: the number of heads.
         parts: the analysis that knows where the walk ends.
         core: every operator that is computed in parts, with the axis of its result, and how it reads its operands.
@@ -95,7 +95,7 @@ class Region:
 
 
 def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> Region | Stop:
-    """Return the region of ``attention`` along axis ``dim`` of its result, whose length is known, or an obstacle."""
+    """Return the region of ``attention`` along ``dim``, an axis of known length of its result, or an obstacle."""
     heads = shape(attention)[dim]
     assert isinstance(heads, int)
     out, along = _last(attention, dim)
@@ -111,14 +111,14 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
         if not read:
             inside = {node for node, _ in core}
             operands = dict.fromkeys(n for node, _ in core for n in node.all_input_nodes)
-            # A split is read through its parts, which name the tensor that was split.
+            # A split is no tensor; its parts refer to the tensor that was split.
             whole = tuple(n for n in operands if n not in inside and is_tensor(n))
             return Region(out, along, heads, parts, core, whole)
         ends |= read
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the readers of the values of ``node``: through a split, but not for its size or dtype only."""
+    """Yield the readers of the values of ``node``: also those behind a split, but none of its size or dtype only."""
     for user in node.users:
         if is_tuple(user):
             yield from user.users

@@ -1,8 +1,9 @@
 """How positions along one axis of a result follow from positions of its operands, operator by operator.
 
 Position h along an axis of ``softmax(q k^T) v`` needs position h of the same axis of q, k and v and no other, as long
-as no operator mixes that axis. Then a part of the result is the same operator over parts of its operands. An operator
-has no such step if it has no rule or mixes the axis (a product that sums over it, a softmax or a norm along it).
+as no operator mixes that axis. Then the same operator over parts of its operands gives a part of the result. This is
+called a step. An operator has none if it has no rule or mixes the axis (a product that sums over it, a softmax or a
+norm along it).
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 def _reads(
     pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, *, own_rows: bool = False
 ) -> Blind | None:
-    """Return the operands that have the axis; None if one of them would be read in two ways."""
+    """Return the step that reads operands at their axes; None if it reads none, or one of them in two ways."""
     reads: dict[fx.Node, OperandAxis | None] = {}
     for node, dim in pairs:
         broadcast = dim < 0 or same(shape(node)[dim], 1)
@@ -191,7 +192,7 @@ def _copied(node: fx.Node, how: moves.Copy, dim: int, length: int) -> BackwardSt
 
 
 def _assigned(node: fx.Node, how: moves.Assign, dim: int, length: int) -> BackwardStep | None:
-    """Handle a copy into a target of which only the shape and the dtype matter."""
+    """Handle a copy into a target whose values are not read."""
     x = how.x
     if val(x).dtype == val(node).dtype and same_sizes(shape(x), shape(node)):
         return Joined((moves.AxisPart(0, length, x, dim),))
@@ -220,7 +221,7 @@ def _rearranged(node: fx.Node, how: moves.Rearrange, dim: int, length: int) -> B
             if not isinstance(unit, int) or not isinstance(inner, int):
                 return None
             return Blind({how.x: OperandAxis(k, inner)}, unit, reshaped=how.told is not None)
-    # All copies equal the operand, but only an expansion is given the size of its result.
+    # No operand has this axis: all of its positions are equal. Only an expansion can be given another size for it.
     expands = isinstance(how, moves.Expand) and not how.map.read_along(dim)
     return Blind({}, reshaped=True) if expands else None
 

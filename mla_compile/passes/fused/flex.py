@@ -1,7 +1,7 @@
 """Writes calls of flex_attention as plain attention, if they have a block mask or their log-sum-exp is used.
 
 The log-sum-exp may only be used for a factor of the output, ``sigmoid(lse - sink)`` in any form: the call and the
-factor together are an attention with a sink. Calls with neither are found as they are.
+factor together are an attention with a sink. Calls with neither stay, because later passes read them as they are.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ aten = torch.ops.aten
 def plain_flex(
     call: fx.Node, alive: Collection[fx.Node], fake_mode: FakeTensorMode | None
 ) -> tuple[fx.Node, Plain] | None:
-    """Return the output of ``call``, or what is made of it with sinks, and the plain attention that computes it.
+    """Return the output of ``call``, times the factor for sinks if there is one, and the attention that computes it.
 
-    ``alive``: the nodes that the graph's outputs need. None if the call is found as it is, or not analysed. Raises
-    ``UntoldError`` if it is not a plain attention.
+    ``alive``: the nodes that the graph's outputs need. None if later passes read the call itself or do not analyse it.
+    Raises ``UntoldError`` if it is not a plain attention.
     """
     flex = read_flex(call)
     if flex is None:
@@ -73,9 +73,9 @@ def _seen(flex: Flex, mask: FlexMask, builder: Builder) -> fx.Node:
 
 @dataclass(frozen=True)
 class _Sunk:
-    """``result``: the output of a call, times a factor for sinks, perhaps permuted.
+    """``result``: the output of a call, times a factor for sinks, perhaps permuted; ``steps`` lead to it.
 
-    ``axes``: the axes of the scores in the atoms of ``terms``; the output's last axis stands for the keys.
+    ``axes``: the axes of the scores in the atoms of ``terms``: the output's axes, but the last stands for the keys.
     """
 
     result: fx.Node
@@ -94,7 +94,7 @@ def _sunk(call: fx.Node, out: fx.Node, log2_of_sum: fx.Node, alive: Collection[f
     def readers(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.users if n in alive]
 
-    # Later nodes come first: a product without the last factor would leave the log-sum-exp in use.
+    # The last node is tried first, because a product without the last factor would leave the log-sum-exp in use.
     for node in reversed(list(reachable([out], readers, REACH))):
         steps = factored(node, lambda n: n is out)
         sunk = None if steps is None or not steps.ends_with_a_factor else _read(node, steps, log2_of_sum)

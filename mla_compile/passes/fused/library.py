@@ -8,7 +8,7 @@ release with more arguments is therefore read too, as long as the new arguments 
   Hugging Face, whose namespaces end in the hash of a build: docstrings of ``flash_attn_func`` and
   ``flash_attn_with_kvcache``. Builds for vLLM, which transformers uses too, take a sink of each head as ``s_aux``.
 * xformers: docstring of ``memory_efficient_attention``. xformers itself checks that no diagonal from the first key
-  reaches FlashAttention, not even torch's.
+  reaches FlashAttention, whether its own build or torch's.
 * torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere the alignment of ``is_causal`` is not documented,
   so it is only read if there are as many queries as keys.
 """
@@ -47,7 +47,7 @@ INERT = frozenset(
         *("is_rotary_interleaved", "rotary_interleaved"),
     )
 )
-"""Arguments that say how something is computed, or which further results are returned: any value will do.
+"""Arguments that only say how to compute, or which further results to return, so they may have any value.
 
 The interleaving of rotations is among them, because a call that rotates is refused for its rotary tables anyway.
 """
@@ -71,7 +71,7 @@ class Fused:
 
 
 _FLASH = Fused()
-# In operators with a cache, the short names are the keys and values to be appended.
+# In operators with a cache, `k` and `v` (or `k_new` and `v_new`) are the keys and values to be appended.
 _WITH_CACHE = Fused(words={**_WORDS, "kcache": "k", "vcache": "v", "k": "appended", "v": "appended"})
 _KEEPING_CACHE = Fused(words={**_WORDS, "k_new": "appended", "v_new": "appended"})
 _OF_TORCH = Fused(heads_first=True, diagonal="same")
@@ -109,7 +109,7 @@ OPERATORS: Mapping[str, Fused] = {
 
 @cache
 def operator_of(name: str) -> Fused | None:
-    """Return the entry for the operator ``name``, ``namespace::name``."""
+    """Return the entry for an operator by its qualified name, ``namespace::name``; None if it is not listed."""
     if not name or name in OPERATORS:
         return OPERATORS.get(name)
     return next((known for pattern, known in OPERATORS.items() if fnmatchcase(name, pattern)), None)

@@ -3,10 +3,10 @@
 Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, tokens before heads
 
 After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With modified scores
-or sinks, two products with a softmax between them, in float32 or wider, as the kernels compute inside.
+or sinks: two products with a softmax between them, in float32 or wider, as the kernels compute internally.
 
-Of T keys, query s of S sees key t with ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation),
-where T and S count its own sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
+Query s of S sees key t of T if ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation), where
+S and T are the lengths of its own sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _PlainWriter:
         left, right = plain.left, plain.right
         square = same(shape(q)[-2], shape(k)[-2])
         if plain.used is None:
-            # A single query is at the last key, so no key comes after it.
+            # A single query stands at the last key, so no key comes after it.
             if same(shape(q)[-2], 1) and not plain.first:
                 right = None
             if left is None and right is None:
@@ -260,7 +260,7 @@ class _PlainWriter:
 
     def _beside_sinks(self, scores: fx.Node, sinks: fx.Node, group: int) -> fx.Node:
         call, dtype = self.call, val(scores).dtype
-        # A clamped sink of minus infinity takes nothing from keys, and all of a row without keys, which gives zero.
+        # A sink of minus infinity, clamped, takes no share from keys, but all of a row without keys, which gives zero.
         column = call(aten.clamp.default, self.builder.cast(sinks, dtype), torch.finfo(dtype).min)
         if len(shape(column)) == 1:
             column = call(aten.view.default, column, [-1, 1, 1])

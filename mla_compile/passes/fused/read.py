@@ -37,7 +37,7 @@ def has_flex(graph: fx.Graph) -> bool:
 def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     """Add a stand-in for the result of every known operator; return how many.
 
-    An operator that is not a plain attention keeps its place, with the reason in its metadata (``REFUSED``).
+    An operator that is not a plain attention stays, with the reason in its metadata (``REFUSED``).
     """
     found = 0
     alive = set(reachable([graph.output_node()], lambda n: n.all_input_nodes))
@@ -105,7 +105,7 @@ def _only_result(call: fx.Node) -> fx.Node:
         raise UntoldError("its results are used as a whole")
     others = sorted({args_of(n)[1] for n in read} - {0})
     if others:
-        # After the results come the arguments that the operator may write into, with their new values.
+        # The results are followed by the new values of the arguments that the operator may write into.
         own = len(_schema(call).returns)
         of = {1: "the log-sum-exp, besides the output,", own: "an argument that it may write into"}
         raise UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")

@@ -1,7 +1,7 @@
 """Arguments that an operator may write into, read from the functionalized call.
 
-Such a call has whole tensors, the *bases*, and for each argument the index of its base and the sizes, strides and
-memory offset within it. If these describe a permuted slice of a dense base, the argument is that slice.
+Such a call is given whole tensors, the *bases*, and for each argument the index of its base, and its sizes, strides and
+memory offset within the base. If these describe a permuted slice of a dense base, the argument is that slice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, object]:
     """Return the arguments of the operator that ``call`` runs, by name; views are added before it.
 
-    Raises ``ValueError`` with the name of an argument that is no such slice of its base.
+    Raises ``ValueError`` with the name of an argument that is not a permuted slice of a dense base.
     """
     told: dict[str, Any] = {k: v for k, v in call.kwargs.items() if not k.startswith("_")}
     bases: Any = call.kwargs.get("_all_bases", ())

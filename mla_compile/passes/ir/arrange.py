@@ -66,9 +66,9 @@ class SizeSources:
 
 
 def arrange(builder: Builder, sizes: SizeSources, node: fx.Node, axes: Axes, target: Sequence[Axis]) -> fx.Node:
-    """Rearrange ``node`` from ``axes`` to ``target``; atoms that it lacks give axes of size 1.
+    """Rearrange ``node`` from ``axes`` to ``target``; along atoms that it lacks, the result has size 1.
 
-    The result is a view if strides allow; otherwise one copy is made.
+    The result is a view if the strides allow it; otherwise one copy is made.
     """
     own = flatten(axes)
     assert set(own) <= set(flatten(target)), "an atom would be lost"
@@ -79,7 +79,7 @@ def arrange(builder: Builder, sizes: SizeSources, node: fx.Node, axes: Axes, tar
         empty = [k for k, a in enumerate(axes) if not a]
         if empty:
             node = builder.call(aten.squeeze.dims, node, empty)
-    # The reshape leaves out atoms that the node lacks; they return as axes of size 1, which broadcast.
+    # The reshape leaves out atoms that the node lacks; an axis of only such atoms returns with size 1, to broadcast.
     present = [tuple(a for a in axis if a in own) for axis in target]
     if any(len(a) > 1 for a in present):
         node = aligned(builder, node, own, flatten(present))

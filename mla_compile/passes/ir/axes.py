@@ -4,9 +4,9 @@ A reshape merges and splits axes. To know that the 24 columns of a ``[B, T, 4*6]
 has to follow the factors, not the axes. An axis is therefore a row-major product of *atoms*, as in einops' ``(h d)``; a
 size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be confused.
 
-An :class:`IndexMap` says where a rearranging operator puts each position: the axes before and after it, as products of
-the same atoms (einops' ``a (b c) -> c (a r)``). The position along each atom stays the same, and an atom that only
-the result has repeats values. From the axes of one side, an analysis gets those of the other.
+An :class:`IndexMap` says where a rearranging operator puts each position, by the axes before and after the operator as
+products of the same atoms (einops' ``a (b c) -> c (a b r)``). The position along each atom stays the same, and an atom
+that only the result has repeats values. From the axes of one side, an analysis gets those of the other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def letters(*groups: Sequence[Atom]) -> list[str]:
 
 
 def placed(own: Sequence[T], order: Sequence[T | None]) -> tuple[list[int], list[int]]:
-    """Return the permutation from dimensions ``own`` to ``order``, and the positions in it that ``own`` lacks."""
+    """Return the permutation from dimensions ``own`` to ``order``, and the positions in ``order`` that it lacks."""
     return [own.index(a) for a in order if a in own], [k for k, a in enumerate(order) if a not in own]
 
 
@@ -87,7 +87,7 @@ def fixed_size(axis: Iterable[Atom]) -> int:
 
 
 def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] | None:
-    """Reshape a product of atoms, in row-major order, to axes of the given sizes; return these and the atoms it split.
+    """Reshape a product of atoms, in row-major order, to axes of the given sizes; return the axes and the splits made.
 
     None if the boundaries do not fall on whole factors (a reshape of ``[6]`` to ``[4, ...]``).
     """
@@ -139,7 +139,7 @@ def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
             second.insert(0, splits[1][b][1])
         else:
             return None
-    # One side has factors that the other lacks, so these are not two factorizations of one axis.
+    # If one side has factors left, these are not two factorizations of one axis.
     return None if first or second else splits
 
 
@@ -158,7 +158,7 @@ class IndexMap:
         return _carried(self.before, self.after, axes)
 
     def backward(self, axes: Axes) -> Axes | None:
-        """Return the operand's axes, if the result has ``axes``; None if an atom would have to be split."""
+        """Return the operand's axes, if the result has ``axes``; None if one of their atoms would have to be split."""
         carried = _carried(self.after, self.before, axes)
         return None if carried is None or carried[1] else carried[0]
 
@@ -227,7 +227,7 @@ def expanded(old: tuple[Size, ...], new: tuple[Size, ...]) -> IndexMap:
 
 @lru_cache(maxsize=4096)
 def repeated(sizes: tuple[Size, ...], counts: tuple[int, ...], *, interleaved: bool) -> IndexMap:
-    """Return the map of a repetition ``counts`` times along each axis: of each position, or of the whole axis."""
+    """Return the map that repeats each axis by its count: each position (``interleaved``), or the axis as a whole."""
     own = _whole(sizes)
     axes = (*[()] * (len(counts) - len(own)), *own)
     # Interleaved copies are the inner factor of the axis; whole repetitions are the outer factor.

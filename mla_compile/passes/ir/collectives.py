@@ -40,9 +40,9 @@ def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
 def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
     """Return the bytes that a rank receives in one call of ``graph``, by the name of the collective.
 
-    The sizes are those of tracing. No byte moves twice: an all-reduce counts as a reduce-scatter and an all-gather. In
-    any other collective each rank is assumed to keep one of n parts. ``ours``: count only the collectives that passes
-    added.
+    The sizes are those of tracing. The algorithms are assumed to be optimal: an all-gather receives the operands of the
+    n - 1 other ranks, an all-reduce counts as a reduce-scatter and an all-gather, and any other collective receives
+    n - 1 of n parts of its operand. ``ours``: count only the collectives that passes added.
     """
     found: dict[str, int] = {}
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))

@@ -71,7 +71,7 @@ class Expr:
 
     @property
     def is_view(self) -> bool:
-        """Whether the expression only selects and regroups elements of one leaf; other operators may round."""
+        """Whether the expression only selects or rearranges elements of one leaf; other operators may round."""
         if self.node is not None:
             return True
         (of, *_) = self.args
@@ -123,7 +123,7 @@ class Expr:
 
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Evaluate the expression from the values of its leaves by node name, in ``dtype`` if it is given."""
-        # Expressions share parts (a weight that K and V use), and a part may be a large matrix product.
+        # Each part is computed once: expressions share parts, and a part may be a large matrix product.
         memo: dict[Expr, object] = {}
 
         def visit(expr: Expr) -> object:
@@ -257,7 +257,7 @@ _PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
 
 
 def is_foreign(op: object) -> bool:
-    """Whether ``op`` belongs to a library or to one machine and may not support the dtype of an exact evaluation.
+    """Whether ``op`` belongs to a library or to one kind of machine, so it may not support an exact evaluation's dtype.
 
     Such an operator runs in its own precision, and its result counts as exact.
     """

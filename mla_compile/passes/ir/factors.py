@@ -14,7 +14,7 @@ from mla_compile.passes.ir.expr import Expr, Factor
 aten = torch.ops.aten
 
 MOST_TERMS, MOST_FACTORS = 8, 4
-"""Limits on the terms that a factor records: if a weight has more adapters, they are merged into it."""
+"""The most terms that a factor records, and factors per term. With more (many adapters), it records only their sum."""
 
 
 def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
@@ -44,7 +44,7 @@ def terms_of(f: Factor) -> tuple[tuple[Factor, ...], ...]:
 
 
 def _few(terms: tuple[tuple[Factor, ...], ...]) -> tuple[tuple[Factor, ...], ...]:
-    """Return ``terms``, or none if there are too many to gain anything."""
+    """Return ``terms``, or no terms if they are too many to gain anything."""
     return terms if len(terms) <= MOST_TERMS and all(len(term) <= MOST_FACTORS for term in terms) else ()
 
 

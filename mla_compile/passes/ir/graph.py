@@ -29,13 +29,13 @@ DECIDED_BY = "mla_compile_decided_by"
 """Metadata key of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
 
 BESIDE = "mla_compile_beside"
-"""Metadata key of inputs that stand beside a buffer which keeps its K or V: the name of the buffer."""
+"""Metadata key of inputs that hold rows beside a buffer, which keeps its K or V: the name of the buffer."""
 
 ROWS = "mla_compile_rows"
 """Metadata key of inputs that hold rows where the captured program had K or V."""
 
 TOLD = "mla_compile_told"
-"""Metadata key of an attention: notes for its user on how it was read."""
+"""Metadata key of an attention: a note for the user on how it was read."""
 
 HANDED_OVER = "mla_compile_handed_over"
 """Metadata key of inputs that Dynamo passes to this graph from the code before a graph break."""
@@ -75,7 +75,7 @@ def bytes_hint(node: fx.Node) -> int:
 
 
 def packet(node: object) -> Any:
-    """Return the operator that a node calls, without its overload (``aten.add``), or None."""
+    """Return the operator that a node calls, without its overload (``aten.add``); None for nodes that call none."""
     # Other targets (`operator.getitem`, a higher-order operator) have no packet and are returned as they are.
     if isinstance(node, fx.Node) and node.op == "call_function":
         return getattr(node.target, "overloadpacket", node.target)
@@ -88,7 +88,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the positional arguments, untyped because each operator takes other kinds."""
+    """Return the positional arguments, untyped because operators differ in what they take."""
     return node.args
 
 
@@ -147,7 +147,7 @@ class Builder:
         return made
 
     def insert(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """Add the operators of a traced function of ``nodes``."""
+        """Add the operators of a traced function, with ``nodes`` as its inputs."""
         assert self.graph.owning_module is not None
         return splice(self.graph.owning_module, self.anchor, traced, nodes)
 
@@ -158,7 +158,7 @@ class Builder:
         return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
     def filled(self, sizes: Sequence[int | fx.Node], value: object, like: fx.Node) -> fx.Node:
-        """Return a tensor of one value, in the dtype and on the device of ``like``; uninitialized if it is None."""
+        """Return a tensor of one value in the dtype and on the device of ``like``; ``value`` None: uninitialized."""
         own = {"dtype": val(like).dtype, "device": val(like).device}
         if value is None:
             return self.call(torch.ops.aten.empty.memory_format, sizes, **own)
@@ -247,7 +247,7 @@ _PICKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default}
 def whole_rows(node: fx.Node, *, picked: bool = True) -> fx.Node:
     """Return the tensor that a virtual node slices or pads with zeros; any other ``node`` itself.
 
-    ``picked``: also the tensor of which a virtual node picks rows.
+    ``picked``: also look through virtual nodes that pick rows by a tensor of positions.
     """
     while is_virtual(node) and (node.target in _SLICES or (picked and node.target in _PICKS)):
         node = args_of(node)[0]

@@ -77,8 +77,8 @@ def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx
         return None
     dim = axis(dims[0], rank)
     ones = [(same(a, 1), same(b, 1)) for a, b in zip(shape(left), shape(right), strict=True)]
-    # If both operands have every axis, this is a row-wise dot product, as in a norm. If the summed axis is broadcast,
-    # nothing is contracted. A matrix product does not sum in another dtype.
+    # If neither operand is broadcast, this is a row-wise dot product, as in a norm. If one is broadcast along the
+    # summed axis, nothing is contracted. A matrix product does not sum in another dtype.
     if any(ones[dim]) or not any(a != b for a, b in ones) or val(node).dtype != val(times).dtype:
         return None
     labels = "abcdefghijklmnopqrstuvw"[:rank]

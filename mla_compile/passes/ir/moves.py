@@ -1,7 +1,7 @@
-"""Records of operators that move values without computing any: which value of which tensor is where.
+"""Records of operators that move values without computing any: each says where the values of its result come from.
 
 A rearrangement has an index map. An operator that works along one axis has parts: which positions of the axis come from
-which tensor. Analyses read these two and no operators.
+which tensor. Analyses read index maps and parts, not operators.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Rearrange:
 
 @dataclass(frozen=True)
 class Reorder(Rearrange):
-    """Every value of ``x`` once."""
+    """``x`` rearranged so that the result has each of its values once."""
 
 
 @dataclass(frozen=True)
 class Regroup(Reorder):
-    """Every value of ``x`` once, in row-major order."""
+    """``x`` in another shape, with each of its values once and in the same row-major order."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Along(ABC):
 class Slice(Along):
     """Some positions of axis ``dim`` of ``x``.
 
-    ``bounds``: start, stop and step as the operator is given them; None if a split computes them at run time.
+    ``bounds``: start, stop and step as the operator is given them; None for a split or narrow at run-time positions.
     ``taken``: the positions, if all of them are known.
     """
 
@@ -171,7 +171,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Assign:
-    """``x``, broadcast to the shape of ``target`` and in its dtype; no value of the target is read."""
+    """``x``, broadcast to the shape of ``target`` and converted to its dtype; no value of the target is read."""
 
     target: fx.Node
     x: fx.Node
@@ -223,7 +223,7 @@ class WriteRows:
 
 @dataclass(frozen=True)
 class Fill:
-    """A tensor with the same value everywhere, read from no tensor. ``value``: None for uninitialized memory."""
+    """A new tensor with the same value everywhere. ``value``: that value, or None for uninitialized memory."""
 
     value: object
 

@@ -1,8 +1,8 @@
 """The only decoder of operators that move values without computing any: a record says what a node does.
 
 :func:`decode` knows the positions and defaults of each operator's arguments and how negative positions count. All other
-code reads the records. :func:`decode` expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`. Of
-operators without one, such as splits at sizes that are only known at run time, it reads as much as is known.
+code reads the records. :func:`decode` expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`.
+Operators without one, such as splits at sizes that are only known at run time, are read as far as they are known.
 
 Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
 """
@@ -60,19 +60,19 @@ SPLITS = {
     aten.split_with_sizes, aten.split, aten.chunk, aten.tensor_split, aten.unsafe_split, aten.unsafe_chunk,
     aten.unsafe_split_with_sizes,
 }  # fmt: skip
-"""Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
+"""Operators that cut a tensor along one axis, which is their third argument. The parts are slices."""
 
 Found = TypeVar("Found")
 
 
 def decode(node: object) -> Reading | None:
-    """Return how ``node`` moves the values that it reads; None if it computes values, or the arguments do not tell."""
+    """Return how ``node`` moves the values that it reads; None if it computes values or its arguments are not known."""
     rule = _DECODERS.get(packet(node))
     return None if rule is None or not isinstance(node, fx.Node) else rule(node)
 
 
 def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[fx.Node]:
-    """Return ``node`` and the tensors behind it, nearest first, through operators of ``kinds``, each of one operand."""
+    """Return ``node`` and the tensors behind it, nearest first, through operators of ``kinds`` (with one operand)."""
     found = [node]
     while isinstance(how := decode(found[-1]), kinds):
         found.append(how.x)
@@ -169,7 +169,7 @@ def _repeat(node: fx.Node) -> Repeat | None:
 
 def _repeat_interleave(node: fx.Node) -> Repeat | None:
     times, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
-    if not isinstance(dim, int):  # flattened first
+    if not isinstance(dim, int):  # the tensor is flattened first
         return None
     counts = [1] * len(shape(node))
     counts[axis(dim, len(counts))] = times

@@ -14,7 +14,7 @@ def schema_name(node: fx.Node) -> str:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a registered operator by name with its defaults, untyped like positional ones."""
+    """Return all arguments of a registered operator by name, defaults included; untyped, because operators differ."""
     assert isinstance(node.target, torch._ops.OpOverload)
     found: dict[str, object] = {}
     for position, one in enumerate(node.target._schema.arguments):

@@ -1,8 +1,8 @@
 """Sizes of axes: numbers or expressions over a graph's shape symbols, compared for every value of the symbols.
 
 Torch replaces a symbol if a guard states its value. A guard such as ``s10 + s22 == s22 + s31`` (two caches of one
-length, each grown by the same tokens) stays a guard, and two equal axes keep two names. This module solves the linear
-guards, once for each new guard of a shape environment: for a symbol, or for a length rounded to whole blocks, as in
+length, each grown by the same tokens) stays a guard, and two equal axes keep two names. This module solves each linear
+guard of a shape environment once, for a symbol or for a length rounded to whole blocks, as in
 ``2*Max(1, -(-s0//2)) == s0``.
 """
 
@@ -116,7 +116,7 @@ _solved: WeakKeyDictionary[ShapeEnv, _Solved] = WeakKeyDictionary()
 
 
 def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
-    """Replace symbols that guards express by earlier ones, and sizes rounded to whole blocks by lengths.
+    """Replace symbols by earlier ones in which guards express them, and lengths rounded to blocks by plain lengths.
 
     A guard holds whenever the graph runs, so the value of ``expr`` does not change.
     """
@@ -195,7 +195,7 @@ def least_of(a: Size) -> tuple[Size, ...]:
 
 
 def holds(condition: sympy.Basic) -> bool:
-    """Whether a comparison of sizes, or a conjunction or disjunction, is true for every value of the symbols."""
+    """Whether a comparison of sizes, or an And or Or of comparisons, is proved true for every value of the symbols."""
     if isinstance(condition, (sympy.And, sympy.Or)):
         return (all if isinstance(condition, sympy.And) else any)(map(holds, condition.args))
     if isinstance(condition, (sympy.Ge, sympy.Gt)):
@@ -220,7 +220,7 @@ def _equal(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 
 def _covers(most: sympy.Expr, least: sympy.Expr) -> bool:
-    """Whether ``most >= least``. If ``least`` grows with a minimum, any argument of the minimum is an upper bound."""
+    """Whether ``most >= least``. Where ``least`` grows with a minimum, any argument of the minimum may replace it."""
     if at_least(most, least):
         return True
     least = sympy.expand(least)

@@ -4,10 +4,10 @@ A quantized product is a linear map that rounds, and FlashAttention is an attent
 A stand-in expresses such a node in plain operators (``linear`` with the dequantized weight,
 ``scaled_dot_product_attention``), and all readers of the original read the stand-in:
 
-    y = gemm_4bit(x, packed, ...)      ->      y; plain = stand_in(linear(x, dequantize(packed, ...))), read for y
+    y = gemm_4bit(x, packed, ...)   ->   y; plain = stand_in(linear(x, dequantize(packed, ...))), read instead of y
 
-The original waits without readers. When everything is decided, :func:`settle` restores the originals that are still
-needed: products that are still read, and attentions that were not rewritten.
+The original waits without readers. After all decisions, :func:`settle` restores the originals that are still needed:
+products that are still read, and attentions that were not rewritten.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def settle(graph: fx.Graph) -> int:
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase ``node`` and its call if nothing else reads it: dead-code removal keeps attentions that may be random."""
+    """Erase ``node`` and the call that it is a result of, if nothing else reads that.
+
+    Dead-code removal would keep attentions that may be random.
+    """
     reads = node.all_input_nodes if node.target is operator.getitem else []
     node.graph.erase_node(node)
     for call in reads:

@@ -1,4 +1,4 @@
-"""Why a walk ends at a node, as a value that can be ranked, reported and tested."""
+"""The record of why a walk ends at a node, which can be ranked, reported and tested."""
 
 from __future__ import annotations
 

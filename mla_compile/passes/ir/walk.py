@@ -84,7 +84,7 @@ def reachable(start: Iterable[T], step: Callable[[T], Iterable[T]], most: int | 
 
 
 def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iterator[fx.Node]:
-    """Yield every node on whose values ``node`` depends, nearest first, but no tensor of which only a size is read.
+    """Yield every node on whose values ``node`` depends, nearest first, except tensors of which only a size is read.
 
     With ``back_to``, nodes that come before all of these in the graph are left out.
     """

@@ -1,8 +1,8 @@
 """The analysis of linear maps: which tensors are a fixed linear image of some source tensor's rows.
 
 The analysis visits each operator once and applies the transfer rules of this package. The walk ends at an operator that
-has no rule, or that is used in a way that is not linear along the features and independent of the token. The node of
-that operator becomes its own source, and a :class:`~mla_compile.passes.ir.stop.Stop` says why. No rule looks at a name.
+has no rule, that is not linear along the features here, or that depends on the token. The node of that operator becomes
+its own source, and a :class:`~mla_compile.passes.ir.stop.Stop` says why. No rule looks at a name.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LinearMaps:
 
     @property
     def unbound(self) -> LinearMaps:
-        """The analysis without chosen sources; made anew once the old one has chosen a source (:class:`RowsJoined`)."""
+        """The analysis without chosen sources; a new one if the last has chosen a source (:class:`RowsJoined`)."""
         if self._unbound is None or self._unbound.sources:
             self._unbound = self.with_sources(())
         return self._unbound
@@ -110,8 +110,8 @@ class LinearMaps:
                 pending.pop()
                 continue
             rule = self._rule(current)
-            # The analysis of whole rows maps slices of rows and rows with a factor each, so their operands need no
-            # maps here.
+            # The rules for slices of rows, and for rows with a factor each, read the operand's map from `self.whole`,
+            # so it is not needed here.
             ends = rule is None or (rule in (some_rows, gated_rows) and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
@@ -120,8 +120,9 @@ class LinearMaps:
             pending.pop()
             try:
                 self._maps[current] = self._apply(current, rule)
-            except RowsJoined as joined:  # maps that were returned before remain valid
-                # Maps that were made through this node are stale. Nothing records which they are, so all are dropped.
+            except RowsJoined as joined:
+                # Maps that continue behind this node stay true for callers that hold them, but new ones have to end
+                # at it. Nothing records which they are, so all are dropped.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]

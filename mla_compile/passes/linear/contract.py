@@ -1,8 +1,8 @@
 """Transfer rules for operators that combine a linear map with a weight: products, sums, contractions.
 
-All of them are one operation. Axes are labelled as in einsum; a label that the weight has and the result lacks is
-summed over. The operation is legal if the weight's labels fall on features of the map or on the last axis of the
-source's rows, and never on tokens.
+All are read alike: axes are labelled as in einsum, and a label that the weight has and the result lacks is summed over.
+This is legal if the weight's labels fall on features of the map or on the last axis of the source's rows, and never on
+tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _apply(
         # The weight does not take part in the sum, so tokens or heads are added up.
         elif label not in weight_labels or not all(a in factor.atoms for a in own):
             return Stop(node, "token_mixing", "a sum over an axis")
-        # The weight could be summed over the copies first, but no model needs it, and refusing needs no proof.
+        # Legal if the weight is summed over the broadcast axis, but no model needs it, and refusing needs no proof.
         elif piece.source is not None and not all(a in tokens or a in known for a in own):
             return Stop(node, "unsupported_op", "a sum over a broadcast axis")
         else:
@@ -109,7 +109,7 @@ def _apply(
 
 
 def _grouped(piece: Piece) -> frozenset[Atom]:
-    """Return the axes of the rows along which a weight already differs, as for groups of heads."""
+    """Return the atoms of the rows along which the piece's weight already differs, as for groups of heads."""
     kept = set(flatten(piece.axes))
     return frozenset(a for a in (piece.weight.atoms if piece.weight else ()) if a in piece.source_atoms and a in kept)
 
@@ -143,14 +143,14 @@ def contract(
         if joint is not None and (raw or bytes_hint(joint) < bytes_hint(node)):
             raise RowsJoined(joint)  # one latent, joined from parts
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
-    # Each column stays and another axis is summed over, so the columns are rows that are projected here.
+    # The weight leaves the joined axis alone and sums over another: what was joined are rows, and this projects them.
     if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
     return source.each_segment(apply, out.index(label))
 
 
 def _columns(weight: Expr, labels: str, label: str | None, segment: Segment) -> Expr:
-    """Return the part of a weight that meets the columns of ``segment`` along ``label`` (None: along no axis)."""
+    """Return the part of a weight that meets the columns of ``segment`` along ``label`` (None: all of the weight)."""
     at = -1 if label is None else labels.find(label)
     return weight if at < 0 or weight.shape[at] == 1 else weight.slice(at, segment.start, segment.stop)
 

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
-    """Return ``source`` as a single map, if weights make all its segments of the same rows; None otherwise."""
+    """Return ``source`` as a single map, if weights make all its segments from the same rows; None otherwise."""
     if source.axis is None:
         return source
     piece = side_by_side(source.segments, source.axis, node)
@@ -53,10 +53,10 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
 
 
 def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
-    """Join maps of tensors of size 1 along ``dim``; None if they are not maps of the same rows.
+    """Join, along ``dim``, maps of tensors that have size 1 there; None if they are not maps of the same rows.
 
-    The elements are heads that were made one by one. Each segment joins their weights, or repeats their common rows (a
-    rotary key).
+    The elements are heads that were made one by one. Each segment joins their weights, or repeats the rows that they
+    share (a rotary key).
     """
     first = elements[0]
     # An element is segmented along the stacked axis, or the elements are segmented along different axes.
@@ -91,7 +91,7 @@ def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
 
 
 def joint_of(source: LinearMap) -> fx.Node | None:
-    """Return the first tensor on the paths of all parts, if at least one part was joined before any projection."""
+    """Return the tensor that joins the segments, the first on all their paths; None if all of them are projected."""
     if source.axis is None or all(p.projected for p in source.pieces):
         return None
     # A source is on the path of its own piece, but nothing was joined there.

@@ -32,8 +32,8 @@ class Nearby:
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether one of two tensors is computed from the other, or both are projected from the same rows.
 
-        Tensors behind more than one projection do not count: a table of angles lies behind the rows of all layers but
-        the first.
+        Tensors behind more than one projection do not count, because the rows of all layers but the first depend on a
+        table of angles.
         """
         for node in (one, other):
             for n in _inputs_first(node, _tensors, self._plain):
@@ -45,8 +45,8 @@ class Nearby:
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
         """Return ``nodes`` and everything they depend on, except through keys and values of earlier attentions.
 
-        Hidden states are behind queries. Without the exception, an earlier layer's latent, which a later layer may read
-        again, would look like one.
+        The nodes behind queries count as hidden states. Without the exception, so would an earlier layer's latent,
+        which a later layer may read again.
         """
         found = 0
         for node in nodes:
@@ -76,7 +76,7 @@ class Nearby:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A set of nodes, which also contains the virtual parts of its nodes."""
+    """A set of nodes, which also contains virtual slices of its nodes."""
 
     found: int
     bits: dict[fx.Node, int]

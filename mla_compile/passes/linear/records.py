@@ -32,7 +32,10 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Visit:
-    """A node on the path from the source to X, and the number of weight operations between the source and the node."""
+    """A node on the path from the source to X, and how many operators with weights lie on the path up to it.
+
+    ``contractions``: those that sum over features. ``scalings``: those that only multiply, divide or add.
+    """
 
     node: fx.Node
     contractions: int
@@ -44,8 +47,8 @@ class Piece:
     """One linear map. ``source`` None: the piece is constant (zeros, or only a bias).
 
     ``before``: if ``source`` holds sliced or multiplied rows (:class:`VirtualSources`), the path from the original rows
-    to X before the same operation. ``added``: if X is a sum, the maps of the other sources, without biases; their axes
-    have the same sizes. ``defined``: False for uninitialized memory.
+    to the tensor that the model slices or multiplies. ``added``: if X is a sum, the maps of the other sources, without
+    biases; their axes have the same sizes. ``defined``: False for uninitialized memory.
     """
 
     axes: Axes
@@ -72,7 +75,8 @@ class Piece:
         first, *others = (fn(p) for p in self.summands)
         if isinstance(first, Stop):
             return first
-        # The constant is added once. Added maps have no bias, so any bias they have now is that constant again.
+        # The operator's constant must be added only once. The maps in `added` had no bias, so a bias that `fn` gave
+        # them is this constant.
         added: list[Piece] = []
         for one in others:
             if isinstance(one, Stop):
@@ -86,7 +90,7 @@ class Piece:
 
     @property
     def projected(self) -> bool:
-        """Whether a weight that sums over features lies between the source and X."""
+        """Whether a projection, a weight multiplied and summed over features, lies between the source and X."""
         return bool(self.path) and self.path[-1].contractions > 0
 
     @property
@@ -163,7 +167,7 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """A virtual source: ``node`` holds some positions of axis ``dim`` of ``rows``."""
+    """A virtual source: ``node`` holds some positions of axis ``dim`` of ``rows``, or all of them and zeros."""
 
     rows: fx.Node
     dim: int
@@ -190,10 +194,10 @@ class SharedRows:
 class VirtualSources:
     """Rows that an analysis may use besides the nodes of the graph.
 
-    ``slices``: slices of linear images of rows, with the same slices of those rows. ``gates``: images of rows that are
-    multiplied by a number per row, with those rows times the same numbers. ``shared``: tensors that are constant along
-    an axis. ``grouped``: products whose weight differs along an axis of the rows that is not a token axis, such as
-    groups of heads with a latent each.
+    ``slices``: for a node that slices an image of rows, the same slice of those rows. ``gates``: for a node that
+    multiplies an image of rows by a number per row, those rows times these numbers. ``shared``: for a tensor that is
+    constant along an axis, its first position. ``grouped``: products whose weight differs along an axis of the rows
+    that is not a token axis, such as groups of heads with a latent each.
     """
 
     slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
@@ -203,7 +207,7 @@ class VirtualSources:
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
-    """Parts that were joined at ``node`` and taken for columns turn out to be rows, so the walk has to end there."""
+    """The parts that are joined at ``node`` are one source together, so the walk has to end there."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
@@ -213,7 +217,7 @@ class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
 class Maps(Protocol):
     """The interface of :class:`~mla_compile.passes.linear.analysis.LinearMaps` for its rules and readers.
 
-    The analysis calls the rules, and the rules ask it for the maps of their operands.
+    The analysis calls the rules, and the rules call it for the maps of their operands.
     """
 
     weights: Collection[fx.Node]
@@ -243,8 +247,9 @@ class Maps(Protocol):
 class Term:
     """One linear piece of K or V, in the site's atoms.
 
-    ``at`` gives the piece's atom for each site atom that it has; it broadcasts along the others. ``features`` are the
-    piece's own atoms along columns ``start`` to ``stop`` of the feature axis; the terms of a sum share the columns.
+    ``at`` gives the piece's atom for each site atom; the piece broadcasts along site atoms that are missing.
+    ``features`` are the piece's own atoms along columns ``start`` to ``stop`` of the feature axis; the terms of a sum
+    have the same columns.
     ``product`` is the index of its query-key product (None for a value term).
     """
 

@@ -43,7 +43,7 @@ class Taken:
 
 
 def taken_of(node: fx.Node) -> Taken | None:
-    """Return what ``node`` takes along one axis of another tensor; None if it is no slice, pad or pick."""
+    """Return what ``node`` takes along one axis of another tensor; None if it is no slice, select, pad or pick."""
     if (picked := picked_of(node)) is not None:
         return picked
     how = decode(node)
@@ -86,7 +86,7 @@ def pick(call: Callable[..., fx.Node], node: fx.Node, rows: fx.Node, dim: int) -
 
 
 def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
-    """Return how many zeros a pad adds before and behind each axis; None if ``node`` is not such a pad."""
+    """Return how many zeros a pad adds before and behind each axis; None if it is no pad by known numbers of zeros."""
     widths = zero_widths(node)
     if widths is None or any(not isinstance(w, int) or w < 0 for w in widths):
         return None
@@ -95,7 +95,7 @@ def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
 
 
 def zero_widths(node: fx.Node) -> Sequence[Any] | None:
-    """Return the widths of a pad with zeros, last axis first, as numbers or nodes; None if ``node`` is no such pad."""
+    """Return the widths of a pad with zeros, last axis first, as numbers or nodes; None for all other operators."""
     if packet(node) not in (aten.pad, aten.constant_pad_nd):
         return None
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
@@ -110,7 +110,7 @@ def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:
 
 
 def may_be_taken(piece: Piece, own: Axis, taken: Taken) -> bool:
-    """Whether slicing or padding the source does the same to X along ``own``; false for pads of rows with a bias."""
+    """Whether slicing or padding the source does the same to X along ``own``: not for pads of a bias or a constant."""
     return taken.padded is None or (piece.bias is None and (piece.source is None or not constant_along(piece, own)))
 
 
@@ -230,9 +230,9 @@ def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
 
 
 def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
-    """Return, for each axis of the source, the axis of ``gate`` whose numbers vary along it, if any.
+    """Return, for each axis of the source, the axis of ``gate`` along it; None where the numbers of ``gate`` are equal.
 
-    None if the numbers vary along anything else than whole axes of the rows, or if a bias would be multiplied too.
+    The result is None if they vary along anything but whole axes of the rows, or if X has a bias or is not projected.
     """
     if piece.source is None or piece.bias is not None or not piece.projected:
         return None

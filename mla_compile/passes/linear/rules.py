@@ -45,7 +45,7 @@ def negate(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
-    # Division by the rows is not linear in them, and a rounding mode rounds.
+    # Division by the rows is not linear in them, and neither is a division that rounds.
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
     ):
@@ -92,7 +92,7 @@ MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
     moves.WriteOne: written_one,
     moves.Fill: filled,
 }
-"""Rules for operators that only move numbers, by the record that :func:`decode` returns."""
+"""Rules for operators that only move numbers, by the class of the record that :func:`decode` returns."""
 
 RULES: dict[object, Rule] = {
     operator.getitem: result_of_several,
@@ -104,7 +104,7 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys((aten.index, aten.index_select), unexplained),  # or `some_rows`, for a virtual source
     **CONTRACTION_RULES,
 }
-"""Rules for operators that compute, by operator."""
+"""Rules for operators that :func:`decode` does not read, by operator."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:

@@ -104,7 +104,7 @@ def sliced(maps: Maps, node: fx.Node, how: Slice) -> LinearMap | Stop:
 
 def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
     x = how.x
-    # If heads are kept in one buffer, the selected position was written before.
+    # If heads were written into one buffer, find the write of the selected position.
     while how.index is not None and (write := _write(x, how.dim)) is not None:
         if write.index == how.index:
             return unexplained(maps, node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
@@ -133,7 +133,7 @@ def _itself(node: fx.Node) -> fx.Node:
 
 
 def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
-    """Map heads that were written one by one into a tensor, last by ``node``: all of them together are a stack."""
+    """Map a tensor into which heads were written one by one, the last one by ``node``: together they are a stack."""
     written: dict[int, fx.Node] = {}
     current = node
     while (write := _write(current, how.dim)) is not None:
@@ -157,14 +157,14 @@ def _select(source: LinearMap, dim: int, index: int | None, node: fx.Node) -> Li
 
 
 def _fill(node: fx.Node) -> Fill | None:
-    """Return the operator that filled ``node``, or the tensor that ``node`` is part of; None if it was not filled."""
+    """Return the fill that made ``node``, or the tensor of which ``node`` is a part; None if another operator did."""
     while isinstance(how := decode(node), (Slice, Select)):
         node = how.x
     return how if isinstance(how, Fill) else None
 
 
 def _overwritten(node: fx.Node) -> Stop:
-    """Return the reason for a write that is not followed. Parts written into a filled tensor may be heads or tokens."""
+    """Return the reason for a write that is not followed; into a filled tensor it may write heads as well as tokens."""
     base = node
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
         base = how.x if isinstance(how, Slice) else how.base
@@ -178,7 +178,8 @@ def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
     if how.value not in (0, None):
         return unexplained(maps, node)
     axes = tuple(fresh_axis(s) for s in shape(node))
-    # `empty` counts as zeros that will be overwritten; `defined` marks the parts that are not, which are refused later.
+    # `empty` counts as zeros that will be overwritten. Parts that are not overwritten keep `defined=False` and are
+    # refused later.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
 
 
@@ -225,7 +226,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
     if len(sources) == 1:
         return finish(sources[0], node)
     if not _joinable(sources, dim, len(shape(node))):
-        # Heads of size 1 that are joined along their axis are a stack.
+        # Tensors of one head each, joined along the axis of heads, are a stack.
         single = all(same(shape(x)[dim], 1) for x in how.parts)
         joint = stacked([one_map(m, node) or m for m in sources], dim, node) if single else None
         return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -300,7 +301,7 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
 
 
 def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Map zeros beside the columns. Zeros along another axis are rows, which need virtual sources."""
+    """Map a pad with zeros beside the columns. Zeros along another axis are rows, which need virtual sources."""
     padding = zeros_around(node)
     source = maps.map(args_of(node)[0])
     dim = len(shape(node)) - 1

@@ -39,7 +39,7 @@ _TOKEN_MIXING = {
     "scatter", "index", "index_put", "index_copy", "index_add", "select_scatter", "embedding", "matmul", "bmm", "mm",
     "baddbmm", "einsum", "stack", "scan",
 }  # fmt: skip
-_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along their axis
+_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear, and the argument for the axis
 
 
 class KnowsRows(Protocol):
@@ -51,7 +51,7 @@ class KnowsRows(Protocol):
 
 
 def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
-    """Return, for the axes along which an operator works, whether each is the last; empty if it does not name them."""
+    """Return whether each axis along which an operator works is the last, as a set; empty if it names no axes."""
     dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
     several = dims if isinstance(dims, (list, tuple)) else [dims]
     return {d % rank == rank - 1 for d in several} if all(isinstance(d, int) for d in several) else set()
@@ -69,14 +69,14 @@ def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
 
 
 def computed_weight(maps: KnowsRows, node: fx.Node) -> bool:
-    """Whether ``node`` is a weight that is multiplied or divided by fewer numbers, computed from the inputs."""
+    """Whether ``node`` is a weight, multiplied or divided by a smaller tensor that is computed from the inputs."""
     scaled = behind(node, (Copy, Reorder, Expand))[-1]
     operands = [n for n in scaled.all_input_nodes if is_tensor(n)]
     if packet(scaled) not in (aten.mul, aten.div) or len(operands) != 2:
         return False
     size = elements_hint(scaled)
     weight, factor = sorted(operands, key=elements_hint, reverse=True)
-    # If the weight is broadcast instead, it scales rows, or it is the column by which a row of width 1 is projected.
+    # If the weight is the tensor that is broadcast, it scales rows, or it projects rows of width 1.
     scales = elements_hint(factor) < elements_hint(weight) == size
     return scales and (maps.is_weight(weight) or computed_weight(maps, weight))
 

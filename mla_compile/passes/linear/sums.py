@@ -1,8 +1,8 @@
 """Transfer rules for sums: of a map and a weight, of maps of one source, and of maps of several sources.
 
 Maps of one source become one map, whose weight is the sum (LoRA). Maps of several sources are kept side by side:
-``W_a a + W_b b`` is the image of the joined rows ``[a | b]`` by ``[W_a ; W_b]``, and so is ``W c + r`` with a row ``r``
-that all heads share.
+``W_a a + W_b b`` is the image of the joined rows ``[a | b]`` by ``[W_a ; W_b]``. Another such sum is ``W c + r`` with a
+row ``r`` that all heads share.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
-    # This is a bias, but the graph has no tensor from which its weight expression could start.
+    # The number is a bias, but a weight expression starts from a tensor of the graph, and there is none.
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
@@ -87,7 +87,7 @@ def _are_rows(left: LinearMap, right: LinearMap) -> bool:
 def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop | None:
     """Return why ``one`` is not a map of the rows of ``other`` although it depends on them.
 
-    A tensor narrower than the sum ``node`` is a source of its own, such as a key that all heads share.
+    A source that is narrower than the sum ``node``, such as a key that all heads share, needs no reason.
     """
     rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
@@ -193,7 +193,7 @@ def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
 def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
     """Add two maps of one source: return one map, whose weight is the sum (LoRA).
 
-    If both were projected to narrower rows on the way, both are returned, and those rows become the sources.
+    If each was projected to narrow rows of its own on the way, both are returned, and those rows become the sources.
     """
     if (a.weight is None) != (b.weight is None):
         return Stop(node, "unsupported_op", "a sum of maps of different sources")

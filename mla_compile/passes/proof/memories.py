@@ -60,7 +60,7 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
 
 
 def _may_sink(one: AbsorbPlan) -> bool:
-    """Whether masks may add a large number to the scores of all keys of a query."""
+    """Whether a query may see no key, while masks add finite numbers to its scores."""
     return not one.visible.always and any(_adds_numbers(mask) for mask in one.site.masks)
 
 
@@ -74,7 +74,7 @@ def _adds_numbers(mask: MaskTerm) -> bool:
 
 
 def together(each: Sequence[AbsorbPlan]) -> Visible:
-    """Return the conditions that decide which keys of all memories are seen."""
+    """Return the conditions of all memories, which together decide which keys are seen."""
     seen = [one.visible for one in each]
     lists = [v.chosen for v in seen if v.chosen is not None]
     return Visible(
@@ -123,7 +123,7 @@ def _along(term: MaskTerm, old: Axis, new: Axis) -> MaskTerm:
 
 def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[MaskTerm | None] | None:
     """Split a mask by memories of these sizes, with None where it hides nothing; return None if it cannot be split."""
-    if keys not in term.operand.axes:  # the same for all keys
+    if keys not in term.operand.axes:  # the mask is the same for all keys
         return [term] * len(sizes)
     found = _parts(term.operand.node, term.operand.axes.index(keys), term, sizes)
     if found is None:

@@ -5,7 +5,7 @@ The proof obligations, checked here one by one on the refined maps:
 * every key-token atom is a token of every source (else tokens are mixed);
 * no weight or bias depends on a token atom (else it depends on the position); it may depend on a batch atom, such as a
   group of heads with its own rows;
-* no column of the rows stands for several columns of K or V, unless a weight sums those into the query;
+* no column of the rows stands for several columns of K or V, unless a weight makes K: ``q W^T`` sums over those;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
 * the keys come from at most two row tensors, the values from one; the joined sources of a sum count as one.
 
@@ -59,7 +59,7 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
 
 
 def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
-    """Return the plan for a part of ``site``, whose other sides stay as they are."""
+    """Return the plan for some ``sides`` of ``site``; the other sides stay as they are."""
     found = _obligations(site, maps, sides, part=True)
     if isinstance(found, Stop):
         return found
@@ -153,7 +153,7 @@ def _obligations(
 
 
 def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis, Axis] | Stop:
-    """Split the lead atoms into batch and heads."""
+    """Split the lead atoms into batch and heads, or return why that fails."""
     batch: list[Atom] = []
     heads: list[Atom] = []
     groups = groups_of(terms, site.lead)
@@ -198,7 +198,7 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None
 
 
 def _read_rows(found: _Found, terms: Sequence[Term]) -> Stop | None:
-    """Fill ``found.rows``: every source as rows, the same for all terms that read it."""
+    """Fill ``found.rows`` with the rows of every source. All terms that read it have to agree on their layout."""
     by_source: dict[fx.Node, list[Term]] = {}
     for t in terms:
         assert t.piece.source is not None
@@ -224,7 +224,7 @@ def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) ->
 
 
 def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
-    """Return the source's axes: in the site's atoms for batch, keys and heads with own rows, else in the piece's."""
+    """Return the source's axes: batch, keys and heads with own rows in the site's atoms, all others in the piece's."""
     site_atom = {term.at[a]: a for a in outer if a in term.at}
     return tuple(tuple(site_atom.get(a, a) for a in axis) for axis in term.piece.source_axes)
 

@@ -2,8 +2,8 @@
 
 A walk ends at an operator because no rule covers it. That does not yet say what the operator does. To find out, the
 axis of the key tokens is followed from K and V back to the operator. A factor is position-dependent if it has that axis
-and is made from positions. Tokens are mixed if other positions along that axis are read. An operator for which neither
-is shown is reported as having no rule.
+and is made from positions. Tokens are mixed if a token of the result reads other positions along that axis. An operator
+for which neither is shown is reported as having no rule.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STATED = (
     "unsupported_op",
 )
 LeadAxis = Literal["heads", "batch", "batch or heads"]
-"""What an axis of the lead is, as far as that can be shown."""
+"""What an axis of the lead (batch and heads) is, as far as that can be shown."""
 
 Labelled = tuple[tuple[fx.Node, str], tuple[fx.Node, str], str]
 
@@ -81,9 +81,9 @@ class Proofs:
         return self._axes(self.site.keys)
 
     def role(self, node: fx.Node, dim: int) -> LeadAxis | None:
-        """Return what axis ``dim`` of ``node`` holds of the lead, even if it is later merged into the axis before it.
+        """Return what axis ``dim`` of ``node`` holds, even if it is later merged into the axis before it.
 
-        None: it holds nothing of the lead.
+        None: it holds neither batch nor heads.
         """
         if dim in self._of(node) or dim in self._columns.get(node, ()):
             return None
@@ -97,7 +97,7 @@ class Proofs:
         return "heads" if apart or self._is_weighed(node, dim) else "batch or heads"
 
     def role_of(self, axis: Iterable[Atom]) -> LeadAxis:
-        """Return "heads" if a weight that makes queries, keys or values differs along an axis of the lead.
+        """Return "heads" if a weight that makes queries, keys or values differs along ``axis``, part of the lead.
 
         Return "batch" if weights that make heads do not differ along it, "batch or heads" if neither is shown.
         """
@@ -177,7 +177,7 @@ class Proofs:
         return any(a in flatten(p.source_axes[:-1]) for p in pieces for d in dims for a in p.axes[d])
 
     def _parts_of_one_axis(self, x: fx.Node, kept: Collection[int], gone: Collection[int]) -> bool:
-        """Whether a kept and a reduced axis of ``x`` belong to one axis of the rows: windows of tokens."""
+        """Whether a kept and a reduced axis of ``x`` belong to one axis of its rows, as for windows of tokens."""
         for piece in self.maps.map(x).pieces:
             for own in piece.source_axes:
                 has = [any(a in own for d in dims for a in piece.axes[d]) for dims in (kept, gone)]
@@ -195,7 +195,7 @@ class Proofs:
         operands = [n for n in node.all_input_nodes if is_tensor(n)]
         for dim in self._of(node):
             varies = [n for n, at in along(node, dim).items() if not axis_is_broadcast(n, at, self.maps)]
-            # A factor that is the same for all tokens does not vary, so only the rows are left.
+            # If the factor is the same for all tokens, only the rows vary.
             if min(len(operands), len(varies)) > 1 and any(self._is_positional(node, n) for n in varies):
                 return True
         return False
@@ -258,7 +258,7 @@ def _labels(node: fx.Node) -> Labelled | None:
 
 
 def _projects(node: fx.Node, maps: Maps) -> bool:
-    """Whether ``node`` sums over features of floating-point rows by a weight."""
+    """Whether ``node`` is a product with a weight that sums over an axis."""
     if not is_contraction(node):
         return False
     labelled = _labels(node)

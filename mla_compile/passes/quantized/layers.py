@@ -1,7 +1,7 @@
 """Library layers that are called as one operator: which layers are products, and how their weights are dequantized.
 
 A layer is recognised by the function that its library installed as its forward, or by its class if a user registered
-the class. No library is imported: whatever dequantizes a weight is looked up in the module of that function.
+the class. No library is imported: whatever dequantizes a weight is looked up in modules that the model has imported.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Describe = Callable[[CalledLayer], QuantizedLinear | None]
 
 
 def is_known(layer: nn.Module, forward: Callable[..., object]) -> bool:
-    """Whether a layer is called as one operator because a library replaced its forward by ``forward``."""
+    """Whether a layer is called as one operator: its class was registered, or ``forward`` is a known library's."""
     return _given(layer) is not None or _module(forward) in LAYERS
 
 
 def product_of(node: fx.Node) -> QuantizedLinear | None:
-    """Return the description of the layer that ``node`` calls."""
+    """Return the description of the layer that ``node`` calls; None if it calls none, or the layer has none."""
     if schema_name(node) != CALL:
         return None
     called = find(str(node.args[2]))
@@ -42,7 +42,7 @@ def _given(layer: nn.Module) -> QuantizedLinear | None:
 
 
 def _module(function: object) -> str:
-    """Return the module that a function is defined in; ``functools.wraps`` overwrites its other attributes."""
+    """Return the module that defines a function; ``functools.wraps`` overwrites ``__module__`` but not the globals."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
@@ -62,9 +62,11 @@ _PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
 
 
 def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
-    """Describe ``F.linear`` with rounded rows, and before compression a rounded weight; None if results are rounded.
+    """Describe the layer as ``F.linear``, perhaps of rounded rows and, before compression, a rounded weight.
 
-    A hook of the model unpacks a packed layer before its first run, but a trace sees the layer as it was loaded.
+    None if its results are rounded, or if it is another kind of layer.
+
+    A hook of the model unpacks a packed layer before its first run, but the trace sees it packed, as it was loaded.
     """
     layer: Any = called.layer
     scheme = getattr(layer, "quantization_scheme", None)
@@ -107,7 +109,7 @@ LAYERS: dict[str, Describe] = {"compressed_tensors.quantization.lifecycle.forwar
 
 
 def _quanto(called: CalledLayer) -> QuantizedLinear | None:
-    """Describe ``F.linear`` with quanto's tensor class. Dynamo traces it for 8-bit weights, but not for smaller ones.
+    """Describe ``F.linear`` with a weight of quanto's tensor class, which Dynamo can trace only if it has 8 bits.
 
     If rows are rounded too, their scales are in hooks, and the layer is not described.
     """

@@ -55,7 +55,7 @@ def _quanto(*, B: Tensor, scales: Tensor, **_: object) -> Tensor:
 
 
 def _float8_blocks(*, B: Tensor, Bs: Tensor, block_size: Sequence[int] | None = None, **_: object) -> Tensor:
-    """float8 values [out, in], with scales per block (DeepSeek-V3, section 3.3), per 32 columns of a row, or one."""
+    """float8 values [out, in], with scales per block (DeepSeek-V3, section 3.3), per 32 columns, or a single scale."""
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
     if scales.numel() == 1:
         return B.float() * scales.reshape(())
@@ -95,7 +95,7 @@ PRODUCTS = ProductTable(
 """Products that need no registration. ``int8_mixed_scaled_mm`` returns a tuple whose first member is the product."""
 
 
-# Rows are rounded by scales; each of these operators computes ``value = rows / scale + zero``.
+# Operators that choose scales, that quantize rows (``value = rows / scale + zero``) and that compute with such values
 
 
 @dataclass(frozen=True)
@@ -180,13 +180,13 @@ def _member(node: Any, index: int) -> bool:
 
 
 def _fits_all(chosen: dict[str, Any], most: float) -> bool:
-    """Whether only the rows determine a scale, except for guards that ordinary rows do not reach."""
+    """Whether the rows alone determine a scale; bounds below all ordinary rows (:data:`TINY`) do not count."""
     least = max((chosen.get("eps") or 0.0) * most, chosen.get("hp_value_lb") or 0.0)
     return least <= TINY and chosen.get("hp_value_ub") is None
 
 
 def _range(told: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
-    """Return the bounds that an operator rounds to, which default to those of the dtype."""
+    """Return the bounds of the values to which an operator rounds; by default, those of the dtype."""
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     low, high = told.get("quant_min"), told.get("quant_max")
     return (info.min if low is None else float(low)), (info.max if high is None else float(high))
@@ -222,7 +222,7 @@ def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Describe the first result: rows as whole numbers up to 127, scaled by their maxima, which the second holds."""
+    """Describe the first result: rows as whole numbers up to 127, scaled by their maxima (the second result)."""
     whole, at = args_of(node)
     told = named_arguments(whole)
     x, stats = told["A"], next((n for n in whole.users if args_of(n)[1:] == (1,)), None)
@@ -240,7 +240,7 @@ def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     told = named_arguments(node)
     x, stats = tracker.of(told["A"]), told["row_stats"]
-    # The rule holds for a weight with scales: int8 values times the largest number of each row, divided by 127.
+    # The weight is its int8 values times the largest number of each of its rows, divided by 127.
     if x is None or not (tracker.is_weight(told["B"]) and tracker.is_weight(told["col_stats"])):
         return None
     builder = tracker.build(node)
@@ -275,7 +275,7 @@ def _scaled_mm(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _scaled_mm_v2(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Like ``_scaled_mm``, with lists of scales; only one scale per tensor or per row is known (recipes 0 and 1)."""
+    """Describe the product of ``_scaled_mm`` with lists of scales; None unless per tensor or per row (recipes 0, 1)."""
     told = named_arguments(node)
     if told["contraction_dim"] or any([*told[f"recipe_{side}"]] not in ([0], [1]) for side in "ab"):
         return None
@@ -358,4 +358,4 @@ ROWS: dict[str, RowRule] = {
 """Rules for operators on rounded rows, by name."""
 
 MEMBERS: dict[str, RowRule] = {"bitsandbytes::int8_vectorwise_quant": _bitsandbytes_rows}
-"""Rules for operators with several results, applied to each result."""
+"""Rules for one result of an operator that has several."""

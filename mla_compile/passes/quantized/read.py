@@ -1,4 +1,4 @@
-"""Find quantized products and rounded rows, and add plain stand-ins for them."""
+"""Finds quantized products and rounded rows, and adds plain stand-ins for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def is_quantized(graph: fx.Graph) -> bool:
-    """Whether ``graph`` stores anything in a byte or less, or rounds; most graphs do neither."""
+    """Whether ``graph`` has a tensor of a byte or less per number, or an operator that rounds; most have neither."""
     return any(is_tensor(n) and (is_narrow(val(n).dtype) or _rounds(n)) for n in graph.nodes)
 
 
@@ -42,7 +42,7 @@ def _rounds(node: fx.Node) -> bool:
 
 
 def _known(node: fx.Node) -> QuantizedLinear | None:
-    """Return the description of the product that ``node`` calls."""
+    """Return the description of the product that ``node`` calls; None if it calls no known one."""
     return registered.get(node) or PRODUCTS.get(node) or product_of(node)
 
 
@@ -82,7 +82,7 @@ class _Reader:
             return
         if not (found.settled and val(node).dtype.is_floating_point and val(node).dtype.itemsize > 1):
             self.tracker.known[node] = found
-        # Only rows rounded for a product get a stand-in: rounded keys are what the model attends to or caches.
+        # Only rows rounded for a product get a stand-in. Rounded keys stay: the model attends to them or caches them.
         elif found.projected or self._only_projected(node):
             self._replace(node, found.plain, found.dropped)
 
@@ -103,7 +103,7 @@ class _Reader:
         return self.tracker.read(node) if rule is None else rule(self.tracker, node)
 
     def _product(self, node: fx.Node) -> tuple[fx.Node, str] | None:
-        """Return ``rows W^T + bias`` for a known product, and what its rows are rounded to."""
+        """Return ``rows W^T + bias`` for a known product, and what its rows are rounded to; None for other nodes."""
         call = args_of(node)[0] if packet(node) is operator.getitem else node
         if packet(node) is operator.getitem and args_of(node)[1] != 0:
             return None

@@ -1,4 +1,4 @@
-"""Follow rows that are divided by their own scale, rounded, multiplied and scaled back, until the scale has cancelled.
+"""Follows rows that are divided by their own scale, rounded, multiplied and scaled back, until the scale has cancelled.
 
     s = amax(|x|) / 127;  q = round(x / s);  y = (q W_q) * s * w        is x (w W_q), up to the rounding of the rows
 
@@ -39,7 +39,7 @@ from mla_compile.passes.quantized.scales import (
 aten = torch.ops.aten
 
 FINE = 7
-"""The least number of steps between zero and the largest number of a block for which rounding counts as quantization.
+"""The fewest steps between zero and the largest number of a block with which rounding counts as quantization.
 
 Four bits have seven steps. A function with fewer steps, such as a sign or a ternary gate, is part of the model.
 """
@@ -110,7 +110,7 @@ class RowTracker:
         return self.known.get(node) if isinstance(node, fx.Node) else None
 
     def read(self, node: fx.Node) -> Scaled | None:
-        """Describe ``node`` by the descriptions of its operands, if it is an ATen operator with a rule."""
+        """Describe ``node`` by the descriptions of its operands; None if it has no rule, or the rule does not fit."""
         op = packet(node)
         rule = _RULES.get(op)
         return None if rule is None else rule(self, node)
@@ -160,7 +160,7 @@ class RowTracker:
             factor = float(by) ** sign
             return replace(x.unbounded(), plain=self._times(builder, x.plain, factor))
         if self.is_weight(by):
-            # A weight that varies within a block is still an ordinary factor of the plain rows.
+            # The weight may vary within a block of the scale: it becomes a factor of the plain rows.
             other = builder.cast(by, torch.promote_types(val(by).dtype, val(x.plain).dtype))
             new = builder.call(aten.div.Tensor if sign < 0 else aten.mul.Tensor, x.plain, other)
             return replace(x.unbounded(), plain=new) if _as_large(new, x.plain) else None
@@ -228,7 +228,7 @@ def _copy(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _holds(dtype: torch.dtype, x: Scaled) -> bool:
-    """Whether ``dtype`` represents all whole numbers of ``x``. Sums of products need 32 bits."""
+    """Whether ``dtype`` represents all whole numbers of ``x``. Sums of products have no bound and need 32 bits."""
     if x.top == math.inf:
         return dtype.itemsize >= 4
     if dtype.is_floating_point:
@@ -260,7 +260,7 @@ def _clamp(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Describe whole numbers shifted by an offset, as kernels for unsigned bytes need them, or their shift back."""
+    """Describe whole numbers plus an offset (for kernels of unsigned bytes), or a product minus the offset's effect."""
     a, by = args_of(node)[:2]
     x = tracker.of(a)
     if x is None or node.kwargs or isinstance(x.zero, fx.Node):

@@ -22,10 +22,10 @@ from mla_compile.passes.ir.sizes import Size, quotient, same
 aten = torch.ops.aten
 
 TINY = 2.0**-6
-"""The largest magnitude of a block that a guard against division by zero may raise.
+"""The most to which a guard against division by zero may raise the largest magnitude of a block.
 
-Below a guard's bound, rows get fewer steps than the format has. A guard with a higher bound changes ordinary rows, so
-it counts as a function of the model.
+Blocks below the guard's bound get fewer steps than the format has. A guard with a higher bound would change ordinary
+rows, so it counts as a function of the model.
 """
 
 
@@ -133,7 +133,7 @@ def _order(node: fx.Node) -> list[int] | None:
 
 
 def largest_over(scale: Scale, rows: fx.Node) -> float | None:
-    """Return the maximum of |rows| / root, if the root is made of the largest number of each block of the same rows."""
+    """Return the maximum of |rows| / root if the root is computed from the largest magnitudes of the rows' blocks."""
     factor, node, floor = 1.0, scale.root, 0.0
     while (below := _at_least(node)) is not None:
         node, by, least = below
@@ -147,7 +147,7 @@ def largest_over(scale: Scale, rows: fx.Node) -> float | None:
 
 
 def _at_least(node: fx.Node) -> tuple[fx.Node, float, float] | None:
-    """Take one step back: return ``(x, factor, floor)`` with ``node >= max(factor * x, floor)`` and x positive."""
+    """Take one step back: return ``(x, factor, floor)`` with ``node >= max(factor * x, floor)`` for all ``x >= 0``."""
     op, args = packet(node), args_of(node)
     x = _before(node)
     if x is not None:
@@ -167,7 +167,7 @@ def _at_least(node: fx.Node) -> tuple[fx.Node, float, float] | None:
 
 
 def _largest(node: fx.Node) -> tuple[fx.Node, Size] | None:
-    """Return the tensor whose largest magnitudes per block ``node`` holds, and the length of a block."""
+    """Return the tensor of whose blocks ``node`` holds the largest magnitudes, and the length of a block."""
     whole = node
     if packet(node) is operator.getitem and args_of(node)[1] == 0:
         whole = args_of(node)[0]

@@ -11,7 +11,7 @@ from mla_compile.passes.ir.walk import reachable
 
 
 def stored_leaves(weight: fx.Node) -> list[fx.Node]:
-    """Return the inputs that ``weight`` is computed from if one of them stores narrow numbers, else an empty list."""
+    """Return the stored tensors that ``weight`` is computed from if one of them holds narrow numbers, else none."""
     tensors = [n for n in made_of(weight) if n.op in ("placeholder", "get_attr") or n.target is getattr]
     return tensors if any(is_narrow(val(n).dtype) or _is_packed(val(n)) for n in tensors) else []
 
@@ -23,7 +23,7 @@ def made_of(weight: fx.Node) -> list[fx.Node]:
 
 
 def dequantized_by_library(weight: fx.Node) -> bool:
-    """Whether ``weight`` is computed by an operator that is opaque to compilers."""
+    """Whether an operator that is opaque to compilers takes part in computing ``weight``."""
     return any(n.op == "call_function" and is_foreign(n.target) for n in made_of(weight))
 
 

@@ -1,9 +1,8 @@
 """Draw the nodes around an attention for a report.
 
-A rewritten attention is drawn as a difference. The drawing before it shows the removed nodes, the drawing after it
-shows the new nodes, and both show the inputs of these nodes. An attention that stays is drawn back to the projections
-of its queries, keys and values. A chain of views becomes one box, and so does a weight with everything that is computed
-from weights alone.
+A rewritten attention is drawn twice: one drawing shows the removed nodes, the other the new nodes, and both show the
+inputs of these nodes. An attention that stays is drawn back to the projections of its queries, keys and values. A chain
+of views becomes one box. A tensor that is computed only from weights becomes one box, named after these.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class _Draft:
             entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
             self.boxes[node] = self._box(node, entered=entered)
             self.reads[node] = self._inputs(node) if entered else []
-            # The inputs of an end are ends themselves, unless they show that rows are a cache.
+            # The inputs of an end are not expanded either, except for views and for joins that show a cache.
             if node in self.ends or self.ends_at(node):
                 self.ends.update(self.reads[node])
             queue += self.reads[node]
@@ -141,7 +140,7 @@ class _Draft:
         return self.inside(node) or self._shows_cache(node)
 
     def _shows_cache(self, node: fx.Node) -> bool:
-        """Whether ``node`` joins new rows to an input, or is a view of such a join: readers should see the cache."""
+        """Whether ``node`` joins new rows to an input, or is a view of such a join: the drawing shows the cache."""
         node = _root(node)
         return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 

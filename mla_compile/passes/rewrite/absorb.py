@@ -99,7 +99,7 @@ class Whole(Sides):
         if visible.alike:
             rows = self._rows(plan.values or plan.latent)
             added = [term for term in visible.masks if term.kind == "add"]
-            # Each row of an additive mask may have a maximum of its own.
+            # With an additive mask, a row weighs only the keys for which its mask is greatest.
             numbers = (self._mask_axes(added[0]), indices, visible.fill) if added else ()
             out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING, *numbers)
         if site.sinks is not None:
@@ -127,7 +127,7 @@ class Whole(Sides):
         return self._values(attended)
 
     def attend(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Return the operator's output [B,S,H,L], the log-sum-exp [B,S,H], and the operator's list of keys."""
+        """Return the operator's output [B,S,H,L], its log-sum-exp [B,S,H], and the list of keys that it is given."""
         visible = self.plan.visible
         operands = self._operands()
         indices = self._indices(visible.chosen) if visible.chosen else None
@@ -155,13 +155,13 @@ class Whole(Sides):
         )
 
     def _share(self, lse: fx.Node, sinks: Operand) -> fx.Node:
-        """Return ``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H], the share of the keys beside a sink.
+        """Return the share of the keys in a softmax with a sink, ``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H].
 
         The share is 1 where the sink is minus infinity, and 0 in a row without a visible key.
         """
         target = (self.plan.batch, self.site.queries, self.plan.heads)
-        # A bias on the keys adds the same number to all scores, so the scores omit it. A sink has no such bias, so it
-        # is added here.
+        # The operator's scores omit a bias on the keys, which adds the same number to all scores of a row. A sink's
+        # score has no such bias, so the log-sum-exp has to include it.
         biases = [
             self._bias_scores(self.site.products[t.product], t, self.outer)
             for t in self.plan.keys
@@ -180,11 +180,11 @@ class Whole(Sides):
         return [] if lengths is None else [lengths]
 
     def _indices(self, chosen: Chosen) -> fx.Node:
-        """Return the list of keys as int32 [B,S,k], without repeated keys and without keys outside of 0 to T-1."""
+        """Return the list of keys as int32 [B,S,k], with repeated keys and entries that do not count made negative."""
         call, device = self.builder.call, val(self.plan.latent.node).device
         listed, flags = (None if o is None else self._listed(o, chosen) for o in (chosen.indices, chosen.flags))
         assert listed is not None
-        # From here on -1 marks an entry that names no key.
+        # For the operator, a negative entry names no key.
         if flags is not None:
             listed = call(aten.masked_fill.Scalar, listed, call(aten.eq.Scalar, flags, 0), -1)
         if not chosen.distinct:
@@ -205,7 +205,7 @@ class Whole(Sides):
         return self.builder.on_device(self.builder.cast(listed, torch.int32), device)
 
     def _listed(self, operand: Operand, chosen: Chosen) -> fx.Node:
-        """Return the list laid out as [B,S,k]."""
+        """Return the list, or its flags, laid out as [B,S,k]."""
         atoms = (*self.plan.batch, *self.site.queries, *chosen.count)
         for dim, one in enumerate(operand.axes):
             if one == chosen.count:
@@ -216,7 +216,7 @@ class Whole(Sides):
         return arrange(self.builder, self.sizes, node, tuple((a,) for a in atoms), target)
 
     def _mask(self) -> fx.Node | None:
-        """Merge all mask terms: boolean if they only fill in minus infinity, else additive in float32 or wider."""
+        """Merge all masks and extra scores: boolean if they only hide keys, else additive in float32 or wider."""
         keep: fx.Node | None = None
         added: fx.Node | None = None
         extra = self._extra_scores()

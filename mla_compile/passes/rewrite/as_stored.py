@@ -1,4 +1,4 @@
-"""Stored weights, which a product reads if its operator converts the numbers itself.
+"""Finds the stored weight that a product can read directly, if its operator converts the numbers itself.
 
 Before::
 
@@ -29,7 +29,7 @@ _EXACT = {torch.int8: (torch.bfloat16, torch.float16, torch.float32), torch.bflo
 def as_stored(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     """Return the input that holds exactly the numbers of ``weight``, and the views from the input to ``weight``.
 
-    None if each call computes the weight.
+    None if anything but views and exact copies lies between the two.
     """
     views = []
     while not _is_input(weight):

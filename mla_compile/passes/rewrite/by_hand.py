@@ -40,7 +40,7 @@ class _ByHand(Whole):
         self.columns = fusion.columns
 
     def _operands(self) -> Operands:
-        """If the values are columns of the keys' rows, give the operator these columns and the remaining ones."""
+        """If the values are columns of the keys' rows, pass these columns as latent and the others as rotary keys."""
         if self.columns is None:
             return super()._operands()
         query, rows = self._query(self.plan.latent), self._rows(self.plan.latent)
@@ -55,7 +55,7 @@ class _ByHand(Whole):
 
 
 class _Memories(Whole):
-    """Rows in several memories: one operator call for each, merged as in :mod:`mla_compile.kernels.merge`."""
+    """One operator call for each memory of the rows, with the results merged as in :mod:`mla_compile.kernels.merge`."""
 
     def __init__(self, fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> None:
         super().__init__(replace(fusion.plan, visible=together(fusion.memories)), fake_mode, lengths)

@@ -4,11 +4,11 @@ Before: ``out = merge(attention(heads(linear(x, Wq)), K(linear(c, Wkv)), V(...))
 
 After: ``out[:, :, a:b] = merge(attention(heads(linear(x, Wq[a:b])), K(linear(c, Wkv[a:b])), V(...)))`` for each group
 
-The operators and the numbers are the same. Of each tensor that has heads, only one group's part is in memory at a time.
-The groups must therefore run one after the other. A compiler, however, may first run everything that waits for nothing,
-such as the keys of all groups, and does so. Therefore a group reads copies of its weights, and of a rotary key that it
-repeats for its heads. Each copy is made when the previous group is done (``mla_compile::copy_after``). All copies
-together are as large as the weights, plus one rotary key per group.
+The operators and the numbers are the same, but only one group's part of each tensor with heads is in memory at a time.
+For that, the groups have to run one after the other. A compiler, however, first runs whatever waits for nothing, such
+as the keys of all groups. Therefore a group reads copies of its weights, and of a rotary key that it repeats for its
+heads. Each copy is made when the previous group is done (``mla_compile::copy_after``). All copies together are no
+larger than the weights plus one rotary key per group.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def by_heads(
 
 
 class _GroupMaker(PartMaker):
-    """Makes parts of heads. ``after`` is the node that must be computed before the next group begins."""
+    """Makes the parts of a group of heads; ``after``: the node that must be computed before the group begins."""
 
     def __init__(self, region: Region, fake_mode: FakeTensorMode | None, *, pad: bool) -> None:
         super().__init__(region.parts, region.out, fake_mode, region.core)

@@ -3,8 +3,8 @@
 Before: ``query = cat([nope, rope], -1)`` by the model, and ``slice(query, -1, 0, N)`` by a rewrite. After: ``nope``.
 
 Models join the rotated and the unrotated columns of the query. In the absorbed form each part is used separately, and
-the join is dead. A downstream compiler does not look through the join: it computes each column with a test for the part
-that the column belongs to.
+the join is not needed. A downstream compiler does not look through the join: for each column that it computes, it tests
+which part the column belongs to.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _part(x: fx.Node, dim: int, taken: range) -> tuple[fx.Node, range]:
-    """Find the innermost part of joins that holds positions ``taken`` of axis ``dim``, and their positions in it."""
+    """Return the innermost part of joins that holds the positions ``taken`` of axis ``dim``, and where it has them."""
     how = decode(x)
     if not isinstance(how, Join) or how.dim != dim:
         return x, taken

@@ -63,20 +63,20 @@ def dequantize_once(
 def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads: Heads | None) -> bool:
     """Whether a step that reads the dequantized weight takes less time than a step that dequantizes it.
 
-    ``heads`` reads a weight at memory bandwidth, and a stored weight too if it only needs exact conversions. A
-    compiler's loops over weights that are stored otherwise take several times as long per value. Without ``heads``,
-    bytes decide: for few rows a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`),
-    unless a library's operator dequantizes them. Otherwise the weight is written in float32 and read again.
+    The operator ``heads`` reads a weight at memory bandwidth, even a stored weight if exact conversions are enough. For
+    other stored weights, a compiler's loops take several times as long per value. Without ``heads``, bytes decide: for
+    few rows a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`), unless a
+    library's operator dequantizes them. In all other cases the weight is written in float32 and read again.
     """
     reading = reachable([weight], lambda n: n.users if n is weight or packet(n) is aten._to_copy else ())
     products = [n for n in reading if packet(n) is aten.einsum and OURS in n.meta]
     if heads is not None and products and all(takes(n, heads, dtype) for n in products):
         return not all(reads_stored(n, heads) for n in products)
-    # The stored numbers may hold K and V together, of which this weight is one part.
+    # The stored tensor may hold the weights of both K and V, and this weight is one part of it.
     share = val(weight).numel() / max(val(n).numel() for n in made_of(weight))
     read = share * sum(val(n).numel() * val(n).itemsize for n in stored)
     few = all(rows_sharing_weight(n) <= FEW_ROWS for n in products)
-    # No CPU converts float8, and emulating the conversion takes longer than the saved bytes.
+    # CPUs emulate the conversion of float8, which takes longer than reading the bytes that it saves.
     slow = val(weight).device.type == "cpu" and any(is_float8(val(n).dtype) for n in stored)
     fused = few and not slow and not dequantized_by_library(weight)
     return val(weight).numel() * dtype.itemsize < read + (0 if fused else 8 * val(weight).numel())

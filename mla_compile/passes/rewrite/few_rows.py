@@ -38,8 +38,9 @@ def few_rows(
 
     ``weights``: the nodes computed from weights only. A weight that each call computes is left to the compiler, which
     may fuse that computation with the product. ``pays``: whether the operator is faster, given the device, the dtypes
-    of rows and weight, and the number of rows, which is at most ``most``. A symbolic number of rows counts as few if
-    its hint is small. If a call has more rows than pay off, the operator calls torch.
+    of rows and weight, and the number of rows. ``least_bytes``, ``most``: the smallest weight and the most rows for
+    which it is used. A symbolic number of rows counts by its hint. In a call with more rows than pay off, the operator
+    calls torch.
     """
     done = 0
     for node in list(graph.nodes):
@@ -52,7 +53,7 @@ def few_rows(
         rows = math.prod(shape(x)[:-1])
         if bytes_hint(weight) < least_bytes or math.prod(hint(size(n), n) for n in val(x).shape[:-1]) > most:
             continue
-        # One row is not tried for a symbolic number, because the code for one row is compiled separately.
+        # A symbolic number is 2 or more, because the graph for one row is compiled separately.
         counts = (rows,) if isinstance(rows, int) else range(2, most + 1)
         faster = partial(pays, val(weight).device, val(x).dtype, val(weight).dtype)
         few = max(itertools.takewhile(faster, counts), default=0)

@@ -2,8 +2,9 @@
 
 Before: ``out, lse = mla_compile.decode_attention(q, c, k_rope, values, mask, seq_lens, scale, causal, window)``
 
-After: two products, a softmax in float32 and one product, by the formulas of :mod:`mla_compile.kernels.reference`. If
-there is a list of keys (``indices``), the rows of those keys are gathered first for each query.
+After: two products, a softmax in float32 (or wider) and one product, by the formulas of
+:mod:`mla_compile.kernels.reference`. If there is a list of keys (``indices``), the rows of those keys are gathered
+first for each query.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _alike(
 
 
 def _greatest(builder: Builder, values: fx.Node, mask: fx.Node, indices: fx.Node, fill: float) -> fx.Node:
-    """Return [B,S,H|1,Lv], the mean of the rows where the mask has its maximum."""
+    """Return the mean of the rows where the mask is greatest, [B,S,H|1,Lv]; the mask of an unlisted row is ``fill``."""
     call = builder.call
     B, S, k = (builder.size(indices, dim) for dim in range(3))
     heads = shape(mask)[1]
@@ -111,7 +112,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
             scores = hidden(builder, scores, future(builder, last, columns))
         if window:
             scores = hidden(builder, scores, call(aten.le.Tensor, columns, call(aten.sub.Tensor, rows, window)))
-    # With more queries than keys, the first queries see no key.
+    # In causal attention with more queries than keys, the first queries see no key.
     more = bool(causal) and not at_least(shape(latent)[1], shape(query)[1])
     some_empty = more or not all(x is None for x in (mask, lengths, picked))
     probs = probabilities(builder, scores, some_empty=some_empty)

@@ -84,7 +84,7 @@ def _moved(node: fx.Node) -> fx.Node:
 def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | None:
     """Return the scales that are broadcast over the columns of a product: one per row, or one per 2^n adjacent columns.
 
-    The product has the shape of ``latent``, [B,T,L], or [B,T,G,L/G].
+    The product has the shape of ``latent``, [B,T,L], or [B,T,G,L/G]. None if the scales are of another kind.
     """
     (B, T, L), whole = shape(latent), shape(product)
     if len(whole) == 3 and same_sizes(shape(scales), whole):

@@ -30,7 +30,7 @@ def masked_scores(
     scores = builder.call(aten.mul.Tensor, scores, scale)
     if modify is not None:
         scores = modify(scores)
-    for mask in masks:  # a generator may add nodes: it prepares each mask where the mask is used
+    for mask in masks:  # a generator may add a mask's nodes just before they are used
         if val(mask).dtype == torch.bool:
             scores = hidden(builder, scores, builder.call(aten.logical_not.default, mask))
         else:

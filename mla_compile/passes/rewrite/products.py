@@ -4,7 +4,8 @@ Before: ``scores = q K^T; out = P V`` with K = W_k c, V = W_v c. After: ``scores
 
 This rewrite is for attentions whose core is not a plain softmax, and for attentions of which only a part can be
 absorbed: one side, or some columns of the keys while the others keep a product of their own. A fused attention is first
-written out. An attention that is absorbed in part is computed in float32, because the original form rounds less often.
+written out. An attention that is absorbed in part is computed in float32 (or wider), because in half precision it would
+be rounded more often than the original.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ProductRewriter(Sides):
         site = self.site
         if self.plan.keys:
             assert site.probs is not None
-            # In graph order, so that a weight emitted for one product precedes the next product that uses it.
+            # In graph order, so that a weight emitted for one product precedes later products that use it.
             order = {node: k for k, node in enumerate(site.probs.node.graph.nodes)}
             for product in sorted(set(site.products), key=lambda p: order[p.node]):  # a product may be added twice
                 self._replace_scores(product)
@@ -86,7 +87,7 @@ class ProductRewriter(Sides):
         parts = [part for t in terms for part in self._scores_of(product, t, atoms)]
         assert parts, "keys of zeros are no attention"
         total = self._total(parts)
-        if all(t.piece.source is None for t in terms):  # the same for every key
+        if all(t.piece.source is None for t in terms):  # without rows, the scores are the same for every key
             total = self.builder.call(aten.expand.default, total, [self.sizes.of(a) for a in atoms])
         new = arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), product.out)
         new = same_layout(self.builder, new, product.node)

@@ -43,7 +43,7 @@ def project(
 
 @dataclass(frozen=True)
 class Heads:
-    """The operator for products of a few rows with a weight for each head, where this machine has one.
+    """When this machine uses the operator ``few_rows_of_heads``: for a few rows times a weight for each head.
 
     Attributes:
         reads: whether it is available, given the device, the dtype of the rows and the dtype of the weight.
@@ -59,7 +59,7 @@ class Heads:
 def lower_projections(
     graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: Collection[fx.Node], heads: Heads | None = None
 ) -> int:
-    """Turn products of few rows with a converted weight into operators that read it once; return how many.
+    """Turn products of few rows with a weight into operators that read the weight once; return how many.
 
     Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call. After:
     ``mla_compile::few_rows_of_heads(x, w)`` with x and w as [h,b,s,n] and [h,l,n], where ``heads`` takes the product;
@@ -82,13 +82,13 @@ def lower_projections(
 
 
 def reads_stored(node: fx.Node, heads: Heads) -> bool:
-    """Whether ``heads`` takes a product with its weight as it is stored."""
+    """Whether the operator of ``heads`` takes a product and reads its weight as it is stored."""
     stored = as_stored(args_of(node)[1][1])
     return stored is not None and takes(node, heads, val(stored[0]).dtype)
 
 
 def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
-    """Whether ``heads`` takes a product if its weight is stored in dtype ``stored``."""
+    """Whether the operator of ``heads`` takes a product if its weight is stored in dtype ``stored``."""
     equation, (x, weight) = args_of(node)
     if _head_letters(equation) is None or rows_sharing_weight(node) > heads.most:
         return False

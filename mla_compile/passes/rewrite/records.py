@@ -13,9 +13,10 @@ from mla_compile.passes.sources.records import AbsorbPlan
 class Absorbed:
     """A rewritten site: the node that is now its output, the queries after W_kc, and the attended latent before W_v.
 
-    ``latent`` is None where the values stay expanded. ``views`` are the nodes that the rewrite added for rows of
-    virtual sources. ``weights`` are the nodes of W_kc and W_v. ``given`` holds the rows that the check fills with
-    random numbers, if they differ from the plan's rows. ``columns`` are the columns of these that the values read.
+    ``latent`` is None if the rewrite applies no W_v. ``views`` are the nodes that the rewrite added for rows of
+    virtual sources. ``weights`` are the nodes of W_kc and W_v. ``given`` holds the rows that get random numbers when
+    the rewrite is verified, if they differ from the plan's rows. ``columns`` are the columns of these rows that the
+    values read.
     """
 
     plan: AbsorbPlan

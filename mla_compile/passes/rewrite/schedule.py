@@ -10,7 +10,8 @@ After::
     schedule = mla_compile.decode_schedule(q_0, c_0, r_0, None, mask_0)
     out_i, lse_i = mla_compile.decode_attention(q_i, c_i, r_i, None, mask_0, schedule=schedule)
 
-Rewritten attentions read contiguous caches. There, lengths without a mask need no preparation.
+Attentions without a mask need no schedule: rewritten attentions read contiguous caches, where lengths alone need no
+preparation.
 """
 
 from __future__ import annotations

@@ -47,11 +47,11 @@ class Sides:
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
         # In graph order: a node must be defined before a product reads sizes from it.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
-        # The keys may be one axis of K and several axes of the rows, such as the two axes of an image.
+        # Sizes come from rows, too: the keys may be one axis of K and several axes of rows, as the two of an image.
         known += sorted(((r.node, r.axes) for r in plan.rows if not is_virtual(r.node)), key=lambda pair: pair[0])
         self.sizes = SizeSources(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
-        # Folding reads these later: the products q W_kc, and the attended latent before W_v.
+        # Read later by folding: the products q W_kc, and the attended latent before W_v.
         self.queries: list[fx.Node] = []
         self.latent: fx.Node | None = None
         self.weights: dict[fx.Node, None] = {}
@@ -184,7 +184,7 @@ class Sides:
 
     @property
     def given(self) -> tuple[fx.Node, ...]:
-        """The tensors that a check fills with random rows, if these are not just the plan's sources."""
+        """The rows that get random numbers when the rewrite is verified; empty if these are the plan's sources."""
         sources = dict.fromkeys(self.wholes.get(source, source) for source in self.plan.sources)
         return tuple(sources) if self.wholes else ()
 

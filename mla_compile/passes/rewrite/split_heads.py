@@ -42,7 +42,7 @@ def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -
 
 
 def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
-    """Build slices of joined heads from the selected heads alone, since the other heads may not be needed any more."""
+    """Build slices of joined heads from the selected heads only, so that heads that nothing reads become dead code."""
     for node, dim in parts.visited():
         how = parts.step(node, dim)
         if node.target is not aten.slice.Tensor or not isinstance(how, Joined):

@@ -59,7 +59,7 @@ class _UnfusedWriter:
         self.dtype = wide(val(site.node).dtype)
 
     def scores(self) -> fx.Node:
-        """Emit the plain product, which a rewrite of the keys replaces."""
+        """Emit the plain product of queries and keys, which a rewrite of the keys replaces later."""
         (q, q_atoms), (k, k_atoms) = self._by_atoms(self.product.q), self._by_atoms(self.product.k)
         return einsum(self.builder, q, q_atoms, k, k_atoms, self.present)
 

@@ -1,9 +1,9 @@
-"""Operations along tokens on a buffer of K and on new keys, as records that can be applied to their rows instead.
+"""Records of how a buffer of K is updated with new keys, which can be applied to the rows that make K instead.
 
-A buffer of full length is written to by operators that move values from token to token (``index_copy``,
-``slice_scatter``), or that multiply tokens by numbers that all heads and columns share, and add the products, as in
-``buffer * (1 - one_hot) + k * one_hot``. With ``K = rows W`` and no bias, each of these may be applied to rows: ``f(old
-W, new W) = f(old, new) W``.
+A buffer of full length is updated by operators that move values along the tokens (``index_copy``, ``slice_scatter``),
+or that multiply tokens by factors that all heads and columns share and add the products, as in
+``buffer * (1 - one_hot) + k * one_hot``. With ``K = rows W`` and no bias, such an operator ``f`` may be applied to the
+rows instead: ``f(old W, new W) = f(old, new) W``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of an ``index_put``: the tensors ``at``, one for each neighbouring axis from ``dim`` on."""
+    """The indices of an ``index_put``: the tensor ``at[i]`` indexes axis ``dim + i``."""
 
     dim: int
     at: tuple[fx.Node, ...]
@@ -49,9 +49,9 @@ class Indices:
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor that differs along some axes of K only.
+    """A tensor whose values vary only along some axes of K.
 
-    ``axes``: for each of its dimensions, the axis of K; None if all values along the dimension are the same.
+    ``axes``: the axis of K for each dimension of the tensor; None if all values along the dimension are the same.
     """
 
     node: fx.Node
@@ -62,7 +62,8 @@ class Shared:
 class Mix:
     """``x`` with each token replaced by a sum of tokens, weighted by the rows of ``matrix``.
 
-    ``summed``: the dimension of the matrix that is summed with axis ``dim`` of ``x``; another takes that axis' place.
+    The sum runs over dimension ``summed`` of the matrix and axis ``dim`` of ``x``. Another dimension of the matrix
+    takes the place of that axis.
     """
 
     x: Writing
@@ -73,17 +74,14 @@ class Mix:
 
 @dataclass(frozen=True)
 class Applied:
-    """An operator over records; its other arguments, such as constants, are kept as they are.
-
-    A list among the arguments is kept as a tuple.
-    """
+    """An operator applied to records; its other arguments, such as constants, are stored unchanged, lists as tuples."""
 
     op: Callable[..., object]
     args: tuple[object, ...]
 
     @property
     def parts(self) -> Iterator[object]:
-        """The arguments, with the members of lists in their place."""
+        """The arguments, with each list replaced by its members."""
         for arg in self.args:
             yield from arg if isinstance(arg, tuple) else (arg,)
 
@@ -92,7 +90,10 @@ Writing: TypeAlias = "Given | Mix | Applied"
 
 
 def axes_of(made: object, *, factors: bool = True) -> Iterator[int]:
-    """Yield the axes along which positions or (with ``factors``) factors differ; those of inner steps come last."""
+    """Yield the axes along which ``made`` moves values and, if ``factors`` is set, those along which factors vary.
+
+    Axes of inner operators come last.
+    """
     if isinstance(made, Applied):
         plain = [a for a in made.parts if not isinstance(a, (Mix, Applied))]
         for arg in (*plain, *(a for a in made.parts if isinstance(a, (Mix, Applied)))):
@@ -110,7 +111,7 @@ def axes_of(made: object, *, factors: bool = True) -> Iterator[int]:
 
 
 def nodes_of(made: object) -> Iterator[fx.Node]:
-    """Yield the positions and factors that are read."""
+    """Yield the nodes of the positions and factors in a record."""
     match made:
         case fx.Node():
             yield made
@@ -161,7 +162,7 @@ def moved(made: X, axis: Callable[[int], int], same: Callable[[fx.Node], fx.Node
 
 
 def with_given(made: X, given: Sequence[Writing]) -> X:
-    """Return ``made`` with each given tensor replaced by the record of its number in ``given``."""
+    """Return ``made`` with each ``Given(n)`` replaced by ``given[n]``."""
 
     def on(one: object) -> Any:
         match one:
@@ -198,7 +199,7 @@ def _made_of(arg: object, builder: Builder, given: Sequence[fx.Node]) -> object:
 
 
 def _argument(given: object, builder: Builder, dtype: torch.dtype, rank: int) -> Any:
-    """Return an argument as an operator on tensors of this ``dtype`` and ``rank`` takes it."""
+    """Convert an argument to the form that an operator on tensors of this ``dtype`` and ``rank`` takes."""
     match given:
         case list():
             return [_argument(one, builder, dtype, rank) for one in given]

@@ -14,23 +14,22 @@ from mla_compile.passes.ir.walk import REACH, reachable
 
 
 def are_cached(rows: fx.Node) -> bool:
-    """Whether new rows are joined to, or written into, rows from an input, perhaps followed by a norm.
+    """Whether ``rows`` are new rows joined to, or written into, rows from an input, with no projection after that.
 
-    Then the caller keeps the rows, and their expansion is computed anew in every call. Rows on the other side of
-    a projection do not count.
+    If so, the caller keeps the rows, but every call computes their expansion anew.
     """
     return bool(pasts_of(rows))
 
 
 def pasts_of(rows: fx.Node) -> set[fx.Node]:
-    """Return the inputs and state tensors that hold the earlier part of ``rows``."""
+    """Return the inputs and ``get_attr`` tensors that new rows are joined to, or written into, to make ``rows``."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
         ends = packet(node) in CONTRACTIONS or held(node)
         return () if ends else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    # Rows that replaced K may also be written by arithmetic. A graph without such rows needs no search for that.
+    # Rows that replaced K may also be updated by pointwise operators or a roll; other graphs need no search for that.
     replaced = any(ROWS in n.meta for n in start.graph.find_nodes(op="placeholder"))
     held = _held_or_written if replaced else _held
     found = (_input(past) for node in reachable([start], same_rows, REACH) for past in held(node))
@@ -38,7 +37,7 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
 
 
 def come_from(rows: Iterable[fx.Node], mark: str) -> bool:
-    """Whether the earlier part of all ``rows`` is held in inputs with ``mark`` in their metadata."""
+    """Whether each of ``rows`` continues at least one input with ``mark`` in its metadata (:func:`pasts_of`)."""
     return all(any(mark in past.meta for past in pasts_of(node)) for node in rows)
 
 
@@ -53,7 +52,7 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the same, also for a write by arithmetic: rows from an input that ``node`` computes with or rolls."""
+    """Do the same as :func:`_held`, and also find rows that replaced K and are updated pointwise or by a roll."""
     if held := _held(node):
         return [past for n in held for past in _held_or_written(behind(n, Slice)[-1]) or [n]]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -62,6 +61,6 @@ def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _input(node: fx.Node) -> fx.Node | None:
-    """Return the input or state tensor that ``node`` shows; None if it shows neither."""
+    """Return the input or ``get_attr`` tensor of which ``node`` is a view, a part or a copy; None if there is none."""
     shown = behind(node, (Copy, Rearrange, Select, Slice))[-1]
     return shown if shown.op in ("placeholder", "get_attr") else None

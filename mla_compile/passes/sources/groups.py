@@ -1,8 +1,8 @@
 """Find groups of heads with a latent each, where the group is a separate axis.
 
 In ``k = einsum("btgl,glhn->bghtn", c, W)`` each group has its own rows and weight. If queries, keys and output have
-that axis too, it acts as a batch: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Otherwise, a weight that
-differs along an axis of the rows ends a walk: along the tokens it is a table of positions.
+that axis too, it acts as a batch: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Any other weight that differs
+along an axis of the rows ends a walk. Along the tokens, for example, it is a table of positions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mla_compile.passes.sources.sources import choose_sources
 aten = torch.ops.aten
 
 _KEEP = (aten.add, aten.sub, aten.mul, aten.div)
-"""Operators with a weight that may differ between groups, like the weight of the product behind them."""
+"""Operators whose weight may differ between groups, as the weight of the product before them does."""
 
 
 def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
-    """Return an analysis that follows products with a weight per group on the way to K and V of ``sites``."""
+    """Return linear maps that see through products with one weight per group on the way to K and V of ``sites``."""
     for site in sites:
         operands = [*(p.k for p in site.products), site.v]
         for node in _ends(operands, maps):
@@ -43,7 +43,8 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
     """Return the products at which walks end because a weight differs along an axis of the rows."""
     found: dict[fx.Node, None] = {}
     pieces = pieces_of([maps.map(o.node) for o in operands])
-    # If one weight makes the rows of all groups, a walk past it sees the group as columns of that weight.
+    # A walk past one weight that makes the rows of all groups sees the group as columns of that weight. So walks that
+    # end at the chosen sources are searched, too.
     batched = any(_is_batched(v.node, maps) for p in pieces for v in p.path)
     for at in (maps, maps.with_sources(choose_sources(pieces)[0])) if batched else (maps,):
 
@@ -51,7 +52,8 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
             stops = [at.reasons[end] for end in ends]
             found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
-            # Sums with such a product, factors for each group, and parts of such tensors end walks too.
+            # Sums with such a product, factors for each group, and parts of such tensors end walks, too. The search
+            # continues behind them.
             further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in _KEEP)
             return [n for stopped in further for n in at.operands(stopped)]
 
@@ -60,7 +62,7 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
 
 
 def _is_batched(node: fx.Node, maps: Maps) -> bool:
-    """Whether ``node`` is a product with several matrices."""
+    """Whether ``node`` is a product with a weight of more than two axes, such as one matrix per group."""
     return is_contraction(node) and any(maps.is_weight(n) and len(shape(n)) > 2 for n in node.all_input_nodes)
 
 

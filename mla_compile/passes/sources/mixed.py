@@ -1,7 +1,7 @@
-"""Products with a weight that mix the rows of tokens: their results are taken as the rows.
+"""Finds products with a weight that mix the rows of tokens, and whose results can serve as the rows instead.
 
-In ``attention(q, up(M c), ...)`` with a weight M over tokens (a fixed convolution, say), a token of K is no image of
-its row in c, but of its row in ``M c``.
+In ``attention(q, up(M c), ...)`` with a weight M over tokens (such as a fixed convolution), a token of K is an image
+not of its row in c but of its row in ``M c``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
 
 def mixing_products(site: AttentionSite, failed: Stop, maps: Maps) -> set[fx.Node]:
-    """Return products whose results, taken as rows, make K and V token by token; none if ``failed`` is no mixing."""
+    """Return products whose results, used as rows, make K and V token by token; none unless ``failed`` is a mixing."""
     if failed.code != "token_mixing":
         return set()
     operands = (*(p.k for p in site.products), site.v)
@@ -36,6 +36,6 @@ def _of_operand(operand: Operand, site: AttentionSite, maps: Maps) -> Iterator[f
 
 
 def _mixed(lmap: LinearMap, tokens: list[int]) -> list[Piece]:
-    """Return the pieces whose positions along ``tokens`` are not positions of their rows."""
+    """Return the pieces of which some atom along the axes ``tokens`` is not an atom of their rows."""
     rows = [p for p in lmap.pieces if p.source is not None]
     return [p for p in rows if any(a not in p.source_atoms for dim in tokens for a in p.axes[dim])]

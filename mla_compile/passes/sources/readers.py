@@ -1,4 +1,4 @@
-"""Remaining readers of an up-projection that makes K and V in one product, and whether they can have their own product.
+"""Finds what still reads a common up-projection of K and V, and whether these readers can get a product of their own.
 
 In ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed, ``k`` still needs all of ``linear(c, W)``, and nothing is
 saved unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_compile.passes.rewrite.narrow`).
@@ -48,11 +48,12 @@ def narrower_readers(
 ) -> tuple[fx.Node, ...] | None:
     """Return the narrower nodes through which all remaining readers read ``expansion``, a product of rows.
 
-    ``sources``: those rows, and the rows of the images that are added to it. The nodes include lengths, if the rows
-    have them too (:func:`length_of`), and parts of a few tokens (:func:`of_few_rows`). None if a reader needs all of
-    ``expansion``, or ``absorbed`` columns (nodes on their way to the site): then nothing is saved. ``columns``: whether
-    some columns of all tokens may still be read. ``reads`` says what a node reads, and ``alive`` which nodes are
-    needed, once all sites are rewritten.
+    Such a node holds some of the columns, a few of the tokens (:func:`of_few_rows`), or a length that the rows have too
+    (:func:`length_of`). Return None if a reader needs all of ``expansion`` or absorbed columns: then nothing is saved.
+
+    ``sources``: the rows, and the rows of images that are added to the product. ``absorbed``: the nodes on the way from
+    the rows to absorbed K and V. ``columns``: whether some columns of all tokens may still be read. ``reads`` says what
+    a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
     """
     at_sources = maps.with_sources(sources)
     whole = bytes_hint(expansion)
@@ -74,13 +75,13 @@ def narrower_readers(
         elif of_few_rows(node, sources, maps):
             found.append(node)
         elif bytes_hint(node) >= whole:
-            # If keys are joined from several rows, only their lengths may be read, perhaps after other moves.
+            # Keys joined from several rows are no image of these. Only their lengths may be read, perhaps after moves.
             moved = decode(node) is not None
             only_lengths = (length_of(u, sources) is not None or (moved and decode(u) is not None) for u in users(node))
             if not images_of(node, sources, at_sources) and not all(only_lengths):
                 return None
         elif node in absorbed:
-            continue  # its readers were absorbed too, or they are visited
+            continue  # `users` leads to its remaining readers
         elif not columns or any(n in absorbed and bytes_hint(n) < whole for n in node.all_input_nodes):
             return None
         elif not any(map(is_virtual, sources)) and _can_be_made_alone(node, images_of(node, sources, at_sources)):
@@ -97,7 +98,7 @@ def tokens_read(
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
 ) -> fx.Node | None:
-    """Return a slice that reads tokens of ``expansion`` if nothing reads all of them; None otherwise.
+    """Return a slice that reads some tokens of ``expansion``; None if there is none, or if something reads all tokens.
 
     The arguments are those of :func:`narrower_readers`.
     """
@@ -133,7 +134,7 @@ def other_reader(
     """Return the first operator that computes with ``expansion``, or with moved, cut, joined or added parts of it.
 
     The search goes on through ``absorbed`` nodes, which make K or V. If there is no such operator, return the output of
-    the graph, else a reader of a length. The arguments are those of :func:`narrower_readers`.
+    the graph if it is reached, else the nearest reader. The arguments are those of :func:`narrower_readers`.
     """
     at_sources = maps.with_sources(sources)
 
@@ -159,7 +160,7 @@ def _carries(node: fx.Node, expansion: fx.Node, sources: Sequence[fx.Node], maps
 
 
 def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return the rows and their axis whose length ``node`` holds; None if ``node`` holds no such length."""
+    """Return one of ``sources`` and its axis whose length ``node`` holds; None if ``node`` holds no such length."""
     if packet(node) is not aten.sym_size:
         return None
     x, dim = args_of(node)
@@ -168,20 +169,20 @@ def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] 
 
 
 def images_of(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps whose sum is ``node``, each over different rows among ``sources``; none otherwise."""
+    """Return the maps whose sum is ``node``, if they read different rows, all among ``sources``; otherwise none."""
     found = _summands(maps.map(node))
     return found if all(p.source in sources for p in found) else ()
 
 
 def _summands(lmap: LinearMap) -> tuple[Piece, ...]:
-    """Return the summands of a map in one piece, over different rows and at least one projected; otherwise none."""
+    """Return the summands of a map without segments, if their rows differ and a weight makes one; otherwise none."""
     found = () if lmap.axis is not None else lmap.pieces
     apart = len({p.source for p in found}) == len(found)
     return found if apart and any(p.projected for p in found) else ()
 
 
 def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps over a few rows whose sum is ``node``, if it is made of ``sources`` for few tokens."""
+    """Return the maps over a few rows of ``sources`` whose sum is ``node``, if it is a slice and can be made alone."""
     taken = taken_of(node)
     if taken is None or taken.padded is not None or taken.at is not None:
         return ()
@@ -193,7 +194,7 @@ def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tupl
 
 
 def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
-    """Whether ``rows``, perhaps with factors, is at most half of one of ``sources``, however long the context is."""
+    """Whether ``rows`` are at most half of one of ``sources`` (perhaps times factors), however long the context is."""
     source = args_of(rows)[0] if is_virtual(rows) else rows
     if without_factors(source) not in map(without_factors, sources):
         return False
@@ -203,7 +204,7 @@ def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
 
 
 def without_factors(rows: fx.Node) -> fx.Node:
-    """Return the rows that virtual ``rows`` multiply by factors; any other ``rows`` themselves."""
+    """Return the rows that ``rows`` multiply by factors, if they are such virtual rows; otherwise ``rows``."""
     return args_of(rows)[0] if has_factors(rows) else rows
 
 
@@ -213,11 +214,11 @@ def has_factors(rows: fx.Node) -> bool:
 
 
 def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
-    """Whether a product for each piece, with some rows of its weight and in its dtype, gives exactly ``node``."""
+    """Whether ``node`` is exactly the sum of one product per piece, each in its dtype with some rows of a weight."""
     # A separate product has its own strides; a split of the whole has those of the whole.
     if not pieces or strides_show(node):
         return False
-    # In half precision, the sum of three depends on the order, and a constant was added to one of the summands.
+    # In half precision a sum of three terms depends on their order, and a bias counts as a term.
     ordered = len(pieces) == 1 or (len(pieces) == 2 and pieces[0].bias is None)
     exact = val(node).dtype.itemsize >= 4 or (ordered and all(_is_exact(p) for p in pieces))
     return exact and all(_has_own_product(node, p) for p in pieces)
@@ -226,8 +227,8 @@ def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
 def _is_exact(piece: Piece) -> bool:
     """Whether half precision rounds ``piece`` where the graph does.
 
-    A computed weight would be rounded at another place than the product that it replaces, and so would rows times
-    numbers that may have followed the product.
+    A computed weight is rounded at another place than the operators that it replaces. Rows times factors are, too, if
+    the graph multiplies by the factors after the product.
     """
     source = None if piece.source is None else whole_rows(piece.source)
     plain = piece.scale in (1.0, -1.0) and not (source is not None and has_factors(source))
@@ -235,7 +236,7 @@ def _is_exact(piece: Piece) -> bool:
 
 
 def _has_own_product(node: fx.Node, piece: Piece) -> bool:
-    """Whether the rows, or one product of them, have the values of ``piece`` in the dtype of ``node``."""
+    """Whether ``piece`` is its rows themselves, or one product of them with a weight, in the dtype of ``node``."""
     if piece.source is None or val(piece.source).dtype != val(node).dtype:
         return False
     tokens = {a for a in flatten(piece.axes) if a in piece.source_atoms}

@@ -1,4 +1,4 @@
-"""The rows that the keys and values of an attention show, found through views, casts and joins of columns."""
+"""Finds the columns of rows that K and V of an attention consist of, through views, casts, slices and joins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Cut: TypeAlias = "tuple[Role, object]"
 
 @dataclass(frozen=True)
 class ColumnRead:
-    """Columns ``start`` to ``stop`` of ``rows``, sliced by ``cuts``; ``roles``: the roles of the dimensions."""
+    """Columns ``start`` to ``stop`` of ``rows`` after the slices ``cuts``; ``roles``: the roles of its dimensions."""
 
     rows: fx.Node
     cuts: tuple[_Cut, ...]
@@ -41,13 +41,16 @@ class ColumnRead:
         return self.stop <= covered
 
     def _lies_like(self, other: ColumnRead) -> bool:
-        """Whether batch, tokens and columns are the same dimensions: equal sizes do not tell them apart."""
+        """Whether each dimension longer than 1 has the same role in both: equal sizes do not tell roles apart."""
         dims = zip(self.roles, other.roles, shape(self.rows), strict=True)
         return all(a == b or same(length, 1) for a, b, length in dims)
 
 
 def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[ColumnRead]:
-    """Return the rows that an operand shows, found through views, casts and joins of columns."""
+    """Return the columns of rows that ``operand`` consists of; none if its features are not one axis of fixed width.
+
+    ``first``: node -> the first node that computes the same.
+    """
     roles: list[Role] = [COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
     width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == COLUMNS]
     if len(width) != 1 or not isinstance(width[0], int):

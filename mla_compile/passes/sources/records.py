@@ -27,7 +27,7 @@ class Rows:
 
     ``axes`` has one axis for each dimension of ``node``, in the site's atoms for batch and keys and in the source's own
     atoms for the width. ``heads``: the heads that have their own rows, in a plan for a part of an attention. ``parts``:
-    rows of several sources that are joined into these; ``node`` is the first source.
+    if the rows of several sources are joined, the rows of each; ``node`` is then the first source.
     """
 
     node: fx.Node
@@ -56,13 +56,13 @@ class AbsorbPlan:
     """Everything that a rewrite needs; the rewrite itself decides nothing.
 
     ``latent`` are the rows that a weight expands, ``rope`` the rows that all heads share as they are, and ``values``
-    the rows of the values if those are not the latent. If K or V are sums, each of them may be joined rows.
+    the rows of the values if those are not the latent. If K or V is a sum, each of the three may be joined rows.
 
     ``visible``: the keys that the masks show, for the attention operator.
 
     In a plan for a part, ``keys`` or ``vals`` is empty if that side stays as it is, and ``extra`` holds further rows.
-    ``fits_op``: the attention operator can be used nevertheless; ``extra`` then belong to keys, and their scores are
-    added to the mask.
+    ``fits_op``: the attention operator can be used nevertheless; ``extra`` then holds only rows of keys, whose scores
+    are added to the mask.
     """
 
     site: AttentionSite
@@ -85,7 +85,7 @@ class AbsorbPlan:
 
     @property
     def whole(self) -> bool:
-        """Whether the attention becomes the operator; otherwise each of its products is rewritten by itself."""
+        """Whether the attention operator replaces the site; otherwise each of its products is rewritten by itself."""
         return self.site.open_core is None and self.fits_op
 
     @property
@@ -104,7 +104,7 @@ class AbsorbPlan:
 
     @property
     def row_values(self) -> int:
-        """Values per token of all rows. Rows of single heads, or of a group, count once for each."""
+        """Values per token of all rows. Rows that each head or group has for itself count once per head or group."""
         groups = groups_of(self.terms, self.batch)
         return sum(r.size * r.count * fixed_size(a for a in groups if a in flatten(r.axes)) for r in self.rows)
 
@@ -142,8 +142,8 @@ class Fusion:
     """How an attention over rows that heads share becomes one operator, or one for each memory.
 
     ``columns``: the range of columns of ``plan.latent`` that are the values, at its start or end, if keys and values
-    are columns of the same rows; ``whole`` are those rows. ``memories``: a plan for each memory, if the rows lie in
-    several.
+    are columns of the same rows; ``whole`` are those rows. ``memories``: if the rows are joined from several tensors (a
+    window and older rows, say), a plan for each of them.
     """
 
     plan: AbsorbPlan
@@ -169,7 +169,7 @@ class Verdict:
     ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks one.
 
     For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` is what stays and why, and ``instead``
-    is the verdict that applies if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be
+    is the verdict that applies if the part is given up. ``narrowed`` lists nodes, each with its sources, that are to be
     made alone because the rest of their projection is no longer read. ``fusion``: the fusion of a site over shared
     rows. ``fix``: what the user could change, if it differs from the code's advice. ``held``: whether the cache held K
     and V of each head before the rewrite; ``beside``: whether it still does, beside rows.
@@ -203,18 +203,18 @@ def pieces_of(maps: list[LinearMap]) -> list[Piece]:
 
 
 def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
-    """Return the atoms of ``lead`` that are groups of heads: rows differ along them, and so do their weights."""
+    """Return the atoms of ``lead`` that are groups of heads: both the rows and the weights differ along them."""
     made = {(t.at[a], a): t for t in terms for a in lead if t.kind(a) == "token" and t.piece.weight is not None}
     return tuple(dict.fromkeys(a for (own, a), t in made.items() if t.piece.weight and own in t.piece.weight.atoms))
 
 
 def selected(site: AttentionSite, product: Product) -> Axis:
-    """Return the axes of the scores of ``product`` along which positions are selected behind a softmax."""
+    """Return the atoms of ``product``'s scores along which positions are selected later, after the softmax."""
     return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 
 def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
-    """Whether the rows of ``operand`` are the same for every position of ``atom``."""
+    """Whether ``operand`` has the same values at every position of ``atom``."""
     at = next((k for k, axis in enumerate(operand.axes) if atom in axis), None)
     if at is None:
         return True

@@ -1,7 +1,7 @@
 """The common refinement of a site and its linear maps: both are written in the same atoms.
 
 The site knows that an axis of K is "batch, then head". The map of K knows which factors of that axis are tokens of its
-source and which are columns of a weight. Both are split until their factors agree.
+source and which are columns of a weight. Site and map are split until their factors agree.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
     if len(at) != 1 and features:
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
     feature_axis = at[0] if at else None
-    # Parts joined along another axis have different maps there, so no single map makes all rows. Heads get a separate
-    # code, because they can still be split into groups.
+    # Parts joined along another axis have different maps there, so no single map makes all rows. Joined heads get a
+    # separate code, because they can still be split into groups.
     if lmap.axis is not None and lmap.axis != feature_axis:
         made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]
         if any(f is not None and a in f.atoms for f, own in made for a in own):

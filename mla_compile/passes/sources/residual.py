@@ -1,7 +1,7 @@
-"""Telling hidden states from a latent, by a residual connection ``h = x + f(x)`` or a convolution behind them.
+"""Tells hidden states from a latent: hidden states come from a residual connection ``x + f(x)`` or a convolution.
 
 A latent is projected from hidden states, and a cache should hold it. If K and V are projected from the hidden states
-themselves, this is plain multi-head attention. Widths cannot tell the two apart, because a latent may be wider.
+themselves, this is plain multi-head attention. Widths cannot tell the two apart, because a latent may be the wider one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def shortcut(node: fx.Node) -> fx.Node | None:
     inputs = node.all_input_nodes
     if packet(node) is not aten.add or len(inputs) != 2:
         return None
-    # Nodes compare by their place in the graph: the later one can only be computed from the earlier one.
+    # Nodes compare by their place in the graph: only the later one can be computed from the other.
     first, second = sorted(inputs)
     return first if is_tensor(first) and leads_to(first, second) else None
 

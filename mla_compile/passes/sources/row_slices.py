@@ -3,8 +3,9 @@
 In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
 ``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no
 graph contains it until an attention that reads it is absorbed. Static caches are read like this: expanded from rows of
-full length, then cut to the length in use. Zero tokens before or behind K and V work alike, ``pad(c W) = pad(c) W``,
-and so do tokens at the positions in a tensor, ``(c W)[:, at] = c[:, at] W``.
+full length, then cut to the length in use. The same holds for zero tokens before or behind K and V,
+``pad(c W) = pad(c) W``, for tokens at the positions in a tensor, ``(c W)[:, at] = c[:, at] W``, and for a factor for
+each row, ``(c W) g = (c g) W``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Sliced:
 
 @dataclass(frozen=True)
 class GatedRows:
-    """A product with a factor per row; ``rows``: its rows, and for each of their axes the axis of the factors."""
+    """A product with a factor per row; ``rows``: the rows behind it, with the factors' axis for each of their axes."""
 
     node: fx.Node
     rows: tuple[tuple[fx.Node, tuple[int | None, ...]], ...]
@@ -70,7 +71,7 @@ def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
 
 
 def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
-    """Do the same for groups of tensors that need not be K and V; each group is analysed together."""
+    """Do the same as :func:`with_row_slices` for groups of any tensors; each group is analysed together."""
     known: dict[tuple[object, ...], fx.Node] = {}
     while True:  # a slice of a slice is found once the first slice is known
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
@@ -86,7 +87,7 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
 
 
 def _not_made_by(gated: Collection[fx.Node], known: Mapping[fx.Node, Sequence[_Row]]) -> dict[fx.Node, Sequence[_Row]]:
-    """Return ``known`` without entries whose rows a product in ``gated`` makes: narrower rows lie behind it."""
+    """Return ``known`` without entries whose rows depend on a product in ``gated``: narrower rows lie behind it."""
     return {node: rows for node, rows in known.items() if not any(_made_by(gated, r.rows) for r in rows)}
 
 
@@ -97,13 +98,13 @@ def _made_by(gated: Collection[fx.Node], node: fx.Node) -> bool:
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:
     """Return where the walks from ``operands`` end although rows could be sliced or multiplied instead."""
     slices = _ends(operands, maps)
-    if maps.virtual.grouped:  # a walk past one weight for all groups sees the group as columns
+    if maps.virtual.grouped:  # walks past one weight of all groups see the groups as columns: also look at sources
         cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
         slices |= _ends(operands, maps.with_sources(cuts))
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    # Rows that were chosen for K and V together may be no narrower than one of them, so then any width will do.
+    # Sources that were chosen for K and V together may be no narrower than one of the two: any width will do then.
     taken_from = pieces_of([maps.map(taken.x) for taken in slices.values()])
     cuts, _ = choose_sources([*taken_from, *others], any_width=bool(maps.sources))
     at_cuts = maps.with_sources(cuts)
@@ -122,7 +123,7 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedR
 def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
     """Return the slices and products with factors at which walks end, and those behind other ends.
 
-    While a slice of K counts as a source, columns that are split off from it end walks, and the slice lies behind them.
+    If columns are split off from a slice of K, walks may end at these columns, and the slice lies behind such an end.
     """
     found: dict[fx.Node, Taken | Gated] = {}
     seen: set[fx.Node] = set()
@@ -136,13 +137,13 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gate
             taken = None if known else _taken(end) or gated_of(maps, end)
             if taken is not None:
                 found[end] = taken
-            behind = args_of(end)[0] if is_virtual(end) else end  # a virtual node stands for copies of its input
+            behind = args_of(end)[0] if is_virtual(end) else end  # a virtual node is computed from its first argument
             queue += maps.operands(behind) if maps.follows(behind) else []
     return found
 
 
 def _taken(node: fx.Node) -> Taken | None:
-    # A part of a split has no bounds that a slice of rows could have.
+    # A part of a split has no bounds with which rows could be sliced.
     how = decode(node)
     return None if isinstance(how, Slice) and how.bounds is None else taken_of(node)
 
@@ -168,7 +169,10 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
 
 
 def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node | None:
-    """Return the part of ``rows`` behind one position of ``taken.x``: a position of axis ``at`` or some columns."""
+    """Return the part of ``rows`` behind one position of ``taken.x``: a position of axis ``at``, or some columns.
+
+    None if a size is symbolic.
+    """
     assert taken.index is not None
     count, length = shape(taken.x)[taken.dim], shape(rows)[at]
     if same(count, length):
@@ -182,7 +186,7 @@ def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node |
 def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | None, ...]] | None:
     """Return the rows that could be multiplied instead, with the gate's axis along each of their axes.
 
-    None if a column is not an image of rows, or if the rows are no narrower than the tensor that is multiplied now.
+    None if that is impossible (a column may not be an image of rows) or saves nothing.
     """
     if any(p.source is None or gate_along(p, gated.gate) is None for p in whole.pieces):
         return None
@@ -233,7 +237,7 @@ def _narrower(piece: Piece, taken: Taken) -> bool:
 
 
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
-    """Return slices of the rows of ``sliced``, reusing known ones; none if one cannot be made with certainty."""
+    """Return slices of the rows of ``sliced``, reusing known ones; none unless all are sure to match the slice."""
     node, taken = sliced.node, _taken(sliced.node)
     assert taken is not None
     how = decode(node)
@@ -261,7 +265,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
             else:
                 widths = pad_along(len(shape(rows)), at, taken.padded)
                 known[key] = virtual(maps.fake_mode, aten.constant_pad_nd.default, rows, widths)
-        # The bounds may be clamped, because K and its rows need not have the same length.
+        # Bounds may be clamped to different lengths, because K and its rows need not have the same one.
         if taken.index is None and not same(shape(known[key])[at], shape(node)[taken.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))

@@ -1,7 +1,8 @@
 """Parts of a buffer that are selected and written one by one, such as ``kv[0]``, ``k[layer]`` and ``kv[layer, 0]``.
 
 A write into a part makes a new buffer, ``select_scatter(k, index_copy(select(k, layer), ...), layer)``, of which other
-parts are selected next. Seen through such writes, each part is a part of the first buffer, or what was written to it.
+parts are selected next. Behind all these writes, each part is either a part of the first buffer or what was written to
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mla_compile.passes.ir.operators import decode
 
 @dataclass(frozen=True)
 class Selected:
-    """The part of ``node`` at the positions ``at``, pairs of axis and index; all of ``node`` without any."""
+    """The part of ``node`` at the positions ``at``, pairs of axis and index; all of ``node`` if ``at`` is empty."""
 
     node: fx.Node
     at: tuple[tuple[int, int], ...] = ()
@@ -40,9 +41,9 @@ NO_PARTS = Parts()
 
 
 def place_of(node: fx.Node, at: tuple[tuple[int, int], ...] = (), *, shown: bool = False) -> Selected:
-    """Return where a part of ``node`` comes from, through selections and writes of other parts.
+    """Return where the part ``at`` of ``node`` comes from, looking through selections and writes of parts.
 
-    ``shown``: also through slices and permutations, so ``node`` may show less than that part, or in another layout.
+    ``shown``: look through slices and permutations, too, so that the result may be larger or laid out differently.
     """
     fixed = dict(at)
     while True:

@@ -39,7 +39,7 @@ def find_shared_rows(
             places = [(o.node, k) for o in operands for k, own in enumerate(o.axes) if atom in own]
             walks = [_walk(node, dim, weights, copies) for node, dim in places]
             if not any(walk.made for walk in walks):
-                continue  # the sequences of a batch, not heads
+                continue  # a batch axis, not heads
             for rows, dim in (place for walk in walks for place in walk.found):
                 if rows not in found:
                     made_of = copies.made_of(rows, dim)
@@ -50,9 +50,10 @@ def find_shared_rows(
 
 @dataclass
 class _Walk:
-    """Tensors behind K or V, each with an axis along which it is constant without being a plain copy.
+    """What lies behind one axis of K or V.
 
-    ``made``: a weight makes some positions of the axis of K or V, as it makes heads.
+    ``found``: tensors, each with an axis along which it is constant without being a plain copy. ``made``: whether a
+    weight makes positions of the axis of K or V, as it makes heads.
     """
 
     found: list[tuple[fx.Node, int]] = field(default_factory=list)
@@ -84,7 +85,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Equ
 
 
 def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
-    """Return the tensor that the copies along ``dim`` come from, through joined groups of heads."""
+    """Return the tensor that holds all the copies along ``dim``, and that axis: look through slices of the copies."""
     while isinstance(how := step(node, dim), Joined):
         node, dim = how.parts[0].node, how.parts[0].dim
     return node, dim
@@ -95,7 +96,7 @@ def _just_copied(node: fx.Node) -> bool:
 
 
 class _EqualAxes:
-    """Which axes have the same values at all positions."""
+    """Tells along which axes tensors have the same values at all positions."""
 
     def __init__(self, weights: Collection[fx.Node]) -> None:
         self.weights = weights
@@ -126,7 +127,7 @@ class _EqualAxes:
         return tuple(n for n in found if n not in copies)
 
     def _reads(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
-        """Return the axes that have to be constant for axis ``dim`` of ``node`` to be; None if it cannot be shown."""
+        """Return the axes that must be constant for axis ``dim`` of ``node`` to be constant; None if unknown."""
         read = decode(node)
         if isinstance(read, Fill):
             return []

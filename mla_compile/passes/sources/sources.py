@@ -91,6 +91,6 @@ def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
 
 
 def _after(one: Cut) -> list[fx.Node]:
-    """Return the nodes between a cut and the tensor that it is part of."""
+    """Return the nodes that follow a cut on the path to its piece."""
     nodes = [v.node for v in one.piece.path]
     return nodes[nodes.index(one.node) + 1 :]

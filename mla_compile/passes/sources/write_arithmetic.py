@@ -25,7 +25,7 @@ class Reading(Protocol):
         ...
 
     def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
-        """Return how an operand of ``of`` is made."""
+        """Return how ``node``, an operand of ``of``, is made; None if a record cannot describe it."""
         ...
 
 

@@ -17,14 +17,14 @@ aten = torch.ops.aten
 
 
 def shared(factor: fx.Node, node: fx.Node) -> Shared:
-    """Return an operand of ``node`` with the axes along which it differs."""
+    """Return ``factor``, an operand of ``node``, with the axes of ``node`` along which its values vary."""
     factor = behind(factor, moves.Expand)[-1]
     along, lead = varying(factor), len(shape(node)) - len(shape(factor))
     return Shared(factor, tuple(k + lead if k in along else None for k in range(len(shape(factor)))))
 
 
 def is_spread(node: fx.Node) -> bool:
-    """Whether ``node`` is a tensor times a factor along axes that the tensor does not have, perhaps times numbers."""
+    """Whether ``node`` is a product of two tensors that are both broadcast (``k * one_hot``), or a multiple of one."""
     if (x := times_number(node)) is not None:
         return is_spread(x)
     return node.target in (aten.mul.Tensor, aten.div.Tensor) and not any(
@@ -33,14 +33,17 @@ def is_spread(node: fx.Node) -> bool:
 
 
 def times_number(node: fx.Node) -> fx.Node | None:
-    """Return the tensor that ``node`` multiplies or divides by a number; None if it does anything else."""
+    """Return the tensor that ``node`` negates, or multiplies or divides by a number; None if it does anything else."""
     x, *number = args_of(node) or (None,)
     scaled = node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(number[0], (int, float))
     return x if scaled or node.target is aten.neg.default else None
 
 
 def mix_of(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:
-    """Return the tensor whose tokens ``node`` sums, the matrix, its summed dimension, and the tensor's summed axis."""
+    """Return the tensor whose tokens ``node`` sums, the matrix, its summed dimension, and the tensor's summed axis.
+
+    None if ``node`` is no such product.
+    """
     if node.target is aten.matmul.default:
         matrix, x = args_of(node)
         rank, own = len(shape(node)), len(shape(matrix))

@@ -2,9 +2,9 @@
 
 ``K = index_copy(buffer, tokens, positions, k_new)`` holds at each position the value written last, or else the value of
 the buffer. Over rows, this is ``index_copy(rows, tokens, positions, c_new)`` with the same positions. A write into a
-part of the buffer, such as its first sequences, is the same write into that part of the rows. So is a window that
-moves, ``cat([buffer[:, 1:], k_new])``, and a write by arithmetic with factors that all heads and columns share, such as
-``buffer * (1 - one_hot) + k_new * one_hot``, whatever the factors are.
+part of the buffer, such as its first batch entries, is the same write into that part of the rows. A moving window,
+``cat([buffer[:, 1:], k_new])``, is applied to rows alike, and so is arithmetic with factors that all heads and columns
+share, such as ``buffer * (1 - one_hot) + k_new * one_hot``, whatever the factors are.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CacheWrite:
 
     @property
     def dims(self) -> list[int]:
-        """The axes along which positions are treated differently; those of inner steps come last."""
+        """The axes along which values are moved, broadcast or multiplied by factors; those of inner operators last."""
         return [*self.grown, *axes_of(self.made)]
 
     def outer(self, axis: int) -> int:
@@ -83,9 +83,9 @@ class CacheWrite:
 
 
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return ``node`` as a write of new tensors into a tensor that ``is_buffer`` accepts; None if it is none.
+    """Return ``node`` as a write of new tensors into a tensor that ``is_buffer`` accepts; None if it is no such write.
 
-    Several tensors count as one if they are written to the same places of each part of the buffer.
+    Equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, count as one write.
     """
     if isinstance(how := decode(node), moves.WriteOne) and how.index is not None:
         return _write_of_each(node, is_buffer)
@@ -97,7 +97,7 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or not reading.new:
         return None
     along = frozenset(axes_of(made)), frozenset(axes_of(made, factors=False))
-    # A multiple of a tensor is an image of rows too. It is taken apart only if fewer new tensors remain.
+    # A multiple of a tensor is itself an image of rows. It is taken apart only if fewer new tensors remain.
     new, given = min((_merged(reading.new, *along, numbers=n) for n in (False, True)), key=lambda one: len(one[0]))
     grown = tuple(sorted({k for axes in new.values() for k in axes}))
     # An operator that broadcasts a new tensor may also convert it.
@@ -109,10 +109,10 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
 def _merged(
     read: Mapping[fx.Node, Collection[int]], along: Collection[int], moved_along: Collection[int], *, numbers: bool
 ) -> tuple[dict[fx.Node, set[int]], list[Writing]]:
-    """Return the tensors behind those that are ``read``, with their broadcast axes, and how each of ``read`` is made.
+    """Return the tensors behind those in ``read``, with their broadcast axes, and how each of ``read`` is made of them.
 
-    ``along``: the axes along which a slice is taken apart; ``moved_along``: the same for a join. ``numbers``: whether
-    multiples are, too.
+    Looks through slices along the axes ``along``, joins along the axes ``moved_along`` and, if ``numbers`` is set,
+    multiples of a tensor.
     """
     new: dict[fx.Node, set[int]] = {}
 
@@ -163,7 +163,7 @@ def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> Cache
 def _are_read_apart(
     node: fx.Node, chain: Collection[fx.Node], parts: Mapping[Selected, fx.Node], *, whole: bool = False
 ) -> bool:
-    """Whether ``node`` is read only for parts that are written already, and for others in order to write to them.
+    """Whether readers of ``node`` only select parts that are already written, or parts in order to write to them.
 
     ``whole``: operators other than selections may read it. ``chain``: the buffer after each write of a part. ``parts``:
     place of a part -> the part after its write.
@@ -194,19 +194,19 @@ def _is_read_to_write(part: fx.Node, written: fx.Node) -> bool:
 
 
 def rows_written(node: fx.Node) -> moves.WriteRows | None:
-    """Return ``node`` as a write of one row for each position in a tensor."""
+    """Return ``node`` as a write of one row for each position in a tensor; None if it is no such write."""
     how = decode(node)
     return how if isinstance(how, moves.WriteRows) and len(shape(how.index)) == 1 and _fits(how) else None
 
 
 def is_zeros(node: fx.Node) -> bool:
-    """Whether ``node`` starts a buffer of zeros."""
+    """Whether ``node`` is a new tensor of zeros, such as an empty buffer."""
     how = decode(node)
     return isinstance(how, moves.Fill) and how.value == 0 and not isinstance(how.value, bool)
 
 
 def _buffer_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool], depth: int = _DEPTH) -> fx.Node | None:
-    """Return the buffer that ``node`` shows in part or as a whole, with or without what is written to it."""
+    """Return the buffer of which ``node`` is all or a part, before or after writes; None if there is none."""
     if is_buffer(node):
         return node
     if depth:
@@ -235,14 +235,14 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 class _Reading:
-    """Reads how a tensor is made of a buffer and of ``new`` tensors, with the axes along which each is broadcast."""
+    """Finds how a tensor is made of a buffer and new tensors; ``new``: each of these -> its broadcast axes."""
 
     def __init__(self, buffer: fx.Node) -> None:
         self.buffer = buffer
         self.new: dict[fx.Node, set[int]] = {}
 
     def made(self, node: fx.Node) -> Writing | None:
-        """Return how ``node``, which shows a buffer, is made; None if it is not made along tokens alone."""
+        """Return how ``node``, all or a part of a buffer, is made; None if other operators than writes take part."""
         if node is self.buffer:
             return OLD
         how = decode(node)
@@ -304,12 +304,12 @@ class _Reading:
 
     def _rolled(self, x: fx.Node, shifts: Sequence[object], dims: Sequence[int] = ()) -> Writing | None:
         made = self.made(x)
-        if made is None or len(dims) != 1:  # without an axis all axes are rolled as one
+        if made is None or len(dims) != 1:  # without an axis, the flattened tensor is rolled
             return None
         return Applied(aten.roll.default, (made, tuple(shifts), (Dim(axis(dims[0], len(shape(x)))),)))
 
     def _at_indices(self, node: fx.Node) -> Writing | None:
-        """Read a write at positions along several axes, such as one for each sequence, or an addition at positions."""
+        """Return how an operator of ``_AT_POSITIONS`` writes at positions, such as one position per batch entry."""
         op = packet(node)
         found = _AT_POSITIONS[op](node)
         base, x = (
@@ -338,14 +338,17 @@ def _fits(how: moves.Write | moves.WriteRows) -> bool:
 
 
 def _by_pairs(node: fx.Node) -> Indices | None:
-    """Return the positions of a write along several neighbouring axes, such as one position for each sequence."""
+    """Return the positions of an ``index_put`` along neighbouring axes, such as one position for each batch entry.
+
+    None if something is broadcast, or if the positions are not integers.
+    """
     base, indices, new = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
     dims = [k for k, index in enumerate(indices) if index is not None]
     at = [indices[k] for k in dims]
     rank = len(dims)
     if not rank or dims != [*range(dims[0], dims[0] + rank)]:
         return None
-    # There are as many axes of positions as indexed axes, so `new` has the axes of the buffer.
+    # Each tensor of positions has as many axes as are indexed, so `new` has the axes of the buffer.
     if any(len(shape(index)) != rank or val(index).dtype not in (torch.int64, torch.int32) for index in at):
         return None
     chosen = shape(new)[dims[0] : dims[0] + rank]

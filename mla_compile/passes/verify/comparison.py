@@ -34,8 +34,8 @@ ROWS, TRIALS, MORE = 128, 16, 128
 """ROWS output rows are wanted for a comparison of errors, from at most TRIALS draws of the inputs.
 
 Of 128 rows, a dozen lie above the 0.9 quantile. A decode step of one head gives a single row per draw, so the
-number of draws is limited too. But the 0.9 quantile of two dozen rows is luck, so a site is condemned only after
-``MORE`` draws.
+number of draws is limited too. But the 0.9 quantile of two dozen rows depends on luck, so a site is condemned only
+after ``MORE`` draws.
 """
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
 """The budget of one comparison: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""

@@ -47,7 +47,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
 
 
 def _replaced(env: ShapeEnv, found: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """Return the symbols that are replaced by known ones; cached, because all layers ask for the same ones."""
+    """Return ``found`` and the symbols that known ones replace, with values; cached, because layers share them."""
     known = _known.setdefault(env, {})
     key = len(env.replacements), frozenset(found.items())
     if key not in known:
@@ -122,7 +122,7 @@ def _named(shape: list[int], of: Listed, generator: torch.Generator) -> torch.Te
 
 
 def _mask(shape: list[int], generator: torch.Generator) -> torch.Tensor:
-    """Hide random tokens, or the tokens outside of a range in each row: padded, ragged, full or empty."""
+    """Return a mask that hides random tokens, or those outside of a range in each row: padded, ragged, full, empty."""
     if not shape or torch.rand((), generator=generator) < 0.5:
         return torch.rand(shape, generator=generator) < 0.8
     # Ends may lie beyond the row, so that rows without padding on one side are frequent too.

@@ -136,7 +136,7 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
     (symbol,) = context[0].free_symbols
     if not any(symbol in sympy.sympify(n).free_symbols for o in operands for n in shape(o.node)):
         return [seen]  # a guard has since replaced this symbol by another
-    # Lengthen the symbols that size only position-indexed inputs, such as masks, by the same number of tokens.
+    # Symbols that only inputs behind the operands have, such as masks by position, grow by the same number of tokens.
     beside = _sized_by(boundary) - _sized_by(o.node for o in operands)
     longer = {**seen, **{s: seen[s] + LONG - seen[symbol] for s in beside}, symbol: LONG}
     sizes: dict[object, int] = {}
@@ -165,7 +165,7 @@ def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
 def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
     b, s, t = (number(x, sizes) for x in plan.sizes())
     d = plan.dims
-    # For sliced rows, the original graph expands all of them.
+    # If the rows are a slice, the original graph expands the whole tensor.
     whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
     expanded = b * t * d.expanded_values / share * whole
     # A float64 value takes eight bytes; four tensors of this size are budgeted.

@@ -79,7 +79,7 @@ def laid_out(drawing: Drawing) -> PlacedGraph:
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:
-    """Draw a curve downwards from box to box that runs straight through layers that it only crosses."""
+    """Return the path of an edge: down from box to box, and straight through layers that it only crosses."""
     half = _HEIGHT / 2
     (x, y), rest = points[0], points[1:]
     path = f"M{x:.1f},{y + half:.1f}"

@@ -23,7 +23,7 @@ def write_report(
     title: str = "",
     dtype: str = "bf16",
 ) -> None:
-    """Write the page of a report alone; see :meth:`mla_compile.Report.to_html`."""
+    """Write the page of a report, without facts about the model; see :meth:`mla_compile.Report.to_html`."""
     target = checked(path)
     _write(render_report(sites, messages, title=title, dtype=dtype), target)
 
