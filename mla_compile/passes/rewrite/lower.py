@@ -65,6 +65,8 @@ def _greatest(builder: Builder, values: fx.Node, mask: fx.Node, indices: fx.Node
     given = call(aten.expand.default, mask, [B, heads, S, -1])
     others = call(aten.full_like.default, given, fill)
     at = call(aten.clamp_min.default, call(aten.add.Tensor, builder.cast(indices, torch.int64), 1), 0)
+    # An extra first column takes the entries that name no key.
+    at = call(aten.masked_fill.Scalar, at, call(aten.gt.Scalar, at, builder.size(values, 1)), 0)
     at = call(aten.expand.default, call(aten.unsqueeze.default, at, 1), [B, heads, S, k])
     before = call(aten.slice.Tensor, others, 3, 0, 1)
     listed = call(aten.gather.default, call(aten.cat.default, [before, given], 3), 3, at)
