@@ -201,7 +201,7 @@ class RankRows(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         share = f"rank {self.sharing.rank} of {self.sharing.size}"
-        return f"SharedRows(shape={list(self.shape)}, dtype={self.dtype}, {share} holds {list(self.local.shape)})"
+        return f"RankRows(shape={list(self.shape)}, dtype={self.dtype}, {share} holds {list(self.local.shape)})"
 
 
 def _share(rows: torch.Tensor, axis: int, sharing: Sharing) -> torch.Tensor:

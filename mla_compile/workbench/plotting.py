@@ -44,7 +44,7 @@ def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
     _lines(left, model, machine, [(T, replace(request, context=T)) for T in CONTEXTS], "step_s", 1e3)
     left.set(xlabel="tokens of context per user", ylabel="floor of a decode step, ms", title=f"{request.users:,} users")
     _lines(right, model, machine, [(n, replace(request, users=n)) for n in USERS], "tokens_per_s", 1.0)
-    right.set(xlabel="users", ylabel="bound on tokens/s", title=f"{request.context:,} tokens of context")
+    right.set(xlabel="users", ylabel="tokens/s of one batch", title=f"{request.context:,} tokens of context")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
