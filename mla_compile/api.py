@@ -103,7 +103,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
         with one_at_a_time(), Compilations("the program", show=progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
-        if not called_within(obj):  # no method calls a module within it
+        if not called_within(obj):  # no method calls a module within it, so its own forward is needed
             _needs_forward(obj, "optimize()")
         return _optimize_module(obj, example_inputs, dict(options), progress=progress)
     raise InputError(
@@ -114,7 +114,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
 
 @one_at_a_time()
 def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Report:
-    """Report what would be rewritten in a model, and why the rest would not, without changing or running the model.
+    """Report which attentions of a model would be rewritten, and why others would not, without changing or running it.
 
     A module is traced on fake tensors: nothing is computed, no cache is written to, and a model on the meta device (too
     large for memory) is explained like any other.
@@ -133,7 +133,7 @@ def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Repo
 
     Raises:
         InputError: ``model`` is not a model, is a module without a ``forward``, or does not run on these inputs.
-        OptionError: an option cannot have that value.
+        OptionError: an option does not exist, or cannot have that value.
         CaptureError: the model does not become a functional graph.
     """
     own = {name for name in Options.names() if name in arguments and not _is_argument(model, name, arguments[name])}

@@ -7,7 +7,7 @@ H query heads over one shared row per token, ``[latent, rope]``. The weighted su
 pages of rows. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which documents their
 shapes and dtypes.
 ``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: the
-launches that prepare both attention operators on a GPU, run once for all calls that share them
+launches that prepare both attention operators on a GPU, run once for all calls that share the result
 (:mod:`mla_compile.kernels.shared`).
 ``mla_compile::weigh_alike(out, lse, values, lowest, mask=None, indices=None, fill=0) -> out``: the result for queries
 whose index list names no visible key (:mod:`mla_compile.kernels.alike`).

@@ -39,7 +39,7 @@ class Options:
             because ``latent`` would change their signature.
         cache_dtype: the dtype of rows that ``cache="latent"`` and pages of ``continuous_batching`` keep: that of the
             ``model``, or ``fp8`` (e4m3) with one scale per row. Rotary keys keep their dtype, and so does a cache
-            in which the model itself keeps latent rows, outside of such pages.
+            in which the model itself keeps latent rows, except for those pages.
         appends: how new rows are appended to a cache that grows by ``cat``. ``in_place`` keeps the rows in a buffer
             with spare capacity, which doubles when it is full, and writes the new rows into it; the caller keeps a
             tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model does.
@@ -58,8 +58,8 @@ class Options:
             this library's kernel where it was measured to be faster on this machine; ``torch`` leaves the product to
             the compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules and ``torch`` for programs,
             which may run on another machine.
-        layers: ``once`` compiles layers that differ only in their weights and caches once, and calls that code for each
-            of them; ``whole`` compiles each graph as a whole, as CUDA graphs and freezing always do.
+        layers: ``once`` compiles one of several layers that differ only in weights and caches, and calls its code for
+            each of them; ``whole`` compiles each graph as a whole, as CUDA graphs and freezing always do.
         expanded_bytes: the limit on the memory, in bytes, of the per-head tensors of one expanded attention (queries,
             keys, values, outputs, and scores that are written out) in a call of several queries. Above it, a few heads
             are computed at a time. ``None``: always all heads at once.

@@ -25,7 +25,7 @@ _PACKED = 0.5
 
 
 def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
-    """Read three prompts in pieces, decode them together, and compare all logits with the model's.
+    """Read three prompts in pieces, decode them together, and compare the logits of each new token with the model's.
 
     ``decode`` runs over pools of :func:`pages_needed` pages of 8 tokens. Raises :class:`CaptureError` if the relative
     error exceeds what rounding explains.

@@ -30,7 +30,7 @@ Sizes = tuple[int, ...]
 class Compiled:
     """A callable of a program's flat inputs that has compiled ``count`` times and compiles at most ``limit`` times.
 
-    Beyond the limit a call runs the graph uncompiled.
+    Beyond the limit, a call that no compiled code fits runs the graph uncompiled.
     """
 
     def __init__(self, program: Program, patches: Mapping[str, object], limit: int, name: str) -> None:

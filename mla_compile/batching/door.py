@@ -40,8 +40,8 @@ def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> A
 
     The result is what :func:`mla_compile.optimize` returns for the model. It shares the model's weights, and the
     scheduler of transformers can drive it like any other model, also behind ``transformers serve
-    --continuous-batching``. Each request gets the tokens that ``generate()`` gives for it alone. Decoding reads the
-    pages through ``mla_compile::paged_decode_attention``; prompts are read in the scheduler's pieces. A
+    --continuous-batching``. Each request gets the tokens that ``generate()`` gives for this request alone. Decoding
+    reads the pages through ``mla_compile::paged_decode_attention``; prompts are read in the scheduler's pieces. A
     ``ContinuousBatchingConfig`` sets page size, number of blocks, memory budget, prefix sharing and eviction, counted
     in latent rows. The attribute ``mla_batching`` of the result (a :class:`Batching`) has the report, the bytes per
     token, and the compiled graphs.
@@ -58,8 +58,8 @@ def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> A
             per row, so tokens may differ. ``context_parallel`` makes the ranks of a mesh share the pages.
 
     Raises:
-        InputError: ``model`` is no causal language model, the scheduler does not know its mesh of ranks, or
-            transformers is missing or too old.
+        InputError: ``model`` is no causal language model, the scheduler does not know the mesh of ranks that holds
+            the weights, or transformers is missing or too old.
         OptionError: an option does not exist or has an invalid value, or the ranks of ``context_parallel`` do not run
             the same steps.
         CaptureError: the model has latent attention but cannot be decoded over pages; the message says why. All ranks

@@ -51,7 +51,7 @@ def bucket(count: int) -> int:
 
 @dataclass
 class Graph:
-    """One compiled graph: what it computes, its padded sizes, and the sizes that it has run with.
+    """One compiled graph: what it computes, and the padded sizes that it has run with.
 
     ``buckets``: the sizes seen so far, rounded up to powers of two, each a tuple of numbers. ``limit``: the
     number of compilations allowed. ``replayed``: the recordings for these sizes, if there are any. ``received``: the
@@ -130,7 +130,7 @@ class StepGraphs:
         return self.options.cache_dtype == "fp8"
 
     def bytes_of_row(self) -> int:
-        """The bytes of a row in the pools of all layers; each of n ranks that share a context has every n-th."""
+        """The bytes of a row in the pools of all layers; each of n ranks that share a context has every n-th row."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return sum(width * dtype.itemsize for width, dtype in kinds)
 

@@ -111,9 +111,9 @@ class LatentProcessor(ContinuousBatchProcessor):
 
 
 class _OfOneKind:
-    """Presents a model to transformers, which refuses other models, as one whose layers are all of one kind.
+    """Presents a model to transformers as one whose layers are all of one kind: transformers would refuse any other.
 
-    The pools are ours, and tracing the step proved that no layer hides any cached token.
+    This is safe: the pools are ours, and tracing the step proved that no layer hides any cached token.
     """
 
     def __init__(self, of: PreTrainedModel | PreTrainedConfig, mesh: DeviceMesh | _Ranks | None = None) -> None:
@@ -139,7 +139,7 @@ class _OfOneKind:
 
 
 class _Ranks:
-    """The ranks of a group as a mesh with one unnamed axis, of which transformers uses all ranks."""
+    """The ranks of a group as a mesh with one unnamed axis; transformers uses all ranks of such a mesh."""
 
     mesh_dim_names = None
 
@@ -202,8 +202,8 @@ class LatentManager(ContinuousBatchingManager):
         share pages.
 
         Raises :class:`InputError` if transformers would make other ranks run the same steps. Raises
-        :class:`OptionError` if ``context`` neither lies within the other mesh nor forms the second axis of a mesh of
-        all ranks.
+        :class:`OptionError` if ``context`` neither lies within the mesh of the weights nor forms the second axis of
+        a mesh of all ranks.
         """
         meshes = weight_meshes(model)
         mesh = meshes[0] if meshes else None

@@ -44,15 +44,15 @@ def can_record(device: torch.device) -> bool:
 class Replayed:
     """A callable of flat inputs that returns tensors and is recorded on its first call with each set of sizes.
 
-    ``changing``: the positions of the inputs that change from call to call. If recording fails, because some operator
+    ``changing``: the positions of the inputs that change from call to call. If recording fails, as when an operator
     waits for the device, the callable runs unrecorded for these sizes from then on, with a warning.
     """
 
     def __init__(self, call: Call, changing: Sequence[int]) -> None:
         self._call, self._changing = call, tuple(changing)
         self._known: dict[Sizes, _Recording | None] = {}
-        # All sizes share one memory pool, because they run one after the other. So results are copied before the next
-        # run.
+        # All recordings share one memory pool, because they run one after the other. Therefore results are copied
+        # before the next run.
         self._pool = get_memory_pools()
 
     @property

@@ -17,6 +17,9 @@ from transformers import (
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
+from mla_compile.core.sampling import check_sampling
+from mla_compile.errors import OptionError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,6 +30,8 @@ class Sampling:
         top_k: the number of most probable tokens to draw from; 0 means all.
         top_p: draws from the most probable tokens that together have this probability.
         seed: the same seed gives the same tokens, as long as rounding does not differ; None draws new ones each time.
+
+    Raises :class:`OptionError` for settings with which no token can be drawn.
     """
 
     temperature: float = 1.0
@@ -34,6 +39,13 @@ class Sampling:
     top_p: float = 1.0
     seed: int | None = None
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:  # an error in draw() would end the step of all requests
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        if self.temperature == 0:
+            raise OptionError("temperature is 0, expected more; without a sampling the most probable token is taken")
+        if self.seed is not None and self.seed >= 1 << 64:
+            raise OptionError(f"seed is {self.seed}, expected a number below 2**64")
 
     @classmethod
     def of(cls, config: GenerationConfig, seed: int | None = None) -> Sampling | None:

@@ -70,7 +70,7 @@ class Steps:
         for B, M in [*((B, LEAST) for B in _buckets(requests)), *((LEAST, M) for M in _buckets(most)[1:])]:
             told(f"a decode step of {B} requests, {M} pages each")
             self._decoded([_Part(None, ids, 0, [TRASH] * M)] * B)
-        # torch specialises 0 and 1, and complex rotations are compiled for an even or an odd number.
+        # torch specialises sizes of 0 and 1, and complex rotations are compiled for an even or an odd number of tokens.
         pieces, behind = ([LEAST, 3, *_buckets(tokens)[1:]], (0, 1, LEAST)) if requests > 1 else ([LEAST], (0,))
         for S, P in [(S, P) for S in pieces for P in behind]:
             told(f"{S} tokens of a prompt behind {P} others")

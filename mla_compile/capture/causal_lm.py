@@ -32,7 +32,9 @@ BATCH, QUERY, PAST = 2, 3, 7
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a cache: its place, token axis (``None``: of fixed size) and shape (``None``: batch or tokens).
+    """One tensor of a cache: its place, token axis (``None`` if its size is fixed), and shape.
+
+    ``shape`` has ``None`` for the batch and for the tokens.
 
     ``squeezed``: a 4-D tensor of tokens with a single head enters and leaves the graph without its head axis.
     """
@@ -93,8 +95,9 @@ class CausalLM:
 def wire(model: torch.nn.Module) -> CausalLM:
     """Find a model's cache tensors by running it on two short prompts.
 
-    Raises :class:`InputError` for a module that does not follow the convention, and :class:`ExportError` for one that
-    does not run, or whose cache tensors do not have the batch first and at most one axis of tokens.
+    Raises :class:`InputError` for a module that does not follow the convention. Raises :class:`ExportError` for one
+    that has weights on the meta device or does not run, and for cache tensors without the batch first, with several
+    axes of tokens, or with neither one row per token nor a fixed size.
     """
     names = inspect.signature(model.forward).parameters
     missing = [n for n in ("input_ids", "attention_mask", cache_argument(model)) if n not in names]

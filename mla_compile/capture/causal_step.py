@@ -21,8 +21,8 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
     """The model as an ExportedProgram of ``(input_ids, position_ids, *caches)``, without a mask: nothing is padding.
 
     It returns ``(logits, *caches)``. ``one_token``: one token of each of B sequences with equally many cached tokens, B
-    dynamic. Otherwise: two or more tokens of one sequence, with logits of the last token only if the model supports
-    that. Raises :class:`CaptureError` for a model that cannot be traced like that.
+    dynamic. Otherwise: two or more tokens of one sequence; the logits are those of the last token only, if the model
+    supports that. Raises :class:`CaptureError` for a model that cannot be traced like that.
     """
     step, inputs, opened = step_to_trace(lm, one_token=one_token)
     names = {BATCH: Dim("batch"), QUERY: Dim("query"), PAST: Dim("past", min=0)}

@@ -183,8 +183,8 @@ def _check(graph: fx.Graph, touched: Sequence[fx.Node]) -> None:
 def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The ``touched`` operators one by one, except that some have to be traced together.
 
-    Operators are joined if the value between them is more than a tensor and its spec: a tuple, or a partial sum over
-    ranks with further state (the rows of a vocabulary that this rank does not have).
+    Two operators are traced together if the value between them is more than a tensor and its spec: a tuple, or a
+    partial sum over ranks with further state (the rows of a vocabulary that this rank does not have).
     """
     leader = {node: node for node in touched}
 
@@ -202,7 +202,7 @@ def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in touched:
         groups.setdefault(find(node), []).append(node)
-    # Sorted by the last operator of each group: its inputs are available by then.
+    # Sorted by the last operator of each group, because only there are all inputs of the group available.
     return sorted(groups.values(), key=lambda group: touched.index(group[-1]))
 
 

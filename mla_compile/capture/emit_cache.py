@@ -1,4 +1,4 @@
-"""The signature of a program whose K and V became rows: a tuple of the rows that it holds replaces each K or V."""
+"""The signature of a program whose K and V became rows: each K or V becomes a tuple of the rows that it holds."""
 
 from __future__ import annotations
 

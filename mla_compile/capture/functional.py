@@ -2,9 +2,9 @@
 
 ``aot_export_module(pre_dispatch=True)`` runs the module twice, the first time only to learn which inputs it writes to.
 That takes up to a third of a capture, so the graph is traced once here with torch's functional tensors, which record
-writes, and the inputs are inspected afterwards. Cases in which the two graphs might differ go through
-``aot_export_module``: writes to inputs that share memory, inputs whose shape or memory is replaced, operators with side
-effects, streams, and sizes that the trace specialises to a constant after they were used as symbols.
+writes, and the inputs are inspected afterwards. Cases in which the result might differ from that of
+``aot_export_module`` go through it: writes to inputs that share memory, inputs whose shape or memory is replaced,
+operators with side effects, streams, and sizes that the trace specialises to constants after they were used as symbols.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def traced_once(gm: fx.GraphModule, values: Sequence[object]) -> Functional | No
             return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
 
     run._orig_mod = gm  # type: ignore[attr-defined]  # make_fx looks here for the modules of nodes
-    # Otherwise torch would scan its cache of everything dispatched in this process for each operator, and add nothing.
+    # Otherwise torch would search, for each operator, all operators that this process has dispatched for handlers to
+    # drop. There are none, because torch caches no pre-dispatch handlers.
     torch._ops.reset_cached_ops()
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)

@@ -2,8 +2,8 @@
 
 Serving code splits an up-projection once after loading and keeps the halves that way (``self.w_uk = w[:, :N]``). A
 trace cannot tell such a tensor from a cache in an attribute, except by its use in the graph. A weight is only
-multiplied by rows of this call, as a matrix or feature by feature. A cache is written to, joined to new rows,
-returned, read by an attention, or multiplied by queries before a softmax and by probabilities after it.
+multiplied by rows of this call, as a matrix or feature by feature. A cache is written to, concatenated with new
+rows, returned, read by an attention, or multiplied by queries before a softmax and by probabilities after it.
 
 A held weight is read anew in every call, like a parameter: each call reads the tensor that the attribute holds at the
 time, and checks values that were computed ahead of time against it.

@@ -27,8 +27,8 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
 
     The rows are the least-squares solution in float64 over all tensors that are computed from the same rows. The error
     is the largest relative difference (2-norm) between a given tensor and the one recomputed from its rows. Raises
-    :class:`InputError` if it exceeds ``tolerance`` (64 times the rounding error of the dtype by default): these weights
-    did not make the tensor.
+    :class:`InputError` if it exceeds ``tolerance`` (64 times the rounding error of the dtype by default) even without
+    rounding rows to float8: these weights did not make the tensor.
     """
     if len(cached) != len(change.inputs):
         names = ", ".join(t.name for t in change.inputs)

@@ -101,7 +101,7 @@ def _traced(one: Stretch) -> _Piece | None:
     for place, result in zip(one.outputs, results[len(traced.written) :], strict=True):
         made = result.meta["val"] if isinstance(result, fx.Node) else result
         if known_of(made, begins=False) != known_of(one.steps[place].meta["val"], begins=False):
-            return None  # the next stretch was analysed for other values
+            return None  # later stretches were analysed for the value that the graph records
     origins: dict[fx.Node, int] = {}
     for node in traced.gm.graph.nodes:
         if node.meta.get("nn_module_stack") or "stack_trace" in node.meta:

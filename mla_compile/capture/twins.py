@@ -75,7 +75,7 @@ def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
 
 
 def _repeat(graph: fx.Graph, buffer: fx.Node, twin: fx.Node, chain: list[fx.Node]) -> fx.Node:
-    """Write to ``twin`` what is written to ``buffer``, let readers read the twin instead; return its new value."""
+    """Write to ``twin`` what is written to ``buffer``, and let readers read it; return the twin's new value."""
     copies = {buffer: twin}
     for node in chain:
         with graph.inserting_after(node):

@@ -1,7 +1,7 @@
 """Modules within a model that its methods may call directly, and copies of them.
 
-These are models (modules with layers), and other modules with submodules if a method names the attribute that holds
-them. Such a module may also be in a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure
+These are models (modules with layers), and any other module that has submodules and is in an attribute that a method
+names. Such a module may also be in a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure
 (:mod:`mla_compile.core.holders`), or in an object of any other class (:mod:`mla_compile.core.objects`). An attribute
 that a method names may also belong to a module or an object below the method's own, as in ``for layer in self.layers:
 layer.attention(x)``.
@@ -297,14 +297,14 @@ class _Copying(_Visit):
 def _is_called(module: nn.Module) -> bool:
     """Whether a module without layers may have an attention: it has submodules, and is not a linear layer.
 
-    The state of a linear layer, such as its active adapter, stays that of the original.
+    A linear layer is not copied, so that its state, such as its active adapter, is always that of the original.
     """
     product = isinstance(getattr(module, "in_features", None), int)
     return _can_be_copied(module) and any(module.children()) and not product
 
 
 def _can_be_copied(module: nn.Module) -> bool:
-    # FSDP2 gives a module a class with a __new__ of its own, and looks the module up by identity.
+    # FSDP2 gives a module a class with a __new__ of its own, and looks the module up by identity, so no copy would do.
     return not (isinstance(module, NOT_COPIED) or type(module).__new__ is not object.__new__ or is_parametrized(module))
 
 

@@ -71,9 +71,9 @@ def outside(function: FunctionType) -> Iterator[object]:
 def functions_of(method: FunctionType, kind: type) -> list[FunctionType]:
     """A method of ``kind`` and the functions whose code counts as its own.
 
-    If the method is a decorator's wrapper, the function inside stands for it. Added are, from the same file, functions
-    that it names or has in its closure, and properties, static and class methods of ``kind`` that it names. Functions
-    of other files are left out: what they name is rarely the model's, and those of torch name all modules.
+    If the method is a decorator's wrapper, the function inside stands for it. Also returned are functions of the
+    same file that it names or has in its closure, and properties, static and class methods of ``kind`` that it names.
+    Functions of other files are left out: what they name is rarely the model's, and those of torch name all modules.
     """
     found, left = list[FunctionType](), [method]
     while left:

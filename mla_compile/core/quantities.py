@@ -13,7 +13,7 @@ def amount(number: int) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """Bytes in GB (10^9), three digits."""
+    """Bytes in GB (10^9): three digits, from 100 GB on whole GB."""
     return f"{size / 1e9:,.0f} GB" if size >= 1e11 else f"{size / 1e9:.3g} GB"
 
 

@@ -21,6 +21,7 @@ _OPAQUE = (
     types.BuiltinFunctionType, torch.dtype, torch.device,
 )  # fmt: skip
 _MANY = 1_000_000
+"""After this many objects, :func:`reached` only yields those that are queued already."""
 
 
 def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[IsA]:

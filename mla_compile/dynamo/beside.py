@@ -26,8 +26,8 @@ _BESIDE = (
 class Rewritten:
     """A captured graph with its example inputs, the outcome of the passes, and its folded weights, if any.
 
-    ``twins`` maps each input that was added for rows (they follow all other inputs) to the buffer that the rows belong
-    to.
+    ``twins`` maps each input that was added for rows to the buffer that the rows belong to. The added inputs follow all
+    others.
     """
 
     captured: Program
@@ -64,7 +64,7 @@ def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -
         kept = [] if cache is None else [twin for twin in twins if twin in cache.inputs]
         if len(kept) == len(twins):
             report = outcome.report
-            if not outcome.absorbed:  # the rows have to be written but not read, because K and V are in the buffers
+            if not outcome.absorbed:  # K and V are read from the buffers, and rows are only written
                 made.know(plain=True)
                 outcome, folds = run(made, inputs)
             report = replace(report, messages=(*report.messages, _BESIDE.format(count=len(twins))))

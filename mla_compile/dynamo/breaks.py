@@ -16,8 +16,8 @@ from mla_compile.passes.ir.graph import HANDED_OVER
 def mark_handed_over(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> None:
     """Mark the ``placeholders`` whose values an earlier graph of the same call passes across a graph break.
 
-    ``placeholders`` correspond to the inputs of Dynamo's graph ``gm``. After a break, Dynamo compiles the rest of a
-    function, or a function that it skipped, while code that it generated is running. Values cross the break as local
+    ``placeholders`` correspond to the inputs of Dynamo's graph ``gm``. After a break, generated code is running while
+    Dynamo compiles the rest of a function, or a function that it did not inline. Values cross the break as local
     variables and items of tuples. A value from a dict or an object may stem from an earlier call, and is not marked.
     """
     if not any(code in output_codes for code in _running()):

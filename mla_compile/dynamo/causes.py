@@ -56,7 +56,7 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     Args:
         reason: the text of the log.
         places: where each tensor is used, for guards that come without a stack.
-        root: the variable that holds the model in the guard, if it is ours; the message says ``model`` instead.
+        root: the variable of our own entry that holds the model, if any; the message says ``model`` instead.
     """
     guard = _guard(reason)
     where = place(reason) or _commented(reason)
@@ -107,7 +107,10 @@ def is_within(name: str) -> bool:
 
 
 def failed(reason: str) -> tuple[str, str]:
-    """The source whose guard failed, and the value that code was compiled for; together they identify the guard."""
+    """The source whose guard failed, and the value that code was compiled for; together they identify the guard.
+
+    For a guard on anything but a size or a number: its text without digits, and its text.
+    """
     guard = _guard(reason)
     if found := _SIZE.match(guard):
         return f"{found['name']}:{found['axis']}", found["old"]

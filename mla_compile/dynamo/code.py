@@ -46,9 +46,10 @@ class CodeGenerator:
         return cast("Call", code)
 
     def by_parts(self, emitted: Callable[[], fx.GraphModule], example_inputs: Inputs) -> Call | None:
-        """Compile the layers of a graph, one per kind, and return the code that calls them; None if that is impossible.
+        """Compile the layers of a graph, one per kind, and return the code that calls them.
 
-        ``emitted`` makes the graph: ATen with ``meta["val"]`` on every node.
+        Returns None if the graph has to be compiled as a whole, and after a failure, with a warning. ``emitted`` makes
+        the graph: ATen with ``meta["val"]`` on every node.
         """
         if self.options.codegen == "eager" or self.options.layers == "whole" or self._whole_is_asked():
             return None

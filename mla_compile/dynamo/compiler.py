@@ -178,7 +178,7 @@ class Compiler:
         shared: Iterable[str],
         sharing: Sharing | None,
     ) -> Rewritten | None:
-        """The captured and the rewritten program; ``None`` after a warning if the graph has to stay as it is."""
+        """The captured and the rewritten program; ``None`` after a failure, with a warning unless ``explain_only``."""
         self.compilations.stage("capture")
         ranks = None if self.explain_only else meeting(gm, example_inputs, self.options)
         try:
@@ -274,10 +274,10 @@ class Compiler:
         return self.code.whole(gm, example_inputs)
 
     def _assembled(self, gm: fx.GraphModule, done: Rewritten, *, alone: bool) -> Call | None:
-        """Compile the rewritten graph; ``None`` after a warning if Inductor fails.
+        """Compile the rewritten graph; ``None`` after a warning if that fails.
 
-        ``alone``: no other rank takes part. Otherwise the failure raises, because the other ranks would go on with the
-        rewritten form or its rows.
+        With ``strict`` the failure raises. It also raises unless ``alone`` (no other rank takes part), because the
+        other ranks would go on with the rewritten form or its rows.
         """
         try:
             return self._assemble(gm, done)
@@ -321,7 +321,7 @@ class Compiler:
                 return self.code.whole(gm, example_inputs)
             return self.code.whole(emitted(), inputs)
 
-        # This is no training graph: if gradients are enabled outside, the captured graph itself disables them.
+        # This is no training graph: even if gradients are enabled outside, no result needs them (`wants_gradients`).
         with torch.no_grad(), without_autocast():
             call = generate(program if done.changed else done.captured)
             if done.folds is not None:
@@ -330,7 +330,7 @@ class Compiler:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(done.outcome.long))
             if program.appends or program.capture.shared:
                 call = with_room(call, program)
-        if autocast:  # Dynamo recompiles when autocast is switched off
+        if autocast:  # Dynamo guards on it: this code runs only with autocast on, other code only with it off
             call = _outside_autocast(call)
         if base.cache is not None:
             names = [node.name for node in done.captured.placeholders]
@@ -358,7 +358,10 @@ def _carrying(gm: fx.GraphModule, example_inputs: Inputs, kind: type[_Carrier]) 
 
 
 def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
-    """Whether the graph will be differentiated, decided as in AOTAutograd: by its outputs, if these are known."""
+    """Whether the graph will be differentiated, as AOTAutograd decides it.
+
+    An input has to require gradients, and so does an output; an output whose value is unknown is assumed to.
+    """
     if not torch.is_grad_enabled():
         return False
     if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):

@@ -36,10 +36,10 @@ def compiled_entry(compiler: Callable[..., object], package: Any = None, **setti
         comptime(_begin)
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
-    # Python's dicts do not tell equal code objects apart, so the name has to differ as well.
+    # A copy of a code object equals the original, and a dict takes both for one key, so the name has to differ.
     code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
     own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
-    # Its compiled graphs refer back to it through C, in a cycle that the garbage collector does not see.
+    # The entry's compiled graphs refer back to it through C, in a cycle that the garbage collector does not see.
     weakref.finalize(own, reset_code, code).atexit = False
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True
@@ -47,7 +47,7 @@ def compiled_entry(compiler: Callable[..., object], package: Any = None, **setti
         package.begin(own)
         settings["package"] = package
     settings["nopython"] = settings.pop("fullgraph", False)
-    # torch.compile() returns the function as it is, uncompiled for good, while any thread is inside torch.export.
+    # Not torch.compile(): while any thread is inside torch.export, it returns the function uncompiled, for good.
     compiled: Callable[..., object] = torch._dynamo.optimize(compiler, **settings)(own)
     return compiled
 

@@ -30,7 +30,7 @@ def examples_of(
 
 
 def _as_sizes_say(value: object) -> object:
-    """A symbolic number with its current expression: Inductor knows only the current symbols of sizes."""
+    """A symbolic number in the symbols that remain: guards replace other symbols, which Inductor then does not know."""
     if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
         return value
     now: object = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)

@@ -68,7 +68,7 @@ class CompiledForward(OwnForward):
         self.options = options
         self.mode = mode
         self.settings = settings
-        # torch keeps every backend until it is reset; a strong reference here would also keep the weights alive.
+        # torch keeps every backend until Dynamo is reset; a strong reference here would also keep the weights alive.
         report = weakref.WeakMethod(self._report)
 
         def tell() -> None:
@@ -99,7 +99,10 @@ class CompiledForward(OwnForward):
         self._buffers = self._own_buffers()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the module's forward: compiled, unless gradients are needed, a trace runs, or a global hook exists."""
+        """Run the module's forward.
+
+        It runs compiled, unless gradients are needed, a trace runs, a global hook exists, or ``outer`` is being called.
+        """
         if is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
         device = self._device_of_all()
@@ -122,7 +125,7 @@ class CompiledForward(OwnForward):
         return [self.module, *models_within(self.module)]
 
     def _device_of_all(self) -> torch.device | None:
-        """The device to which removed wrappers moved inputs; None if no wrapper was removed.
+        """The device to which removed wrappers moved inputs; None if no wrapper that places tensors was removed.
 
         Wrappers are removed in the first call and not earlier, because libraries finish a model in hooks of that call.
         """

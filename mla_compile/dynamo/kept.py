@@ -36,8 +36,8 @@ class Kept:
         rows: tensors that the code reads or writes, with ``:axis`` for each axis along which it resized a kept tensor
             with as many axes.
         left: the sizes, after the code has run, of the tensors that it reads or writes, by Dynamo's names.
-        waits: whether the code made a tensor that is empty along an axis along which it resized a kept tensor: its rows
-            come only in some calls.
+        waits: whether the code made a tensor that is empty along an axis on which it resized a kept tensor, so that its
+            rows come only in some calls.
     """
 
     counts: frozenset[str]

@@ -7,8 +7,8 @@ from mla_compile.dynamo.causes import drained, failed
 PHASES = 4
 """A guard that failed for more values than this counts as one that fails in every call.
 
-A tensor that fills and drains is empty, has one row, is full, or is anything between. Several such tensors together
-need several times as many graphs as Dynamo's limit, all of them in the first tokens."""
+A tensor that fills and drains has four kinds of length: empty, one row, full, and anything between. Several of them
+together need several times as many graphs as Dynamo's limit allows, all within the first tokens."""
 
 
 class Phases:

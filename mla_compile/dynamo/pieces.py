@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 Around = Callable[[Any], AbstractContextManager[object]]
-"""Makes the context for a piece of a method from the object whose method it is."""
+"""Makes the context for one piece of a method; its argument is the object that the method is called on."""
 
 
 def runs_in_pieces(function: Callable[..., Any]) -> bool:
@@ -23,7 +23,7 @@ def runs_in_pieces(function: Callable[..., Any]) -> bool:
 
 
 def in_pieces(function: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Return a method of the same kind as ``function``, which runs in pieces, with each piece within ``around``."""
+    """Wrap a generator or coroutine method, also an asynchronous generator: each piece runs within ``around(self)``."""
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)

@@ -32,7 +32,7 @@ _ALL_KEPT = (
     "capture",
     "passes",
     "guards",
-)  # objects of these stages are usually kept; code generation makes and drops tensors
+)  # the cycle collector rests in these stages, which keep most objects; code generation makes and drops tensors
 _TOLD_SECONDS = 1.0  # no line is printed for compilations that were faster
 
 
@@ -119,7 +119,7 @@ class Compilations:
         self._describe()
 
     def _collect(self, *, wanted: bool) -> None:
-        """Run or pause the cycle collector in this stage."""
+        """Resume the cycle collector if it is ``wanted`` in the next stage, or pause it."""
         if wanted == self._paused:
             (collector.resume if wanted else collector.pause)()
             self._paused = not wanted

@@ -50,7 +50,7 @@ class OtherRankFailedError(RuntimeError):
 
 
 def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Meeting | None:
-    """The meeting of the ranks that run this graph together; None for a graph that one rank runs alone."""
+    """The meeting of the ranks that run this graph together; None if one rank runs it, or with ``ranks="alone"``."""
     return _meeting(_groups(gm, example_inputs), options)
 
 
@@ -142,7 +142,8 @@ class Meeting:
     def refused(self, outcome: Outcome) -> dict[str, str] | None:
         """The attentions (names in ``outcome.sites``) to leave, with what the other ranks decided; None if all agree.
 
-        All ranks get None in the same round. Until then, each has to call again with its new decisions.
+        The dict is empty if only other ranks have to leave an attention. All ranks get None in the same round. Until
+        then, each has to call again with its new decisions.
 
         Raises:
             OtherRankFailedError: another rank failed.

@@ -43,8 +43,9 @@ from mla_compile.dynamo.sizes import History
 class _Settling:
     """What made Dynamo recompile a function, or is expected to.
 
-    ``counts``, ``rows``, ``changed``: names to declare dynamic: ints and axes of tensors that the function keeps, and
-    what caused a recompilation. ``rows`` is used only if a tensor drains. ``sizes``: the inputs' sizes in each graph.
+    Three sets have names to declare dynamic. ``counts``: ints that the function keeps. ``rows``: axes of tensors that
+    it keeps, used only if a tensor drains. ``changed``: what caused a recompilation. ``sizes`` has the inputs' sizes in
+    each graph.
     """
 
     phases: Phases = field(default_factory=Phases)
@@ -133,7 +134,7 @@ def _asked() -> str:
         return ""
     known.phases.add(reason)
     allowed, variants = variants_allowed(), current.frame_compile_id or 0
-    # Only if Dynamo goes on to compile: the start of that compilation restores the limit.
+    # Raise the limit only where Dynamo then compiles, because the start of that compilation restores it.
     if config.recompile_limit <= variants < min(allowed, config.accumulated_recompile_limit):
         _thread.room = ExitStack()
         _thread.room.enter_context(config.patch(recompile_limit=allowed))
@@ -160,11 +161,13 @@ def _open(known: _Settling, reason: str) -> None:
         patches.enter_context(sizes.patch(backed_size_oblivious=True, use_duck_shape=False))
         patches.enter_context(of_any_size())
     module = running()
-    # Where sizes may be 0, only the axis is named: torch would not join tensors of width 0 whose width is a symbol.
+    # If sizes may be 0, only the axis that changed becomes dynamic, not the whole tensor: torch would not concatenate
+    # tensors of symbolic width 0.
     found = changed_source(reason, of_axis=known.phases.drains) if module is None else None
     if found is not None:
         known.changed.add(found)
-    # Only for calls of our own entry, whose trace keeps one token a constant beside other sizes that may be 1.
+    # Only for calls of our own entry: its trace (`begin_apart`) keeps an argument's size of 1 (one token) constant,
+    # although other sizes of 1 become symbolic.
     rows = known.rows if known.phases.drains and module is not None else set[str]()
     names = sorted(known.counts | rows | known.changed)
     if names and (module is None or module.dynamic is None):

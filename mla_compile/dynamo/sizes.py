@@ -57,7 +57,7 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
             return fake(tensor, **given)
         name = source_name(given["source"])
         for axis in axes:
-            # Code tests whether there is a row at all, so 0 stays a constant for a tensor that never had one.
+            # Models test whether there is any row, so a size of 0 stays constant until the tensor has had one.
             if tensor.shape[axis] == 0 and not history.filled(name, axis):
                 context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
         for axis in range(max(axes) + 1):
@@ -87,7 +87,7 @@ def begin_with_one(ctx: ComptimeContext) -> None:
 
     torch does the same with ``dynamic=True``, guard included. Here it applies to floating-point inputs with exactly one
     dynamic axis; only inputs with equal numbers of axes share a symbol, and only for the same axis.
-    :func:`share_lengths` handles the rest after the trace.
+    After the trace, :func:`share_lengths` compares the symbolic sizes of all floating-point inputs.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -109,7 +109,7 @@ def begin_with_one(ctx: ComptimeContext) -> None:
 
 
 def _opened(context: object) -> int | None:
-    """Let the only dynamic axis of a tensor share its symbol; return it, or None unless there is exactly one."""
+    """Let the only dynamic axis of a tensor share its symbol; return the axis, or None unless it is the only one."""
     if not isinstance(context, StatefulSymbolicContext):
         return None
     inner = context.inner_contexts.values() if isinstance(context, SubclassSymbolicContext) else ()

@@ -31,9 +31,10 @@ def modules_called(frames: list[FrameType]) -> list[nn.Module]:
 
 
 def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
-    """The name of the outermost method of ``module`` among ``frames`` that is inside all of their loops, or None.
+    """The name of the method of ``module`` among ``frames`` that makes one step, or None.
 
-    Such a method is one step. Compiling a method that loops over steps would unroll the loop.
+    This is the outermost of the module's methods below all running loops, because compiling a method that loops over
+    steps would unroll the loop. Loops below its innermost method do not count. A generator or coroutine is no step.
     """
     methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
     methods = {code: name for code, name in methods.items() if not is_special(name)}  # Python finds these on the class

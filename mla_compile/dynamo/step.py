@@ -130,7 +130,7 @@ def _take(graph: fx.Graph, name: str, old: fx.Node) -> fx.Node:
 
 
 def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: fx.Node) -> None:
-    """Replace a number that Dynamo passes in by the size of the tensor from which it came."""
+    """Replace a number that Dynamo passes in by an equal size of an input."""
     expr = size.meta["val"].node.expr
     for node in inputs:
         value = node.meta.get("val")

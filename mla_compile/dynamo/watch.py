@@ -191,7 +191,8 @@ class _Watch(TorchFunctionMode):
     Attributes:
         wanted: whether the forward calls the method.
         compiled: whether something compiled was called.
-        ran: the modules, outer ones first, in whose forwards an attention ran (empty: in none); None if none ran yet.
+        ran: the modules, outer ones first, in whose forwards an attention ran (empty: in none); None before the first
+            attention.
         step: the method of ``module`` to compile if the attention ran in no forward; None if there is none.
     """
 
@@ -214,7 +215,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _is_attention(self, func: Any, args: Sequence[Any], result: Any) -> bool:
-        """Whether a function is an attention, or a product with the result of a softmax."""
+        """Whether a function is an attention, or a product with a tensor that has the shape of a softmax's result."""
         name = str(getattr(func, "__name__", "")).lower()
         if "softmax" in name and isinstance(result, Tensor) and result.dim() > 2:
             self._weights.add(result.shape)

@@ -96,16 +96,16 @@ def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, 
         return
     wanted = (*(out.shape[k] for k in (0, 2, 1)), values.shape[1])
     of = mask.dim() == 4 and all(n in (1, size) for n, size in zip(mask.shape[:3], wanted[:3], strict=True))
-    if not (of and mask.shape[3] == wanted[3] and mask.dtype.is_floating_point and indices.dim() == 3):
+    if not (of and mask.shape[3] == wanted[3] and mask.dtype.is_floating_point):
         raise InputError(
             f"{ALIKE}: mask is {mask.dtype} {list(mask.shape)}, expected floats {list(wanted)}, B, H or S may be 1"
         )
-    if tuple(indices.shape[:2]) != tuple(out.shape[:2]):
+    if indices.dim() != 3 or tuple(indices.shape[:2]) != tuple(out.shape[:2]):
         raise InputError(f"{ALIKE}: indices is {list(indices.shape)}, expected [B,S,k] of out {list(out.shape)}")
 
 
 def _means(values: Tensor, wanted: Tensor) -> Tensor:
-    """Return :func:`mean_of` for the ``wanted`` batch entries; the rows of others are not read, and their mean is 0."""
+    """Return :func:`mean_of` for the ``wanted`` batch entries, and 0 for other entries, whose rows are not read."""
     from mla_compile.kernels.triton.mean_triton import BLOCK_T, BLOCK_V, means
 
     B, T, width = values.shape

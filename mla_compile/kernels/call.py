@@ -173,7 +173,7 @@ TENSORS = DecodeCall._fields.index("scale")  # the number of leading fields that
 
 
 def rows_at(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return the rows at two indices, into the first two axes; float8 is gathered as bytes, for every device."""
+    """Return the rows at two indices, into the first two axes; float8 is gathered as bytes, on every device."""
     if rows.dtype.itemsize == 1:
         return rows.view(torch.uint8)[first, second].view(rows.dtype)
     return rows[first, second]

@@ -40,7 +40,7 @@ from mla_compile.kernels.triton.runner import Launch
 from mla_compile.kernels.triton.step import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
-REMEMBERED = 1024  # entries of each look-up table
+REMEMBERED = 1024  # the most entries of each look-up table
 # plan.kernel -> the module that describes its launches
 _KERNELS: dict[str, ModuleType] = {"triton": steps, "gluon": hopper_steps}
 _SCHEDULE = DecodeCall._fields.index("schedule")

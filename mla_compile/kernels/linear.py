@@ -135,7 +135,7 @@ def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: in
 def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) -> float:
     """The speed of the kernel relative to torch on weights that come from memory; 0 if there is no kernel.
 
-    Compares the best rounds of both, which takes a tenth of a second.
+    Compares the best round of each, which takes a tenth of a second.
     """
     library = native.load()
     if library is None:

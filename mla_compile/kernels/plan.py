@@ -166,7 +166,7 @@ def _hopper_suits(
 def _microseconds(
     row: TunedTile, smem: int, layout: RowLayout, device: Device, work: tuple[int, int, int], splits: int
 ) -> float:
-    """The formula of the module. ``work`` is batch, query rows, and tiles of a request."""
+    """The time of a launch by the module's formula. ``work`` is batch, query rows, and tiles of a request."""
     batch, rows, tiles = work
     row_blocks = -(-rows // row.block_m)
     per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # each block also reserves 1 KB of the SM

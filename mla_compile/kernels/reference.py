@@ -33,7 +33,7 @@ def compute_dtype(latent: Tensor) -> torch.dtype:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating mask in ``dtype``. Finite entries stay finite, even float64's lowest value in float32."""
+    """A floating mask in ``dtype``. Negative finite entries stay finite, even float64's lowest value in float32."""
     if mask.dtype == dtype or torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
         return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)

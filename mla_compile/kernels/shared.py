@@ -19,7 +19,7 @@ from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.tiles import LEAST
 
 ALIGNMENT = 16  # bytes: the alignment that the kernels assume of their buffers
-PLANES = 6  # planes of a mask's lists
+PLANES = 6  # planes of a mask's lists, see kernels/triton/tiles_triton.py
 MAX_SMS = 144  # SMs of a full GH100 die; a batch is partitioned for no more than these
 
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name

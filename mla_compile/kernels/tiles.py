@@ -92,7 +92,7 @@ def shared_memory(
 def starting_row(
     kind: str, rows: int, layout: RowLayout, device: Device, kernel: Kernel, *, listed: bool = False
 ) -> TunedTile:
-    """The table's row for this device and these query rows; output wider than in any row gets a tile of fewer rows."""
+    """The table's row for this device and these query rows; for wider output than any row's, a lower ``block_m``."""
     known = [r for r in table() if (r.kernel, r.cache) == (kernel, kind) and r.capability <= device.capability]
     known = [r for r in known if listed or not r.listed]
     if not known:

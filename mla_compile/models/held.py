@@ -1,6 +1,6 @@
 """Measures what each layer of a cache holds, on caches filled by prompts of three lengths.
 
-Most layers hold one row per token. Others hold only rows of the last tokens (a window), or rows that each summarise
+Most layers hold one row per token. Some hold only rows of the last tokens (a window), or rows that each summarise
 several tokens, and may also hold the keys of an indexer. Layers that summarise tokens also hold those tokens that have
 no row yet, and may hold a state that does not grow.
 """
@@ -25,9 +25,9 @@ SHORT = 1024
 class HeldRows:
     """What one layer holds: a row per ``every`` tokens (0: none), beside the rows of the last ``window`` tokens.
 
-    ``shared``: keys and values are one tensor. The rest describes the other tensors, by name. ``more``: the number of
-    values that a token adds. ``waiting``: the bytes held for each token that has no row yet. ``state``: the bytes of a
-    tensor that does not grow.
+    ``shared``: keys and values are one tensor. The other fields describe tensors besides keys and values, by name.
+    ``more``: the number of values that a token adds. ``waiting``: the bytes held for each token that has no row yet.
+    ``state``: the bytes of a tensor that does not grow.
     """
 
     every: int = 1
@@ -75,7 +75,7 @@ def _of(
 
 
 def tensors_of(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The nonempty tensors of a cache layer with three or more axes, also those in dicts, with their names."""
+    """The nonempty tensors of three or more axes in a cache layer, also those in dicts, with their names."""
     for name, value in vars(layer).items():
         for key, one in value.items() if isinstance(value, dict) else ((None, value),):
             if isinstance(one, torch.Tensor) and one.dim() > 2 and one.numel():

@@ -102,7 +102,7 @@ class _NotReadError(Exception):
 def read(config: PreTrainedConfig) -> tuple[Quantization | None, tuple[str, ...]]:
     """The quantization that a transformers config describes, and a note if its format has no reader here.
 
-    Raises :class:`InputError` if no format is named, or a field of a format that has a reader has an illegal value.
+    Raises :class:`InputError` if no format is named, or if a reader finds an illegal value in a field.
     """
     text = config.get_text_config()
     raw = next((q for part in (config, text) if (q := getattr(part, "quantization_config", None))), None)

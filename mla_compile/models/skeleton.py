@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 CONTEXT = 64
-"""Cached tokens in the trace. The report counts per cached token, and decides as for a long context."""
+"""Cached tokens in the trace. The report counts per cached token, and its choices are those for a long context."""
 
 _INDEX = re.compile("idx|index|layer_id")
 
@@ -54,7 +54,7 @@ class LayerList:
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
     """The causal language model of a config, with weights of ``dtype``: without values on the meta device, else random.
 
-    If a config of several parts is not that of such a model, its text part is tried. Raises :class:`InputError`.
+    If a config of several parts builds no such model, its text part is tried. Raises :class:`InputError`.
     """
     errors = ["it has none"]
     before = torch.get_default_dtype()
@@ -137,7 +137,7 @@ class _Returned:
 
 
 class _HandOn(nn.Module):
-    """Returns its first argument as the replaced layer returns its result, and keeps that layer's plain attributes."""
+    """Returns its first argument, in a tuple if traced layers return one; has the replaced layer's plain attributes."""
 
     def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ from mla_compile.report.facts import CachedLayers, Drafting, Facts, Family, Weig
 from mla_compile.report.report import Report
 
 _LONGEST = 2**18
-# A model in fp8 is traced in bf16, since only its own code applies the scales.
+# A model in fp8 is traced in bf16, since only code for quantized weights would apply their scales.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -168,7 +168,7 @@ def _drafting(
     """The layers that predict further tokens: the config counts them, and transformers does not build them.
 
     Each is assumed to be the last layer, whose cache is ``cached``, plus norms and a projection of the hidden state
-    joined with the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    concatenated with the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
     """
     count = first_int(text_config(model), ("num_nextn_predict_layers", "num_mtp_layers"))
     if not (count and layers.path and facts.width):
@@ -212,7 +212,7 @@ def _cached_layers(
     """Return what the cache holds per token; layers that were not traced count like the layer that represents them.
 
     ``like``: the layers to count (by default all), each given by the layer that represents it, as in
-    :class:`skeleton.LayerList`. If slots cannot be assigned to layers, none of those is counted.
+    :class:`skeleton.LayerList`. If the cache's slots cannot be assigned to layers, no layer of ``like`` is counted.
     """
     every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()

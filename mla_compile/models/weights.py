@@ -1,4 +1,4 @@
-"""The weights of a model, the number of its parameters, and the number of them that one token reads."""
+"""The weights of a model, how many parameters it has, and how many of them one token reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mla_compile.report.facts import Weights
 
 @dataclass(frozen=True)
 class Tensor:
-    """``copies`` weights of one shape, as a checkpoint stores them: each routed expert, and gate and up, separately.
+    """``copies`` weights of one shape, as a checkpoint stores them: one for each routed expert, gate and up separately.
 
     Attributes:
         module: the path of the module under which a checkpoint stores them; for experts, that of the first one.
@@ -82,7 +82,7 @@ def _stacked(parameter: nn.Parameter, count: int, idle: int) -> bool:
 
 
 def _unstacked(module: str, name: str, parameter: nn.Parameter, count: int) -> Iterator[Tensor]:
-    """The matrices in one tensor for all experts; transformers also joins gate and up of each expert in one tensor."""
+    """The matrices in one tensor for all experts; ``gate_up_proj`` also concatenates gate and up of each expert."""
     joined = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     rows, columns = parameter.shape[1] // len(joined), parameter.shape[2]
     for part in joined:

@@ -47,7 +47,8 @@ class CacheIO:
 class Wires:
     """The caches of a converted graph: its inputs after the first three (tokens), its outputs after the logits.
 
-    Both are in the same order. ``grows``: whether each cache grows. ``fallback``: names for those no attention reads.
+    Both are in the same order. ``grows``: whether each cache grows. ``fallback``: names for caches that no attention
+    reads.
     """
 
     fallback: tuple[str, ...]
@@ -55,7 +56,10 @@ class Wires:
 
 
 def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
-    """Finish the graph in place and return its caches. ``names``: those of the decode graph, for a prefill graph."""
+    """Finish the graph in place and return its caches.
+
+    ``names``: for a prefill graph, the names of the decode graph's caches, which it has to use too.
+    """
     model, graph = converted.model, converted.model.graph
     dims = _dims(graph, wires)
     inputs, outputs = list(graph.inputs), len(graph.outputs)
@@ -150,7 +154,7 @@ def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
 
 
 def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
-    """Map the length of output caches to "capacity" if caches are written in place: outputs are then input buffers."""
+    """Map the length of output caches to "capacity" if they are the input buffers, written in place."""
     return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.layout == "in place" else {}
 
 

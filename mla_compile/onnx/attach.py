@@ -1,4 +1,4 @@
-"""Give every node of our operators in a graph its function; nodes that differ in their signature get overloads."""
+"""Give each call of our operators its ONNX function; an operator called with several signatures gets overloads."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _constant(
 ) -> tuple[fx.Node, tuple[str, ...]]:
     """Add an input for ``weight``, permuted to ``order``; return it with the node names of its weights.
 
-    Consecutive axes are merged, as many as each of ``counts`` says. If the first count is 0, it makes no axis.
+    Each entry of ``counts`` is a number of consecutive axes, which are merged into one; a first entry of 0 makes none.
     """
     module, names = _closed(weight)
     products = {fold.placeholder: fold for fold in program.folds if fold.placeholder in names}

@@ -1,4 +1,4 @@
-"""``IndexScores``, by which keys are chosen, and ``WeighAlike``, which corrects attention to them, as ONNX functions.
+"""The ONNX functions of ``IndexScores``, which scores keys, and ``WeighAlike``, for queries that see no chosen key.
 
 ``IndexScores`` is a product with the heads folded into rows, [B,S*J,D] x [B,D,T], as in ``DecodeAttention``, and a
 product with the weights. This is 1.6 times as fast as one product per head (docs/decisions/076).

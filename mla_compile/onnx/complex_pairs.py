@@ -82,15 +82,29 @@ class _PairRewrite:
 
 def _multiply(step: _PairRewrite) -> fx.Node:
     a, b = args_of(step.node)[:2]
+    mul, call = aten.mul.Tensor, step.call
+    if isinstance(a, complex) or isinstance(b, complex):
+        number, other = (a, b) if isinstance(a, complex) else (b, a)
+        return _times_number(step, other, number)
     if not (_is_complex(a) and _is_complex(b)):
         pair, other = (step.pairs[a], b) if _is_complex(a) else (step.pairs[b], a)
         if isinstance(other, fx.Node) and isinstance(other.meta["val"], torch.Tensor):
-            other = step.call(aten.unsqueeze.default, other, -1)
-        return step.call(aten.mul.Tensor, pair, other)
+            other = call(aten.unsqueeze.default, other, -1)
+        return call(mul, pair, other)
     ar, ai, br, bi = (step.part(step.pairs[n], k) for n in (a, b) for k in (0, 1))
-    mul, call = aten.mul.Tensor, step.call
     real = call(aten.sub.Tensor, call(mul, ar, br), call(mul, ai, bi))
     return step.join(real, call(aten.add.Tensor, call(mul, ar, bi), call(mul, ai, br)))
+
+
+def _times_number(step: _PairRewrite, x: fx.Node, number: complex) -> fx.Node:
+    """Multiply a complex tensor, or a real one, by a complex number of Python."""
+    mul, call = aten.mul.Tensor, step.call
+    if not _is_complex(x):
+        x = call(aten._to_copy.default, x, dtype=_REAL[val(step.node).dtype])
+        return step.join(call(mul, x, number.real), call(mul, x, number.imag))
+    re, im = (step.part(step.pairs[x], k) for k in (0, 1))
+    real = call(aten.sub.Tensor, call(mul, re, number.real), call(mul, im, number.imag))
+    return step.join(real, call(aten.add.Tensor, call(mul, re, number.imag), call(mul, im, number.real)))
 
 
 def _polar(step: _PairRewrite) -> fx.Node:

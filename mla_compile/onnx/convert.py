@@ -102,7 +102,7 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
             )
-    except torch.onnx.errors.OnnxExporterError as error:  # pages of advice; the root cause tells what failed
+    except torch.onnx.errors.OnnxExporterError as error:  # its text is pages of advice; the root cause is short
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -58,7 +58,8 @@ def key(variant: Variant) -> str:
 def cubin(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
     """Return the compiled kernel, and whether it came from ``cache`` (None: neither read nor written).
 
-    Raises :class:`ExportError` if Triton cannot compile the kernel, or if the host would launch it wrongly.
+    Raises :class:`ExportError` if Triton cannot compile the kernel, if a kernel of tuned dims spills more than
+    :data:`SPILLED`, or if the host would launch it wrongly.
     """
     made, known = _cached(variant, cache)
     if variant.dims in TUNED and made.spilled > SPILLED[variant.mask]:

@@ -58,7 +58,7 @@ def errors(ort: ModuleType) -> tuple[type[Exception], ...]:
 
 
 def choose(ort: ModuleType, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, object]]]:
-    """Return the execution providers to request, with options: the wanted ones, or CUDA if available and CPU.
+    """Return the execution providers to request, with options: those wanted; by default CUDA, if available, and CPU.
 
     ``cuda`` is short for ``CUDAExecutionProvider``, and so on.
     """

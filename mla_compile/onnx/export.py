@@ -56,7 +56,8 @@ def export_onnx(
         fold: as in ``optimize``; "auto" multiplies weights ahead of time where the cost model predicts a gain.
         sparse: as in ``optimize``; "auto" gathers the rows of the keys that an indexer chose, "never" reads all rows
             and the mask. ``ort-paged`` has no operator for lists and uses "never".
-        verify: run prompts and steps through the graphs and the original before anything is written.
+        verify: compare the graphs with the original, on prompts and steps or on the example inputs, before ``path``
+            appears.
         overwrite: replace a directory that an earlier export wrote, once the new one is complete.
         progress: called with the name of each stage.
 

@@ -87,7 +87,7 @@ def _check_external_data(path: Path, manifest: Manifest) -> None:
         if location != WEIGHTS or held is None:
             raise ModelFileError(f"{what} keeps its data in {location!r}, expected {WEIGHTS} as the manifest lists it")
         offset, length = (_position(said.get(key, default), what, key) for key, default in _PLACE.items())
-        needed = math.prod(tensor.dims) * _bits(onnx, tensor.data_type, what) // 8
+        needed = -(-math.prod(tensor.dims) * _bits(onnx, tensor.data_type, what) // 8)
         if length < needed or offset + length > held.bytes:
             raise ModelFileError(
                 f"{what} takes {length} bytes at {offset} of {WEIGHTS}, expected at least {needed} bytes within the "

@@ -1,6 +1,6 @@
 """``DecodeAttention`` as a function of standard operators, attached to every file so that any runtime can run it.
 
-The body has two products, a softmax in float32, and one more product, with the heads folded into rows: [B,S*H,W] x
+The body computes scores, a softmax in float32 and a weighted sum, with the heads folded into rows: [B,S*H,W] x
 [B,W,T]. This reads the cache in place, without a copy per head, and is the fastest that MatMul and Softmax allow on a
 CPU (docs/decisions/075). A function cannot test which inputs are given, so each combination in use gets its own
 body.
@@ -73,7 +73,7 @@ def defined(
 ) -> onnx.FunctionProto:
     """Wrap ``body`` as a function with the operator's attributes, of which it reads those that ``signature`` uses."""
     read = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
-    # The body is specialised for the other attributes.
+    # The other attributes are accepted but not read: ``signature`` fixes their values.
     others = {"causal": 0, "value_width": 0, "softcap": 0.0, "window": 0}
     return body.function(
         name, inputs, signature.outputs, opset, overload, read=read,

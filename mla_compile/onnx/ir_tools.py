@@ -32,7 +32,7 @@ class Editor:
         return self.op("Constant", value=ir.tensor(np.array(values, dtype=np.int64)))
 
     def joined(self, parts: Sequence[ir.Value]) -> ir.Value:
-        """Join vectors, at least one, to one vector."""
+        """Concatenate one or more vectors."""
         return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
 
     def slice(self, value: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:

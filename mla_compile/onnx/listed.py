@@ -130,7 +130,7 @@ class _Chosen(Writer):
         return conditions
 
     def _mask(self, at: str, seen: str, batch: str, keys: str, count: str) -> str:
-        """Return the mask at the listed keys, [B*S,H|1,1,k], which hides them where not ``seen``; B, H, S may be 1."""
+        """Return the mask at the listed keys, [B*S,H|1,1,k]: False or -inf if not ``seen``. Given B, H, S may be 1."""
         sizes = [self.size("mask", axis) for axis in range(3)]
         rows = self.op("Mod", self.shaped(batch, -1, 1, 1, 1), sizes[0])
         heads = self.shaped(self.counted(sizes[1]), 1, 1, -1, 1)

@@ -127,7 +127,7 @@ def _verify(
 
 
 def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[CacheTensor]:
-    """Return a cache tensor of the model for each cache of the graph; the first one for pages of whole rows."""
+    """Return the model's cache tensor for each cache of the graph; for pages of whole rows, always the first."""
     return list(lm.caches) if len(lm.caches) == len(caches) else [lm.caches[0]] * len(caches)
 
 

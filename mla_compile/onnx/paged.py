@@ -3,8 +3,8 @@
 Before: ``DecodeAttention(query, Concat(past, new), ..., mask)`` on [B,S,...].
 
 After: ``PagedAttention(query, new rows, pages, lengths, block table)`` on packed tokens, [1,tokens,...]. The operator
-appends the rows and hides only keys that do not exist yet, so the model must hide no other key. The mask that the model
-computes is evaluated to check this.
+appends the rows and hides only later tokens, so the model must hide no other key. The mask that the model computes is
+evaluated to check this.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _check_causal(
 
 
 def _ancestors(value: ir.Value, *, contents: bool = False) -> set[ir.Value]:
-    """Return the values that ``value`` is computed from; with ``contents`` those of which more than sizes is read."""
+    """Return the values that ``value`` is computed from; with ``contents``, only those whose elements matter."""
     found, queue = {value}, [value]
     while queue:
         producer = queue.pop().producer()
@@ -193,7 +193,7 @@ def _ancestors(value: ir.Value, *, contents: bool = False) -> set[ir.Value]:
 
 
 def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> ir.Model:
-    """Extract the part of the graph that computes the mask as a model."""
+    """Return the part of the graph that computes the mask, as a model of its own."""
     needed = _ancestors(mask)
     # Caches are passed in float32: the mask depends only on their shapes, and some dtypes cannot be passed in.
     floating = ir.TensorType(ir.DataType.FLOAT)

@@ -2,7 +2,7 @@
 
 ========== ===========================================================================================================
 portable   ``present = Concat(past, new)``: the graph as exported, for any runtime of opset 21
-inplace    ``present = TensorScatter(past, new)``: one buffer with room for more rows, ``total`` of them in use
+inplace    ``present = TensorScatter(past, new)``: one buffer with spare rows, of which new tokens take the first
 genai      the row [latent, k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them
 ort-paged  pages of rows for ``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged`
 ========== ===========================================================================================================

@@ -111,7 +111,7 @@ def _finish(converted: Converted, profile: Profile) -> None:
 
 
 def _counts(graph: ir.Graph, append: GrowingCache) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
-    """Return the (input, axis) with an entry per token, and that with one per new token or, if fixed, their number."""
+    """Return the (input, axis) with an entry per token, and that with one per new token, or their fixed number."""
 
     def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:
         wanted = value.shape[1] if value.shape is not None else None
@@ -134,7 +134,7 @@ def _compare(
     dtype: str,
     why_not: str,
 ) -> Verification:
-    """Compare the graphs or rewritten programs ``made`` from the program with it, on its own example inputs."""
+    """Compare ``made``, graphs or rewritten programs, with the original program on its example inputs."""
     if program.example_inputs is None:
         return Verification(reason="the program has no example inputs")
     args, kwargs = program.example_inputs

@@ -1,4 +1,4 @@
-"""Read a JSON object field by field; an invalid field is a :class:`ModelFileError` with file, field and expectation."""
+"""Read a JSON object field by field; a :class:`ModelFileError` names file, field and what was expected in it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
 
 
 def halves(graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
-    """Turn each layer's two caches into two of one shape: [B,1,T,(L+R)/2], the first and second half of the row.
+    """Turn each layer's two caches into two of one shape: [B,1,T,(L+R)/2], the halves of [latent, k_rope].
 
     Returns the new inputs and outputs as pairs, two per layer, and removes the old ones from the graph. Raises
     :class:`ExportError` for a cache that is not a latent with a rotary key, and for a row of odd width.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from mla_compile.errors import InputError, ModelFileError, OptionError
+from mla_compile.core.sampling import check_sampling
+from mla_compile.errors import InputError, ModelFileError
 
 Logits = npt.NDArray[np.float32]
 
@@ -31,20 +31,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise OptionError(f"{name} is {value!r}, expected a number")
-        for name in ("top_k", "seed"):
-            value = getattr(self, name)
-            if value is None and name == "seed":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise OptionError(f"{name} is {value!r}, expected a whole number of at least 0")
-        if self.temperature < 0:
-            raise OptionError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise OptionError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 class Sampler:
@@ -53,7 +40,7 @@ class Sampler:
     def __init__(self, sampling: Sampling | Sequence[Sampling], rows: int) -> None:
         """Take one setting for all rows, each of which draws its own numbers, or one setting per row.
 
-        With one setting per row, what a row draws does not depend on the other rows.
+        With one setting per row, a seeded row draws the same numbers whatever its index in the batch.
         """
         if isinstance(sampling, Sampling):
             self._rows = tuple(

@@ -147,7 +147,7 @@ class Session:
         inputs = (np.ascontiguousarray(ids_BS), state.mask_with(mask_BS), positions_BS)
         for name, value in zip(TOKENS, inputs, strict=True):
             binding.bind_cpu_input(name, value)
-        binding.bind_output("logits", "cpu")  # in each call: otherwise it would overwrite the last call's logits
+        binding.bind_output("logits", "cpu")  # rebound in each call, or it would overwrite the last call's logits
         state.bind(binding, state.length + ids_BS.shape[1])
         try:
             session.run_with_iobinding(binding)

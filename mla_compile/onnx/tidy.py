@@ -45,10 +45,14 @@ def without_schedules(graph: fx.Graph) -> int:
 
 
 def _squeeze(node: fx.Node, builder: Builder) -> None:
-    """Remove a squeeze of an axis whose size is not 1: torch ignores it, and ONNX raises an error."""
-    source, dim = argument(node, 0, "self"), argument(node, 1, "dim")
-    if isinstance(dim, int) and val(source).dim() and size(val(source).shape[dim]) != 1:
-        node.replace_all_uses_with(source)
+    """Squeeze only axes of size 1: torch ignores others, and ONNX raises an error."""
+    source, dims = argument(node, 0, "self"), argument(node, 1, "dim")
+    if dims is None or not val(source).dim():
+        return
+    wanted = [dims] if isinstance(dims, int) else list(dims)
+    kept = [dim for dim in wanted if size(val(source).shape[dim]) == 1]
+    if len(kept) != len(wanted):
+        node.replace_all_uses_with(builder.call(aten.squeeze.dims, source, kept) if kept else source)
 
 
 def _slice_scatter(node: fx.Node, builder: Builder) -> None:
@@ -67,7 +71,7 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
             return
         assert isinstance(width, int)
         if start in parts:
-            return  # a later write, seen first, has already replaced this one
+            return  # a later write, seen first, has the same place: no concatenation
         parts[start] = (argument(current, 1, "src"), min(end, width))
         current = argument(current, 0, "self")
     at = 0

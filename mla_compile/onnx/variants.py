@@ -179,7 +179,7 @@ def tiles(arch: str, dtype: str, dims: NodeWidths, mask: str) -> list[Tile]:
     for limit in (*limits, 0):
         row, smem = fitted(starting_row(kind, limit or 1 << 30, layout, device, "triton"), layout, device)
         if found and found[-1].row == row:
-            found.pop()  # both limits share one tile
+            found.pop()  # both limits have the same tile: list it once, under the larger
         found.append(Tile(row, smem, limit))
     return found
 

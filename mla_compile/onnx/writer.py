@@ -13,7 +13,7 @@ _FLOAT = TensorProto.FLOAT
 
 
 class Writer:
-    """Collects nodes. Methods that add one return the name of its value, except :meth:`result`, which is given it.
+    """Collects nodes. Methods that add one return the name of its value; :meth:`result` takes that name instead.
 
     ``prefix`` keeps a branch's names distinct from the surrounding names, which the branch may read.
     """
@@ -87,7 +87,7 @@ class Writer:
         return self.op("Reshape", value, self.joined(*sizes))
 
     def joined(self, *sizes: str | int) -> str:
-        """Join sizes to a vector."""
+        """Concatenate sizes to one vector."""
         parts = [self.ints(size) if isinstance(size, int) else size for size in sizes]
         return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
 
@@ -114,7 +114,7 @@ class Writer:
         """Return the nodes as a function of our domain.
 
         ``read``: the attributes that the nodes read. ``ignored``: attributes that are accepted but not read, with their
-        values. ``imports``: the operator sets of the nodes besides the standard one.
+        defaults. ``imports``: the operator sets of the nodes besides the standard one.
         """
         opsets = [helper.make_opsetid("", opset), *imports]
         made = helper.make_function(

@@ -83,7 +83,8 @@ def latent_cache(state: PassState) -> int:
 
 def _expanded(trial: Analyses, state: PassState, kept: KeptRows) -> set[str]:
     """The attentions that would have to expand the rows that were kept for them."""
-    # Slices of rows do not count as sources here. Where there are none, the final verdicts, needed anyway, may suffice.
+    # Slices of rows must not count as sources here. Without such slices, the final verdicts, which are needed anyway,
+    # may already show that no attention expands its rows.
     if trial.get(sliced_maps) is trial.get(site_maps) and not kept.expanded(trial.get(state.request.judgement)):
         return set()
     return kept.expanded(trial.get(_LEGAL))

@@ -80,7 +80,7 @@ class Pass(Generic[_S]):
         changes: what it changes, in words; empty for an analysis.
         work: runs the pass, and returns how many changes it made, or how many things it found.
         keeps: the analyses that are still valid after it has changed the graph.
-        once: whether it prepares the program, so that it is not repeated when the rest is decided again.
+        once: whether it prepares the program, so that it is not repeated when the other passes run again.
     """
 
     name: str
@@ -98,7 +98,7 @@ def run_passes(passes: Iterable[Pass[_S]], state: _S) -> None:
         found = one.work(state)
         if found and one.changes:
             _check(one, state.analyses.program)
-            if state.analyses is before:  # otherwise it adopted a trial, with its analyses
+            if state.analyses is before:  # otherwise the pass adopted a trial, whose analyses are valid
                 state.analyses.invalidate(one.keeps)
         state.records.append(PassRecord(one.name, found if one.changes else 0, time.perf_counter() - start))
 

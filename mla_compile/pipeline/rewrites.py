@@ -78,7 +78,7 @@ def _note_caches(state: PassState) -> None:
 
 
 def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
-    """Replace hand-absorbed attentions by the operator, if a kernel runs it."""
+    """Replace hand-absorbed attentions by the operator if a kernel runs it; in a file, only steps over shared rows."""
     done: list[Absorbed] = []
     if state.options.lowering == "aten":
         return done
@@ -86,7 +86,7 @@ def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
         fusion = verdict.fusion
         if fusion is None or verdict.site.node.name in state.failed:
             continue
-        # The kernels that will run a file are not known, so there only steps over shared rows are fused: without a
+        # It is not known which kernels will run a file, so in a file only steps over shared rows are fused: without a
         # kernel, listed rows of many queries would be gathered. Hand-absorbed attentions keep their operators, which
         # every runtime has and which copy no row to every head.
         in_file = fusion.is_step and verdict.code is Code.SHARED_ROWS

@@ -97,8 +97,8 @@ def _last_uses(steps: CallSequence) -> list[int]:
 def _label(node: fx.Node) -> Hashable:
     """The key of a call without its tensor inputs.
 
-    The storage offset of the result is left out. It follows from the inputs, but torch may report another one in the
-    first trace of a call: for a copy, tensors from the fake tensor cache start at another offset.
+    The storage offset of the result is left out. It follows from the inputs, but for equal calls torch may report
+    different ones: a copy that comes from the fake tensor cache starts at another offset than that of the first trace.
     """
     given = tuple(
         each(value, lambda v: None if isinstance(v, fx.Node) else constant_of(v)) for value in (node.args, node.kwargs)

@@ -73,8 +73,8 @@ def split(
 def _write_early(graph: fx.Graph) -> None:
     """Move each write up to the last reader of the value that it replaces.
 
-    Our graphs write the new rows of all caches at their end, and nowhere else. A write may move up to the point after
-    which nothing reads the old value, directly or through a view.
+    Our graphs write new values of inputs at their end, and only appended rows where they are computed. A write may move
+    up to the point after which nothing reads the old value, directly or through a view.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     shown: dict[fx.Node, list[fx.Node]] = {}
@@ -144,7 +144,7 @@ def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
 
 
 def _symbol(node: fx.Node) -> object:
-    """The symbol of an input or a value, if it is a symbolic number."""
+    """The symbol that is the value of a node; None for any other value, also for a compound expression."""
     expression = _expression(node.meta.get("val"))
     return expression if getattr(expression, "is_symbol", False) else None
 

@@ -80,7 +80,7 @@ class LatentSites:
 
 @dataclass(frozen=True)
 class CachedLayers:
-    """``count`` layers with equal caches: the heads of both tensors, and the values per token and head.
+    """``count`` layers with equal caches: the heads and widths of the cached keys and values.
 
     ``besides``: cached values per token that are neither keys nor values, for example those of an indexer. ``every``:
     how many tokens a row represents; 0 if no row is kept for good. ``window``: the number of last tokens that
@@ -116,7 +116,7 @@ class CachedLayers:
     def bytes_beside(self, tokens: int, *, most: bool = False) -> int:
         """The bytes held beside the rows of ``tokens`` tokens: for tokens that have no row yet, and for a state.
 
-        ``most``: the largest such number of bytes up to then.
+        ``most``: the most bytes for any number of tokens up to ``tokens``.
         """
         waiting = min(tokens, self.every - 1) if most else tokens % self.every if self.every else 0
         return max(0, waiting) * self.waiting_bytes + (self.state_bytes if tokens >= self.every else 0)

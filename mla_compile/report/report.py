@@ -44,7 +44,7 @@ LEFT_OUT = "an attention ran uncompiled"
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The result for every attention site of a graph, or of several graphs joined by ``merged``.
+    """The result for every attention site of a graph, or of several graphs (see :meth:`merged`).
 
     ``print`` shows the report as text, and rich shows it in colour.
 
@@ -91,6 +91,7 @@ class Report:
 
         Raises:
             InputError: the path cannot be written.
+            OptionError: ``dtype`` is none of these.
         """
         write_report(self.sites, self.messages, path, title=title, dtype=dtype)
 

@@ -55,7 +55,7 @@ class StoredWeights:
         dtype: the dtype of unquantized and of dequantized weights.
         arithmetic: the dtype in which quantized weights are multiplied.
         parts: attention, routed experts and the rest, in this order.
-        lookup_bytes: the bytes of the input embedding, unless it is also the output projection; part of the rest.
+        lookup_bytes: the bytes of the input embedding, unless it is also the output projection; counted in "rest".
         unquantized: the modules of the unquantized matrices; ``N`` stands for the index of a layer.
         up: the weights that absorbing splits; ``None`` if there is no latent, or if its weights were not found.
     """

@@ -4,7 +4,7 @@ The backend of ``torch.compile`` owns no module, so it cannot put rows in the pl
 it: a compiled call writes K to the buffer, as the model does, and writes the rows from which K was made to a tensor
 that this module keeps for the buffer. The next call attends to these rows. They are used as long as only such calls
 have written to the buffer since it was empty. Other writes change its version counter; those that are not counted
-(through ``.data``, NumPy or a user's own kernel) are found by comparing a sample of its values.
+(through ``.data``, NumPy or a user's own kernel) are detected by comparing a random sample of its values.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class RowsBeside:
 
     Args:
         call: takes the graph's inputs, and then the rows of ``twins``.
-        otherwise: the original graph. It runs, after a warning, if no known rows make what a buffer holds.
+        otherwise: the original graph. It runs, after a warning, if rows for the values of a buffer are unknown.
         program: the program of ``call``, whose cache holds rows.
         names: the names of the inputs that ``call`` takes.
         twins: the name of an input that takes rows -> the name of the buffer beside which they are kept.
@@ -189,8 +189,8 @@ class RowsBeside:
     def _rows(self, inputs: Inputs) -> list[LatentTensor] | None:
         """The rows of all buffers; for a buffer of zeros, rows of zeros.
 
-        None if a buffer holds other values without known rows, or if the graph also writes to its memory through
-        another input.
+        None if a buffer holds other values without known rows for the recipe and the weights of this call, or if the
+        graph writes to the same memory through two inputs.
         """
         owners = [_owner(inputs[index]) for index in self._written]
         if len(set(owners)) < len(owners):

@@ -37,8 +37,8 @@ def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
 class LatentTensor(torch.Tensor):
     """K (or V) of shape ``recipe.shape(rows)``, held as rows of ``recipe.widths`` values per token.
 
-    ``rows`` and ``leaves`` (the weights that expand them) are tensors in the recipe's order. Tensors of one cell share
-    memory as views do. ``span``: the tokens of the cell that this tensor shows; ``None`` means all.
+    ``rows`` and ``leaves`` (the weights that expand them) are tensors in the recipe's order. Tensors of one
+    :class:`Cell` share memory as views do. ``span``: the tokens of the cell that this tensor shows; ``None`` means all.
     """
 
     _cell: Cell
@@ -248,7 +248,7 @@ class LatentTensor(torch.Tensor):
 
 
 def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> LatentTensor | None:
-    """Do to the rows what caches do to K along tokens and batch: copy, join, reorder, clear. None for anything else."""
+    """Do to the rows what caches do to K along tokens and batch: copy, concatenate, reorder, clear; None for others."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)
     x = args[0] if args else None

@@ -101,10 +101,10 @@ def with_rows(
 ) -> Call:
     """Wrap ``call``, which takes the program's inputs, as a callable of the captured inputs ``names``.
 
-    The wrapper takes the rows out of the tensors that hold them and returns the new rows in such tensors. If an input
-    has other weights, or shares rows in another way, than the program was compiled for, it warns and calls
-    ``otherwise``. ``appends``: the rows that will grow. ``layouts``: for other rows by name, the order of their axes in
-    memory for which the code was compiled.
+    The wrapper takes the rows out of the tensors that hold them and returns the new rows in such tensors. It warns and
+    calls ``otherwise`` if an input holds K or V instead of rows, or if it has other weights or shares rows in another
+    way than the program was compiled for. ``appends``: the rows that will grow. ``layouts``: for other rows by name,
+    the order of their axes in memory for which the code was compiled.
     """
     cache = program.cache
     assert cache is not None

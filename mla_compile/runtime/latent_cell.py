@@ -19,8 +19,8 @@ from mla_compile.runtime.folds import parts_of, version, versions
 class Cell:
     """The contents of one K, shared by all tensors that show it or a part of it.
 
-    ``full`` is K itself, once someone has written to it or holds a view of it; it then replaces the rows. ``own``: the
-    cell belongs to a buffer of a module, into whose rows compiled graphs write.
+    ``full`` is K itself, which replaces the rows once someone has written to K or holds a view of it. ``own``: the cell
+    belongs to a buffer of a module, into whose rows compiled graphs write.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ A cache that belongs to a module (``self.k_cache[:B, start:end] = k``) is alloca
 it is empty, rows of zeros expand to the same zeros, so an optimized module may hold a :class:`LatentTensor` in its
 place. Code that reads the attribute sees K, and compiled graphs write rows into the tensor.
 
-A trace of the first call, which computes nothing, finds the buffers that can be kept like that, and their recipes. The
-original's buffers do not change: the modules on the path to one are copied for the optimized model.
+A trace of the first call, on copies, finds the buffers that can be kept like that, and their recipes. The original's
+buffers do not change: the modules on the path to one are copied for the optimized model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeptBuffer:
         place: where the model holds it.
         recipe: how it is computed from its rows.
         leaves: the attribute path to each weight that the recipe reads.
-        rows: a name and the dtype of each tensor of rows; buffers share rows of equal names.
+        rows: a name and the dtype of each tensor of rows; buffers share rows of equal names and shapes.
     """
 
     place: Place

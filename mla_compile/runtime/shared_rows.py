@@ -63,7 +63,10 @@ class RankRows(torch.Tensor):
 
     @classmethod
     def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> RankRows:
-        """This rank's share of ``rows``, a plain tensor that all ranks have; ``grows``: with spare capacity."""
+        """This rank's share of ``rows``, a plain tensor of all rows, which every rank has.
+
+        ``grows``: in memory with spare capacity.
+        """
         return cls.made_of(_share(rows, axis, sharing), axis, rows.shape[axis], sharing, grows=grows)
 
     @classmethod
@@ -86,7 +89,7 @@ class RankRows(torch.Tensor):
         return self.local
 
     def write(self, rows: torch.Tensor) -> None:
-        """Store this rank's share of ``rows``, a plain tensor of all rows that all ranks have."""
+        """Store this rank's share of ``rows``, a plain tensor of all rows, which every rank has."""
         own = _share(rows, self.axis, self.sharing)
         with torch.no_grad():
             self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
@@ -162,7 +165,7 @@ class RankRows(torch.Tensor):
         return self.made_of(self.local, self.axis, high, self.sharing, grows=self._memory is not None)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **how: Any) -> torch.Tensor:
-        """Repeat entries of an axis before the tokens; for any other ``dim`` this raises an error."""
+        """Repeat entries of an axis before the tokens; any other ``dim`` raises an error, except in a trace."""
         if dim is None or not 0 <= dim < self.axis or torch.compiler.is_compiling():
             return super().repeat_interleave(repeats, dim, **how)
         return self._with(self.local.repeat_interleave(repeats, dim, **how))

@@ -21,7 +21,10 @@ _SHOWN = 200
 
 
 def told(value: object, depth: int = 3) -> str:
-    """Describe a value: constants by ``repr``, code by its digest, collections by their items, other things by type."""
+    """Describe a value: constants by ``repr``, code by its digest, collections by their items, other things by type.
+
+    ``depth``: how many levels of nested collections are described.
+    """
     kind = type(value)
     if isinstance(value, _PLAIN):
         return f"{kind.__name__} {value!r}"

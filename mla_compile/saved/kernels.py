@@ -32,8 +32,8 @@ def key_of(argument_types: list[str], source: str) -> str:
 def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
     """Within the block, add to ``found``, by key, the file of each kernel that Inductor's code loads.
 
-    ``folder`` is Inductor's cache meanwhile. If it is empty, all code is loaded anew, though kernels that this process
-    has compiled come from memory.
+    ``folder`` is Inductor's cache meanwhile. If it is empty, all code is loaded anew, except for kernels that this
+    process has compiled: these come from memory.
     """
     from torch._inductor.async_compile import AsyncCompile
 

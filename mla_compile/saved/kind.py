@@ -26,7 +26,7 @@ _MATTERS = re.compile(
     r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme"
 )
 _OF_DATACLASS = ("<string>", "__init__")
-"""The file and name of the code that a dataclass generates. ``<frozen ...>`` is code of Python itself."""
+"""The file and name of the code that a dataclass generates. A file ``<frozen ...>`` is part of Python itself."""
 _OURS = Path(__file__).parents[1]
 _SHOWN = 3
 
@@ -89,7 +89,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 def of_code(traced: Iterable[CodeType]) -> Kind:
     """Return a digest of each traced source file except torch's and ours, which :func:`of_versions` covers.
 
-    Raises :class:`ExportError` for code without a source file.
+    Raises :class:`ExportError` for code that another process could not import, such as code of ``__main__``.
     """
     names: set[str] = set()
     for code in traced:

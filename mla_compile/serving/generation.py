@@ -55,7 +55,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class _Streamer(CBStreamer):
-    """The streamer of one request. Cancelling the request twice, or after it has ended, does nothing."""
+    """The streamer of one request. To cancel it a second time, or after the request has ended, does nothing."""
 
     def __init__(self, generation: ServedGeneration, request_id: str, *args: object, **kwargs: object) -> None:
         super().__init__(generation.manager, request_id, *args, **kwargs)

@@ -31,7 +31,7 @@ class ServerRanks:
 
     @classmethod
     def of(cls, settings: Settings) -> ServerRanks:
-        """Return the ranks that torchrun started. Raises :class:`OptionError` if ``settings`` ask for others."""
+        """Return the ranks that torchrun started. Raises :class:`OptionError` if ``settings`` ask for other ranks."""
         started = dist.is_available() and dist.is_torchelastic_launched()
         number, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started else (0, 1)
         context = settings.context_parallel

@@ -42,7 +42,7 @@ class Server:
     def load(self) -> None:
         """Load and compile the model. Raises the errors of :meth:`Loaded.load`."""
         self.loaded.load(self._first_requests)
-        if self.loaded.ranks.count > 1:  # a loop of several ranks does not restart, but torchrun may restart the ranks
+        if self.loaded.ranks.count > 1:  # if a rank fails, the loop cannot restart; ended ranks can, by torchrun
             threading.Thread(target=self._until_ranks_end, daemon=True).start()
 
     def _first_requests(self) -> None:
@@ -77,7 +77,7 @@ class Server:
             threading.Thread(target=self._load_behind, args=(http,), daemon=True).start()
         try:
             http.run()
-        finally:  # uvicorn exits if the port is taken, for example, and the loop would keep the process alive
+        finally:  # if uvicorn exits (port taken, say), the generation loop would keep the process alive
             self.loaded.stop()
         if self.loaded.problem is not None:
             raise self.loaded.problem

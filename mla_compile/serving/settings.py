@@ -22,12 +22,12 @@ class Settings:
         context_parallel: ranks that share the rows of each request.
         trust_remote_code: run the Python code that lies beside the weights.
         max_model_len: the most tokens of one request, prompt and answer together; by default the limit in the config.
-        page_size, pages: the tokens of a page, and the pages of the pool; by default as many as fit in memory.
+        page_size, pages: the tokens of a page, and the pages of the pool (by default as many as fit in memory).
         max_batch_tokens: the most tokens of prompts in one step.
         max_requests: the most requests in one step.
         max_waiting: the most requests that wait, at least 1; further requests are answered with 429.
         max_body: the most bytes of one request; larger ones are answered with 413.
-        timeout: the seconds for one request, from its last byte to its last token.
+        timeout: the seconds for a request to arrive, and again from its submission as token ids to its last token.
         grace: the seconds in which running requests may end after SIGTERM.
         api_key: the key that clients must send as ``Authorization: Bearer``; None requires no key.
         warm_up: compile for all expected sizes before the server is ready.

@@ -58,7 +58,7 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Results at one context length: variants too large for memory; by variant, the error of logits and all seconds."""
+    """Results at one context length: variants too large for memory; by variant, logit errors and seconds per step."""
 
     context: int
     too_large: tuple[str, ...]
@@ -253,7 +253,7 @@ class Bench:
                     f"its cache has a {type(slot).__name__}, and bench fills caches of keys and values only"
                 )
             slots.append((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]))
-        # The pool fits beside the weights. A context at which the expanded form does not fit is measured without it.
+        # The pool fits beside the weights. At a context where the expanded form does not fit, only mla is measured.
         longest = max(*settings.contexts, *WARM_UP) + 1
         calls = variants(model, VARIANTS, settings.codegen)
         return DecodeSteps(model, calls, slots, batch=settings.batch, longest=longest, dtype=dtype, device=device)
@@ -262,7 +262,7 @@ class Bench:
         needed = self.subject.bytes_at(context, expanded=True) - self.subject.bytes_at(0, expanded=False)
         fits = needed < _PART_OF_FREE * available_bytes(steps.device)
         chosen = VARIANTS if fits else ("mla",)
-        # The second step at a length no longer compiles anything.
+        # Two steps each, because the first one at a length may compile.
         logits = {name: [steps.step(name, context)[1].float() for _ in range(2)][-1] for name in chosen}
         errors, allowed = differences(logits), TOLERANCE[steps.dtype]
         for name, error in errors.items():

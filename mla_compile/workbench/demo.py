@@ -146,7 +146,7 @@ class DemoResult:
 
     @property
     def read_bytes(self) -> tuple[int, int]:
-        """The bytes that all attentions read per cached token: K and V of every head, and latent rows."""
+        """The bytes that absorbed attentions read per cached token: K and V of every head before, latent rows after."""
         size = DTYPES[self.settings.dtype].itemsize
         absorbed = [site for site in self.report.sites if site.verdict == "absorbed"]
         expanded = sum(site.values_read_before or 0 for site in absorbed)
@@ -293,7 +293,7 @@ def _decode_steps(model: PreTrainedModel, optimized: PreTrainedModel, settings: 
     of_generate = {"logits_to_keep": 1, "return_dict": True}  # as in generate(), whose compiled code is then reused
     models = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
     calls = {name: torch.no_grad()(partial(one, **of_generate)) for name, one in models.items()}
-    cached = (1, model.config.kv_lora_rank, 1, model.config.qk_rope_head_dim)  # what transformers caches of a layer
+    cached = (1, model.config.kv_lora_rank, 1, model.config.qk_rope_head_dim)  # heads, widths: latent, rotary key
     return DecodeSteps(
         model, calls, [cached] * settings.layers, batch=1, longest=max(settings.contexts),
         dtype=DTYPES[settings.dtype],

@@ -19,7 +19,7 @@ class Attention:
     """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V).
 
     ``N`` and ``V`` are the widths to which prompts expand latent rows. ``J``: the number of tokens that a
-    query attends to, 0 for all. ``F``: the FLOPs per context token for choosing them, 0 if another attention chose.
+    query attends to, 0 for all. ``F``: the FLOPs per context token for choosing them, 0 if another, or none, chose.
     ``every``: how many tokens a row represents, 0 if no row is kept for good. ``window``: the number of last tokens
     that additionally have a row each.
     """
@@ -154,7 +154,8 @@ def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = Fals
     """Return the inputs of the formulas: sizes of an attention, and ``letters`` by name; missing letters are 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
-    # Keys are chosen only among rows kept for good. The formulas count all tokens (of a prompt) or rows (in a step).
+    # Keys are chosen only among rows kept for good, but the formulas count all tokens (of a prompt) or all rows (in a
+    # step): F is scaled to the share of kept rows.
     older = 0.0 if not (site.every and T) else 1 / site.every if prompt else site.kept(letters["T"]) / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

@@ -41,9 +41,9 @@ class LayoutPlan:
     ``cache_bytes_per_user``: after as many tokens as the context has; ``most_cache_bytes_per_user``: the most until
     then, while tokens wait for the row that summarises them. ``most_users``: how many users with this maximum fit in
     the memory of all machines. ``bottleneck`` names the longest part of the step.
-    ``network_bytes``: the bytes that a machine exchanges with the others in a step. ``choosing_memory_s`` and
+    ``network_bytes``: the bytes that a machine exchanges with others in a step. ``choosing_memory_s`` and
     ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 without any. ``tokens_per_s`` is for
-    one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Both count accepted drafts only: a
+    one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Rejected drafts do not count: a
     step adds ``tokens_per_step`` tokens to a user, and spends ``drafting_s`` on drafting. ``served_tokens_per_s`` and
     ``most_served_tokens_per_s``: the same if the machines also read the prompts; ``None`` if the request leaves the
     number of output tokens open.

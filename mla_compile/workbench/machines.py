@@ -29,7 +29,7 @@ class Machine:
         bytes_per_s: memory bandwidth.
         flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``, ``fp4``).
         link_bytes_per_s: the bandwidth to the other machines in one direction; ``None`` if there is no link.
-        node_machines: how many machines such links connect; ``None`` means any number.
+        node_machines: how many machines such links connect into a node; ``None`` means any number.
         network_bytes_per_s: the bandwidth between nodes per machine, in one direction.
         memory_share, compute_share: the shares of bandwidth and peak that a good kernel reaches.
     """

@@ -26,7 +26,7 @@ USERS = tuple(2**i for i in range(11))
 
 
 def check(path: Path) -> None:
-    """Raise :class:`InputError` for a file that cannot be drawn; called before slow work."""
+    """Raise :class:`InputError` unless a plot can be written to ``path``; called before slow work."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise InputError(f"{path} is neither .svg nor .png")
     checked(path)
@@ -37,7 +37,7 @@ def check(path: Path) -> None:
 
 
 def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
-    """Write the plot; points that do not fit in memory are dotted."""
+    """Draw both plots of ``plan`` into one file; lines are dotted where the users do not fit in memory."""
     figure: Figure = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     request = replace(request, prompt=None, output=None)  # only steps are drawn; contexts may be shorter than a prompt
@@ -68,7 +68,7 @@ def _lines(
 
 
 def draw_times(title: str, rows: Mapping[int, Mapping[str, Times]], path: Path) -> None:
-    """Write medians over the context, one line per variant, with bars from the 10th to the 90th percentile."""
+    """Plot medians against the context, one line per variant, with bars from the 10th to the 90th percentile."""
     figure: Figure = import_module("matplotlib.figure").Figure(figsize=(6, 4.2), layout="constrained")
     axes = figure.subplots()
     for variant in dict.fromkeys(name for times in rows.values() for name in times):

@@ -120,7 +120,7 @@ def core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
 
 @cache
 def prompt_core(*, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return FLOPs and bytes for prompts: token i of S attends to i keys, or to J of them."""
+    """Return FLOPs and bytes for prompts: token i of S attends to i keys, or to at most J of them."""
     keys, chosen = (S + 1) / 2, J - J * (J - 1) / (2 * S)  # averages over the tokens
     if latent:
         expanded, absorbed = _attention("expanded"), _attention("sparse")
@@ -180,7 +180,7 @@ def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[s
 
 
 def _multiplied(layout: Layout) -> sympy.Expr:
-    """FLOPs of weights: a machine uses those it holds whole for its own users, and its parts of the others for all."""
+    """FLOPs of weights: a machine applies whole weights to its own users, and its parts of other weights to all."""
     own = sympy.ceiling(B / P)
     logits, others, experts = O * D * N_v, S * (W - D * N_v), S * X * k / n
     if layout == "experts":

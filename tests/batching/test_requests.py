@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from mla_compile.batching.sampling import Sampling
-from mla_compile.errors import InputError
+from mla_compile.errors import InputError, OptionError
 from tests.support.serving import alone, free_blocks, prompts, results, running, tokens
 
 
@@ -82,6 +82,21 @@ def test_a_request_that_wants_what_is_not_there_fails_alone(served, wrong):
         found = results(manager, 2)
         assert told in found[bad].error
         assert found[good].generated_tokens == alone(model, ids, 6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"temperature": 0.0}, "temperature is 0, expected more"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"seed": 1 << 64}, "expected a number below 2\\*\\*64"),
+    ],
+)
+def test_settings_that_nothing_can_be_drawn_with_are_refused_before_a_step(settings, told):
+    with pytest.raises(OptionError, match=told):
+        Sampling(**settings)
 
 
 def test_an_id_that_is_taken_is_replaced(served):

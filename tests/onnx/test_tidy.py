@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.core.program import Program
+from mla_compile.onnx.complex_pairs import split_complex
 from mla_compile.onnx.tidy import tidy
 from tests.support.programs import calls, seeded, trace
 
@@ -62,6 +63,34 @@ def test_slices_with_a_step_stay() -> None:
     program = trace(written((0, 4), (4, 5), step=2), parts, [])  # columns 0 and 2, then 4
     tidy(program)
     assert "cat.default" not in calls(program)
+
+
+@pytest.mark.parametrize(("dims", "left"), [((1, 2), (1,)), ((-1, 1), (1,)), ((2,), None), ((1,), (1,))])
+def test_only_axes_of_size_1_are_squeezed(dims: tuple[int, ...], left: tuple[int, ...] | None) -> None:
+    """torch ignores the others, and ONNX raises an error."""
+    x = seeded(2, 1, 3)
+    program = trace(lambda x: torch.ops.aten.squeeze.dims(x, dims) * 2, [x], [])
+    assert torch.equal(tidied(program, [x]), x.squeeze(dims) * 2)
+    found = [n.args[1] for n in program.gm.graph.nodes if "squeeze" in str(n.target)]
+    assert [tuple(axes) for axes in found] == ([] if left is None else [left])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * (0.5 - 2j)),
+        lambda x: torch.view_as_real((2j * x) * torch.view_as_complex(x)[..., None]),
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * 3.0),
+    ],
+)
+def test_complex_numbers_of_python_multiply_both_parts(function: Callable[[Tensor], Tensor]) -> None:
+    x = seeded(3, 4, 2)
+    program = trace(function, [x], [])
+    split_complex(program)
+    program.gm.recompile()
+    (got,) = program.gm(x)
+    assert not any(n.meta["val"].is_complex() for n in program.gm.graph.nodes if isinstance(n.meta.get("val"), Tensor))
+    torch.testing.assert_close(got, function(x), rtol=1e-12, atol=1e-12)
 
 
 def added(x: Tensor, at: Tensor, *rows: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ ROWS = 256  # query rows (s, h) in one walk over the cache: 2 MiB of float32 sco
 
 @dataclass(frozen=True)
 class _Window:
-    """The keys ``[lo, hi)`` of a batch entry, with every visible one. ``plain``: the mask has no effect on them."""
+    """Keys ``[lo, hi)`` that include all visible ones of a batch entry. ``plain``: the mask has no effect on them."""
 
     lo: int
     hi: int
@@ -113,8 +113,8 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     windows = [_Window(0, T, plain=True)] if mask is None or seen is None else _windows(mask, seen, T)
     out, lse = _run(call, windows)
     if seen is not None and not all(w.plain for w in windows) and bool(torch.isnan(out).any()):
-        # A row that no query sees, between visible ones, holds NaN, and 0 * NaN is NaN. This is rare, so clean copies
-        # are made only now.
+        # A row that no query sees, between visible ones, may hold NaN, and 0 * NaN is NaN. This is rare, so clean
+        # copies are made only now.
         blank = ~seen.unsqueeze(2)  # [B|1,T,1]
         rope, values = (None if x is None else x.masked_fill(blank, 0.0) for x in (call.rope, call.values))
         clean = call._replace(latent=call.latent.masked_fill(blank, 0.0), rope=rope, values=values)

@@ -33,7 +33,7 @@ def _in_blocks(call: IndexCall, dtype: torch.dtype) -> Tensor:
     (B, S, J, D), T = call.query.shape, call.keys.shape[1]
     weights = call.weights.to(dtype)[:, :, None, :]
     out = call.query.new_empty(B, S, T, dtype=dtype)
-    rows = max(1, BLOCK // S)  # the products of all queries are computed together
+    rows = max(1, BLOCK // S)  # keys in a block, fewer because all queries are multiplied together
     query = call.query.to(dtype).reshape(B, S * J, D)
     for start in range(0, T, rows):
         block = call.keys[:, start : start + rows].to(dtype)

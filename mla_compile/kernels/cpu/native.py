@@ -10,9 +10,9 @@ Choices, measured on one core with AVX-512 and AMX unless another is named, L = 
 
 * **float32 with fused multiply-adds**: 132 at 16 heads with the cache in L2, 95 from memory. Scores and sums are
   vectors over query rows, so that the softmax needs no horizontal step.
-* **Operands stay in registers, a few columns of the query in the first-level cache, and for 64 query rows or more
-  values are packed side by side**: 10 to 32 % faster on a core with only AVX2, which then reaches 48 at 16 heads and 71
-  at 128, from memory (MKL's product of square matrices there: 53).
+* **Operands stay in registers, a few columns of the query in the first-level cache, and from 64 query rows on, values
+  are packed side by side**: 10 to 32 % faster on a core with only AVX2, which then reaches 48 at 16 heads and 71 at
+  128, from memory (MKL's product of square matrices there: 53).
 * **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place; query and weights are two bfloat16 terms
   each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, which disappears when the result is rounded.
 * **float32 on AMX**, each number three bfloat16 terms, six products: 200 at 128 heads where multiply-adds reach 149.
@@ -139,7 +139,7 @@ def _build() -> ctypes.CDLL:
     begin = time.time()
 
     class Checked(CppCodeCache):
-        """Inductor's cache, in the folder that TORCHINDUCTOR_CACHE_DIR names."""
+        """Inductor's cache, in the folder that TORCHINDUCTOR_CACHE_DIR names, with our checks before loading."""
 
         cache = {}  # noqa: RUF012 - a cache of this class, apart from torch's
 

@@ -290,8 +290,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
                 rows += b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs
             rows = gl.expand_dims(rows, 1)
             exists = gl.expand_dims(m_q < M, 1)
-            # Both consumers finished their products with the previous item's query before they exchanged sums, and when
-            # they meet below, both have read the sums.
+            # The query may be replaced: both consumers finished their products with the old one before they exchanged
+            # sums. When they meet below, both have read the sums, which may be replaced from then on.
             load_query(q, own(tiles.index(W)), rows, exists, W * HALF, HALF, Q_L)
             if W == 1 and ROTARY:
                 load_query(q, own(narrow.index(0)), rows, exists, 2 * HALF, ROPE, Q_L)

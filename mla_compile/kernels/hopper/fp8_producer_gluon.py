@@ -56,7 +56,7 @@ def _places(places, work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl
     if places is not None:
         return gl.load(places + i * BN + r, mask=r < (hi - i) * BN, other=-1)
     else:
-        listed = gl.minimum(i, hi - 1)  # a list of tiles may end at ``hi``
+        listed = gl.minimum(i, hi - 1)  # a list of tiles may end at ``hi`` and must not be read there
         n = place_of(work, plane, listed) * BN + r
         seen = (n < length) & (i < hi)
         if begin is not None:
@@ -144,7 +144,7 @@ def _factor(kv_scale, place, scale_b, scale_t, scale_g, before, PIECE: gl.conste
             kv_scale += scale_g  # added one by one: a multiple of an int32 may overflow
         return _scales(kv_scale, place, scale_b, scale_t, PAGE)
     else:
-        return before  # of the same group; rope has no factor and ignores it
+        return before  # the group is the same; for rope this is unused
 
 
 @gluon.jit

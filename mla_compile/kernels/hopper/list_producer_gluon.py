@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from mla_compile.kernels.hopper.producer_gluon import BN, FREE, HALF, NARROW, ROPE, TILE, blocks_of, length_of
 from mla_compile.kernels.hopper.rows_gluon import ROWS
 
-load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as in producer_gluon.py
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as in cluster_gluon.py
 
 THREADS = gl.constexpr(128)  # of the producer: each arrives at the barrier of a part when its own copies have landed
 LIST_READY = gl.constexpr(15)  # barrier: places and bits have been written
@@ -98,13 +98,13 @@ def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mas
 
 @gluon.jit
 def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr):
-    """Issue the copies of WIDTH columns of the rows at 64 places into tile [64,WIDTH] (-1: zeros).
+    """Copy WIDTH columns of the rows at 64 places to tile [64,WIDTH], asynchronously; zeros where a place is -1.
 
     Each thread arrives at bar when its copies have landed. Strides are multiples of 8 elements.
     """
     seen = gl.expand_dims(place >= 0, 1)
     place = gl.maximum(place, 0)
-    row = stride_row // 8 * 8  # so that the compiler knows the divisibility
+    row = stride_row // 8 * 8  # shows the compiler that 8 divides the stride
     if PAGE == 0:
         offset = place.to(gl.int64) * row
     else:

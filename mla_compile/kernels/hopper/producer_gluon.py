@@ -2,7 +2,7 @@
 
 An *item* is a run of blocks of one request: one per CTA on the split grid, several if a schedule
 (kernels/triton/schedule.py) is given. With a mask, the blocks of a request are those in its list of visible tiles
-(kernels/triton/tiles_triton.py); others are never fetched. With a window, they are those from the first block on that
+(kernels/triton/tiles_triton.py); other blocks are never fetched. With a window, they start with the first block that
 some query token sees. For rows past a request's length, TMA fills rows outside the tensor with zeros. A page past the
 length is never looked up; its box is placed outside the tensor. Pages of a window's first block that lie before the
 window are looked up, too: their entries in the block table may name any page; one outside the cache gives zeros.
@@ -78,8 +78,8 @@ def place_of(work, plane, i):
 def blocks_of(items, work, plane, length, begin, b, b0, t0, b1, t1, least):
     """Blocks lo..hi of request b for this CTA, and the request's number of blocks.
 
-    Without a list of tiles, blocks are numbered by their place in the cache. They exclude those before ``begin``, the
-    first row that some query token's window reaches.
+    Without a list of tiles, blocks are numbered by their place in the cache, and those that end before ``begin``, the
+    first row that some query token's window reaches, are left out.
     """
     first = 0
     if work is None:

@@ -30,7 +30,7 @@ def scaled(acc, a, O_L: gl.constexpr):
 
 @gluon.jit
 def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
-    """Store half W of up to 64 rows of o [rows,512] from registers: another layout needs 64 KB of shared memory."""
+    """Store half W of o [rows,512], up to 64 rows a CTA, from registers: other layouts need 64 KB of shared memory."""
     r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, O_L))
     c = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_L))
     cells = gl.expand_dims(r * (2 * HALF), 1) + gl.expand_dims(c, 0)

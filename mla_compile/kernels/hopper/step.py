@@ -73,7 +73,7 @@ def begun(call: DecodeCall) -> Arguments:
 
 
 def written(call: DecodeCall, to: Arguments, *, parts: bool, final: bool) -> None:
-    """Add the destinations of results: ``parts``, the ``final`` results, or both if each item decides."""
+    """Add the destinations of results: scratch for ``parts``, out and lse for ``final`` ones, both if items differ."""
     to.scratch("o_part", "part", "*fp32", used=parts)
     to.scratch("lse_part", "part_lse", "*fp32", used=parts)
     to.scratch("out", "out", TYPES[call.query.dtype], used=final)

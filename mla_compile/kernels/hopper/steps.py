@@ -1,8 +1,8 @@
 """The launches of a decode attention call with the Hopper kernel (kernels/hopper/decode_gluon.py), as data.
 
 The counterpart of kernels/triton/steps.py: pure, also for meta tensors, and used by both the launch (kernels/launch.py)
-and the compilation without a GPU (benchmarks/gpu/offline.py). :func:`suits` decides which calls the kernel takes; the
-others go to the portable one. lists.py adds what index lists need, and fp8.py what float8 rows need.
+and the compilation without a GPU (benchmarks/gpu/offline.py). :func:`suits` decides which calls the kernel takes; other
+calls go to the portable one. lists.py adds what index lists need, and fp8.py what float8 rows need.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
 REGISTERS = 232  # per thread of a consumer; leaves 40 to the producer
 HELD_REGISTERS = 240  # if 16 of them hold the rotary query: with 232, Triton 3.9 puts masks in local memory
-STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
+STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled takes only smaller strides
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -98,7 +98,7 @@ def _addressable(rows: Tensor) -> bool:
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """The strides. That of an axis of length 1 is arbitrary, and the dense one replaces it."""
+    """The strides; an axis of length 1, whose own stride is arbitrary, gets the stride of dense rows."""
     outer, row, column = rows.stride()
     if rows.shape[1] == 1:
         row = rows.shape[2]
@@ -169,7 +169,7 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def shared_by(plan: Plan, row_blocks: int) -> int:
-    """The number of CTAs that share the copies of a block: the plan's if all have rows and Triton can, else 1."""
+    """The number of CTAs that share the copies of a block: the plan's if all have rows and Triton can do it, else 1."""
     return plan.cluster if row_blocks % plan.cluster == 0 and (plan.cluster == 1 or clusters()) else 1
 
 

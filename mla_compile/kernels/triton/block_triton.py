@@ -33,10 +33,10 @@ def block_of(
 
     It returns, in this order:
 
-    * b, i_r, M: the request, and the number of the unit with M query rows from which the block is cut: a request (i_r =
-      b), or with a list of keys a query token (i_r = b * S + s).
-    * m, s, head, valid, loaded, row, each for the rows of the block [BLOCK_M]: number among these M, query token (with
-      a list of keys a scalar), head, whether there is such a row, whether its split has tiles, place in ``out``.
+    * b, i_r, M: the request; the unit that is cut into blocks, with M query rows: the request itself (i_r = b), or with
+      a list of keys one query token (i_r = b * S + s).
+    * m, s, head, valid, loaded, row, for each row of the block [BLOCK_M]: its number among the M, its query token (with
+      a list of keys a scalar), its head, whether it exists, whether its split also has tiles, its place in ``out``.
     * length, begin: the keys that some row sees are [begin, length).
     * first, last: the tiles of the split. With a list of tiles or keys, they are numbered along the list.
     """
@@ -129,7 +129,7 @@ def write_block(
     acc,  # [BLOCK_M,BLOCK_V]
     top,  # [BLOCK_M], base 2
     total,
-    factor_v,  # of the values, or None
+    factor_v,  # the scale of all values, or None
     sinks,
     head,
     out,

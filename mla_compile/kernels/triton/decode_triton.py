@@ -68,8 +68,8 @@ def attend(
     LIST_PAGE: tl.constexpr,  # rows of a page if a list is looked up in a block table, or 0
     LOOKED_UP: tl.constexpr,  # list entries that are looked up at a time
     WIDE: tl.constexpr,  # offsets inside a request (or a page) need 64 bits
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,  # of the products, and of float32 ones
-    WARPGROUPS: tl.constexpr,  # Hopper's products
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,  # dtype of the products; precision of products in float32
+    WARPGROUPS: tl.constexpr,  # products of Hopper's warpgroups
     NORMALIZE: tl.constexpr,  # float32 query with float16 rows
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     MASK_ROWS: tl.constexpr,  # the mask differs between query rows

@@ -58,7 +58,7 @@ def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
 
 
 def told(indices: Tensor, into: Arguments) -> None:
-    """Add the strides and the length of a list."""
+    """Add the strides and length of a list of keys to the arguments of a launch."""
     outer, inner, entries = *indices.stride()[:2], indices.shape[2]
     into.scalars |= {"indices_b": outer, "indices_s": inner, "entries": entries}
 

@@ -87,7 +87,10 @@ def times_groups(x, scales, GROUP: tl.constexpr):
 
 @triton.jit
 def power_of_two(amax):
-    """``(down, up)``: powers of two with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity are kept."""
+    """``(down, up)``: powers of two with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity are kept.
+
+    An amax below 2^-113 becomes less than 2^13.
+    """
     exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 14), 254)
     down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
     up = ((exponent - 13) << 23).to(tl.float32, bitcast=True)

@@ -1,8 +1,8 @@
 """A step as a function of a stream and addresses: compiled and bound to its arguments once, then only run.
 
 ``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as in compilation without
-a GPU. Triton's own entry collects metadata for profilers and calls their hooks even if there are none, and passes on
-all arguments, some 70 for these kernels, three times. :func:`bind` avoids that unless a profiler is attached. A Triton
+a GPU. Triton's own entry collects metadata and calls hooks for profilers even if none is attached, and passes on all
+arguments, some 70 for these kernels, three times. :func:`bind` avoids that unless a profiler is attached. A Triton
 whose internals differ from those of 3.6 and 3.7 is used through its normal entry, which takes some 10 us longer.
 """
 

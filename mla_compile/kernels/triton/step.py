@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from triton import JITFunction
 
 _I32 = 1 << 31
-# Strides of tensors with one number per token: multiples of 16 in one decode step, but not in the next.
+# Strides of tensors with one number per token: multiples of 16 in one decode step, but not in the next, so the compiler
+# is not told.
 _BY_TOKEN = frozenset({"scale_b"})
 TYPES = {
     torch.float16: "*fp16",

@@ -162,7 +162,7 @@ def scan_mask(
 
 @triton.jit
 def list_tiles(work, capacity, BLOCK: tl.constexpr):
-    """Write planes TILE, WORD and COUNT from the others; grid (B,), BLOCK tiles at a time."""
+    """Write planes TILE, WORD and COUNT from those of :func:`scan_mask`; grid (B,), BLOCK tiles at a time."""
     b = tl.program_id(0)
     plane = tl.num_programs(0).to(tl.int64) * capacity
     p_work = work + b.to(tl.int64) * capacity

@@ -1,7 +1,7 @@
 """Integers that are affine in positions: ``const + sum of step * position + sum of factor * tensor``.
 
-Masks compare positions of queries and keys, which are made of ``arange``, additions and views. :class:`IndexReader`
-finds the value of such a tensor at one place, which is one affine integer per dimension. A slice or a look-up
+Masks compare positions of queries and keys: tensors made by ``arange``, additions and views. :class:`IndexReader`
+finds the value of such a tensor at a place, which is given as one affine integer per dimension. A slice or a look-up
 (``x[index]``) only changes the place at which its operand is read.
 """
 
@@ -44,7 +44,7 @@ def place_of(axes: Sequence[Axis]) -> Index:
 def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
     """Return ``node`` with the axis along which each coordinate of ``place`` runs.
 
-    Raises :class:`OpaqueError` if one runs along no axis, two along the same, or the lengths differ. ``longer``:
+    Raises :class:`OpaqueError` if a coordinate runs along no axis, if two share one, or if lengths differ. ``longer``:
     dimensions of ``node`` may be longer than those axes, as in a buffer whose beginning is read.
     """
     axes = []
@@ -107,7 +107,10 @@ def _times(at: Affine, size: Size) -> Affine:
 
 
 def in_blocks(at: Affine, size: Size) -> Affine:
-    """Return ``at // size``. Raises :class:`OpaqueError` if ``at`` is not a position or ``size`` not a number."""
+    """Return ``at // size``.
+
+    For sizes other than 1, raises :class:`OpaqueError` if ``at`` is not a position or ``size`` not a positive number.
+    """
     if same(size, 1):
         return at
     along = at.position
@@ -130,7 +133,7 @@ def _start(how: Slice) -> tuple[int, int]:
 
 
 def _looked_up(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
-    """Follow ``x[:, i, j, ...]``, where each index is a position."""
+    """Follow ``x[:, i, j, ...]``, where each index tensor holds positions."""
     x, given = argument(node, 0, "self"), list(argument(node, 1, "indices"))
     given += [None] * (len(shape(x)) - len(given))
     dims = [k for k, index in enumerate(given) if index is not None]
@@ -237,9 +240,9 @@ _COMPARED: dict[object, Callable[[float, float], bool]] = {
 
 
 def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
-    """Return the tensor that ``node`` compares with a number or casts, and the function that it applies to an element.
+    """Return the tensor that ``node`` compares with a number or casts, and the function that ``node`` applies to it.
 
-    The function raises :class:`OpaqueError` for an element whose result is not known.
+    The function maps one element, and raises :class:`OpaqueError` if the result is not known.
     """
     compare = _COMPARED.get(packet(node))
     if compare is None:

@@ -51,7 +51,7 @@ _Shows = Callable[[float], bool]
 _WHOLE = (torch.int64, torch.int32)
 _COUNTS = (*_WHOLE, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
-"""For operators whose second result holds indices along an axis, each at most once: which argument is that axis."""
+"""Operators whose second result holds indices along an axis, each at most once, with the position of that argument."""
 
 
 def chosen(

@@ -50,7 +50,7 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
 
 
 def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tuple[AttentionSite, fx.Node]]:
-    """Return attentions that weigh keys by an elementwise function of the scores, each with its first such operator.
+    """Return attentions that weigh keys by an elementwise function of the scores, with its first nonlinear operator.
 
     They have no softmax, so :func:`find_attention` does not find them.
     """
@@ -151,7 +151,7 @@ def _fused_problem(
 ) -> Stop | None:
     if dropout != 0.0:
         return Stop(node, "dropout", f"attention dropout of {dropout} is active")
-    # Rewrites change the width of the heads and write the scale as a number.
+    # Rewrites change the width of the heads and write the scale as a number, so both have to be constants.
     if isinstance(scale, fx.Node) or not isinstance(size(val(q).shape[-1]), int):
         return Stop(node, "unsupported_op", "a scale or head width that is not a constant")
     if causal and not same_sizes([a.size for a in queries], [b.size for b in keys]):

@@ -129,7 +129,7 @@ def _graph(name: fx.Node) -> fx.GraphModule:
 
 
 def _one_block(block_mask: tuple[object, ...]) -> bool:
-    """Whether one block covers all keys. Lists are known only at run time, and may hide what mask_mod shows."""
+    """Whether one block covers all keys and is listed. Other lists are only known at run time, and may hide keys."""
     partial, full = block_mask[2:4], block_mask[4:6]
     large = all(isinstance(size, int) and size >= _ONE_BLOCK for size in block_mask[-3:-1])
     return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)

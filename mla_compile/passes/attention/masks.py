@@ -1,4 +1,4 @@
-"""Masks as conjunctions of parts (comparisons of positions, lists, others) that hold where a key is seen.
+"""Masks as conjunctions of parts (comparisons of positions, lists, other booleans) that hold where a key is seen.
 
 A part is a boolean, read at a place (``affine.Index``). If it compares numbers that are affine in positions, it is the
 condition ``bound >= 0``. An additive mask is 0 where its parts hold, and one number (minus infinity or a very low one)
@@ -360,7 +360,7 @@ _MOVES = (Copy, Rearrange, Slice, Select, Join)
 
 
 def hides_nothing(scores: fx.Node) -> bool:
-    """Whether no operator behind ``scores`` can lower a visible key so far that a hidden one is chosen before it."""
+    """Whether no operator behind ``scores`` can lower the score of a visible key below that of a hidden key."""
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
         made = packet(node) in LABELLED or node.op == "placeholder"

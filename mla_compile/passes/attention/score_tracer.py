@@ -66,7 +66,7 @@ class ScoreTracer:
 
     def trace(self, node: fx.Node) -> Scores | None:
         if node not in self._seen:
-            self._seen[node] = None  # a placeholder while it is being traced
+            self._seen[node] = None  # until it has been traced
             self._seen[node] = self._trace(node)
         return self._seen[node]
 
@@ -99,7 +99,8 @@ def _product(node: fx.Node) -> Scores | None:
         return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
 
     features = axis_of[summed[0]]
-    # The softmax tells which side is the query, because its axis belongs to the keys. Until then, it is the left.
+    # The softmax tells which side is the query, because its axis belongs to the keys. Until then, the left side counts
+    # as the query.
     axes = tuple(axis_of.get(c, ()) for c in out)  # no operand has the label of a reduced axis that keepdim leaves
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
@@ -224,7 +225,7 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow the exponential of a written-out softmax: divided last, or with another term in its sum."""
+    """Follow the exponential of a written-out softmax that divides after the value product or has more in its sum."""
     scores = tracer.trace(args_of(node)[0])
     return None if scores is None else replace(scores.opened("weights without a softmax"), exponential=True)
 
@@ -289,7 +290,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
 
 
 def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
-    """Return the joined column, if ``parts`` is only one, as it was before it was expanded over batch and queries."""
+    """Return the joined column, before it was expanded over batch and queries; None if ``parts`` are not one column."""
     if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
         return None
     node = parts[0]

@@ -16,9 +16,9 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Padded:
-    """An axis of scores that was joined with columns: ``own`` lies in the new axis ``longer`` from ``start`` on.
+    """An axis of scores to which columns were joined: the axis ``own`` became part of ``longer``, from ``start`` on.
 
-    ``sink`` is the joined column, if exactly one was joined to scores that may still change.
+    ``sink``: the new column, if there is only one and the scores were not :attr:`Scores.settled` before.
     """
 
     longer: Atom
@@ -60,7 +60,7 @@ class Scores:
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def changed(self) -> Scores:
-        """Return the scores behind an operator that changes them: with an open core if only a softmax may follow."""
+        """Return the scores after an operator that changes them: with an open core if only a softmax was to follow."""
         return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:

@@ -135,12 +135,12 @@ class Chosen:
         count: the axis along which the entries are listed.
         keys: the axis of the keys that the entries name.
         distinct: no query's list names a key twice.
-        names: how many keys (or blocks) entries can name, counted from 0: at least T (or all blocks of T keys).
+        names: entries name the keys (or blocks) 0 to ``names`` - 1: at least the T keys (or all blocks of them).
         block: how many neighbouring keys an entry i names, from ``block * i`` on.
         any_number: an entry may be any number; one that is negative or too large names no key.
         flags: an entry counts only where its flag is not 0; None: all entries count.
-        scores: the scores whose largest were chosen, if only visible keys were chosen: each query that sees a key then
-            sees a chosen one.
+        scores: the scores whose largest were chosen, if the same masks had been applied to them: each query that sees
+            a key then sees a chosen one.
     """
 
     indices: Operand
@@ -171,7 +171,7 @@ class Visible:
     """The keys that query s sees: those that every mask shows and that meet the following conditions.
 
     Attributes:
-        masks: the masks that remain, or all masks if nothing could be explained.
+        masks: the masks that the other attributes do not express, or all masks if nothing could be explained.
         lengths: t is below each length; a length does not depend on s and t, and its tensors have only batch axes.
         numbers: nodes for the sizes that occur in the lengths.
         causal: t <= T - S + s; never together with lengths.

@@ -2,8 +2,8 @@
 
 A softmax between two products of activations is an attention to everyone who reads the code. If the score tracer has no
 rule for an operator in between, there is no :class:`AttentionSite`, and without this analysis the report would not
-mention the attention at all. The same goes for unknown operators that are named like an attention, or that combine
-tensors of the shapes of queries, keys and values.
+mention the attention at all. Unknown operators are found, too, if they are named like an attention or combine tensors
+with the shapes of queries, keys and values.
 """
 
 from __future__ import annotations

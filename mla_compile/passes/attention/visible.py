@@ -1,6 +1,6 @@
 """Which keys the masks of an attention show, proved from how the masks are made.
 
-Most masks are not data. They are comparisons of positions, ``t <= past + s``, joined with a mask that marks padding
+Most masks are not data. They are comparisons of positions, ``t <= past + s``, combined with a mask of padding
 tokens. Comparisons become arguments of the attention: a length for each batch entry, causality, a window. A kernel then
 reads neither keys beyond the length nor a mask. A mask that is neither comparisons nor a list stays a mask.
 
@@ -144,7 +144,7 @@ class _Explained:
         assert self.chosen is not None
         self.sees_one = False
         best = ranked(self.chosen)
-        # A list may be empty, and all of its flags may be off.
+        # An empty list shows no key, and neither does one whose flags are all off.
         some = all(at_least(n, 1) for n in least_of(self.chosen.size))
         if best is None or self.chosen.flags is not None or not some:
             return
@@ -181,7 +181,7 @@ class _Explained:
 
     def _length(self, bound: Affine) -> bool:
         """Take a bound of the form ``t <= p``."""
-        # Beside a diagonal, a length would move it.
+        # A length beside a diagonal would move the diagonal.
         if self._step(bound) != (0, -1) or self.causal:
             return False
         length = Affine(bound.const + 1, {}, bound.terms)
@@ -194,7 +194,8 @@ class _Explained:
     def _start(self, bound: Affine) -> bool:
         """Take ``t >= s - c``, or ``t >= c`` for a single query, as a window that is measured from the last key."""
         along = (-1, 1) if self.queries else (0, 1)
-        # Beside a length, a window is counted back from it, but a length above T counts as T: not what the mask means.
+        # The operator counts a window back from the length, if there is one, and a length above T counts as T, so the
+        # window would differ from the mask's.
         if self._step(bound) != along or self.lengths or not (self.causal or same(self.S, 1)):
             return False
         # t > T - S + s - window is t - s + (window - 1 - T + S) >= 0.

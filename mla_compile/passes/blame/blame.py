@@ -182,7 +182,7 @@ def made_behind(source: fx.Node, maps: Maps) -> tuple[list[Piece], list[fx.Node]
 
 
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the inputs of ``node``; of a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` are the rows.
+    """Return the inputs of ``node``; of a residual connection ``x + f(x)`` only ``x``, unless either is latent rows.
 
     Inside ``f``, a feed-forward network or another attention, projections widen rows too, but their operands are no
     latents.
@@ -193,7 +193,7 @@ def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_expansion(node: fx.Node, search: Search) -> bool:
-    """Whether ``node`` is an up-projection: it is wider than a row tensor before its last projection."""
+    """Whether ``node`` is projected from known latent rows, or from narrower ones that are not behind the queries."""
     for piece in search.maps.map(node).pieces:
         if not piece.path or not piece.path[-1].contractions:
             continue
@@ -214,7 +214,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
     writes = _arithmetic_writes(path, maps)
     for node in path[1:]:
         if (stop := maps.reasons.get(node)) is not None:
-            # The cause may lie beside the path, as the other term of a sum does; then it is not a cache of these rows.
+            # The cause may lie beside the path, as the other term of a sum does; then `node` is no cache of these rows.
             of_a_cache = _of_a_cache(node, expansion, search) if stop.node is node else None
             said.append(writes.get(node) or of_a_cache or search.proofs.shown(stop))
     found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)

@@ -45,10 +45,10 @@ def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
 def append_in_place(program: Program, *, rewrite: bool = True, shared: Collection[fx.Node] = ()) -> int:
     """Add the caches of a program to ``program.appends``, and return their number.
 
-    A cache that grows by a fixed number of rows is written in place, unless ``rewrite`` is False. Other caches begin in
-    this program or grow by any number of rows. The program returns them as before, and its caller moves them to memory
-    with room at once: if it did so later, the changed strides would make a later graph compile twice. ``shared``:
-    caches whose rows the ranks share.
+    A cache that grows by a fixed number of rows is written in place, unless ``rewrite`` is False or ranks share it
+    (``shared``). All others, such as caches that begin here or grow by any number of rows, are returned as before. The
+    program's caller moves them to memory with room at once: if it did so later, the changed strides would make a later
+    graph compile twice.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)
@@ -94,7 +94,7 @@ def _places(program: Program) -> list[int]:
 
 
 def _count(how: Join) -> int:
-    """Return how many rows are joined to old rows; 0 if the number is symbolic, or if there are no old rows."""
+    """Return how many rows are appended to old rows; 0 if the number is symbolic, or if there are no old rows."""
     return _known(shape(how.parts[-1])[how.dim]) if len(how.parts) == 2 else 0
 
 
@@ -119,7 +119,8 @@ def _first_rows(program: Program) -> dict[int, int]:
 def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[tuple[int, Join]]:
     """Yield rows that the caller keeps and the graph reads: their place among the returned values, and their join.
 
-    ``known``: nodes that are rows even if the graph does not read them.
+    Joins of which a part is returned too are left out. ``known``: nodes that are rows even if the graph does not read
+    them.
     """
     returned = program.outputs
     for at, joined in _kept(program):
@@ -130,7 +131,7 @@ def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[t
 
 
 def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
-    """Yield buffers of full length that begin in a program and are returned: their place, and the write."""
+    """Yield buffers of full length that begin in a program and are returned, but no view of them: place and write."""
     shown = seen_through_views(program.gm.graph)
     for at, buffer in _kept(program):
         how = rows_written(buffer)
@@ -148,7 +149,7 @@ def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _fitting(program: Program) -> set[fx.Node]:
-    """Return the inputs that may get room: they have one reader, no other role, and sizes that other inputs hold."""
+    """Return the inputs that may get room: one reader, no other role, and each symbolic size held by another input."""
     if any(isinstance(node.target, HigherOrderOperator) for node in program.gm.graph.nodes):
         return set()  # a higher-order operator keeps the strides with which it was traced
     inputs = program.placeholders
@@ -174,7 +175,7 @@ def _fitting(program: Program) -> set[fx.Node]:
 
 
 def _grows(how: Join, fit: set[fx.Node]) -> bool:
-    """Whether new rows are joined to an input that may be passed with room."""
+    """Whether new rows are appended to an input that may be passed with room."""
     if len(how.parts) != 2:
         return False
     past, new = how.parts

@@ -13,9 +13,10 @@ If each rank has its own heads, their queries are gathered first, and the result
     parts = all_to_all([out | lse])                                    # [C, B, S, H, L + 1]: this rank's heads
     out, lse = merge(parts)
 
-The second form is also correct for equal heads. ``merge`` is :mod:`mla_compile.kernels.merge`, written as operators. A
-rank that sees no key of a query gives it minus infinity for ``lse``, and so no weight. In half precision, the float32
-``lse`` takes two columns. All tensors that are sent are dense, because collectives ignore strides.
+The second form is also correct for equal heads. ``merge`` is :mod:`mla_compile.kernels.merge`, written as operators. If
+a rank has no key that a query sees, the rank's ``lse`` is minus infinity, and its result gets no weight. In half
+precision, the float32 ``lse`` takes two columns. All tensors that are sent are dense, because collectives ignore
+strides.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ After::
     c = cat([past_c, c_new]); K, V = linear(c, W)
     return attention(q, K, V), c
 
-A buffer of full length is treated alike, with a write instead of the join::
+A buffer of full length is treated alike, with a write instead of the ``cat``::
 
     K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
 
@@ -117,6 +117,7 @@ def find_caches(
         # Values come before keys, because the usual obstacle is an operator on keys alone (a rotation, a norm).
         options = [tensors, alone(read, "values"), alone(read, "keys")]
         # If a weight makes keys or values from a cached tensor, the model already caches latents and also returns K.
+        # Then all tensors become rows, or none.
         if any(search.expands(own, site) for site, own in group):
             options = options[:1]
         for chosen in options:
@@ -188,7 +189,7 @@ class _Search:
         return {}
 
     def _ways(self, node: fx.Node) -> list[dict[fx.Node, None]]:
-        """Return, for each source behind ``node``, the nodes on the way from it, also past picks of tokens."""
+        """Return the nodes on the way to ``node`` from each source, or from what the source picks tokens of."""
         ways: list[dict[fx.Node, None]] = []
         for piece in self.maps.map(node).pieces:
             if piece.source is not None:
@@ -278,7 +279,7 @@ class _Search:
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
         new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
-        # A factor for each new row is applied before the weight instead. Slices of new tokens stay as they are.
+        # Only virtual rows with a factor each are added: it then comes before the weight. Slices stay as they are.
         gates = with_slices_of([new], self.maps).virtual.gates if new else {}
         maps = self.maps.with_virtual(replace(self.maps.virtual, gates=gates)) if gates else self.maps
         cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
@@ -393,6 +394,7 @@ def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index in range(len(k.recipe.widths)):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = k.recipe.row_values(index)
-    # Every head multiplies whole rows. If the other side stays, saving a few values does not pay for that.
+    # Every head multiplies whole rows. For one side alone, saving a few values does not pay for that. If all
+    # tensors are inputs that carry rows, these are kept in any case.
     held, values = sum(rows.values()) * (2 if alone else 1), sum(k.recipe.values for k in kept)
     return held < values or all(k.node in k.parts for k in kept)

@@ -24,7 +24,8 @@ def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> HeldValues |
     ``plans``: the plan of the attention, or those of its groups of heads.
 
     Most models cache rows themselves, and both numbers are equal. If the cache held K and V of each head, ``cache``
-    tells which inputs are rows now, and how many values per token the replaced tensors had.
+    tells which inputs are rows now, and how many values per token the replaced tensors had. If K and V stay in
+    the cache beside the rows, both count after the rewrite.
     """
     every = {rows.node: rows for plan in plans for rows in plan.rows}
     pasts = [pasts_of(node) for node in every]

@@ -34,7 +34,7 @@ class KeptRows(NamedTuple):
     plain: bool
 
     def expanded(self, verdicts: Iterable[Verdict]) -> set[str]:
-        """Return the attentions that would expand their rows in every call: ``verdicts`` do not absorb them."""
+        """Return the attentions that ``verdicts`` do not absorb, which expand rows in each call; empty if ``plain``."""
         read = {v.site.node.name for v in verdicts if _reads_rows(v, self.sides)}
         return set() if self.plain else self.sides.keys() - read
 
@@ -45,7 +45,7 @@ def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
     if sides is None or plan is None:
         return False
     absorbed = {side for side, terms in plan.sides if terms}
-    # Rows may be wider than K and V. If only one side reads rows, `find_caches` has already compared the two.
+    # Rows may be wider than K and V. If only one side reads rows, `find_caches` has compared the widths.
     return sides <= absorbed and (len(absorbed) < 2 or plan.saves_cache)
 
 

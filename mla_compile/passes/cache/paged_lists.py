@@ -39,7 +39,7 @@ from mla_compile.passes.ir.sizes import Size, least_of, same
 aten = torch.ops.aten
 INDEX = torch.ops.mla_compile.index_scores
 INDICES = 8
-"""The position of the list among the arguments of attention."""
+"""The position of the list of keys among the arguments of ``decode_attention``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PagedList:
     Attributes:
         scores: the scores of all rows.
         between: the dtypes to which the scores are converted before they are compared.
-        most: the number of rows that are chosen, if there are as many.
+        most: the number of rows that are chosen, unless the cache has fewer.
         indices: the tensors, int32 [B,1,k], that attentions read as their lists.
         region: every node from the scores to the indices; a rewrite replaces them.
     """

@@ -2,7 +2,7 @@
 
 Before, for every growing cache, in a step of one token::
 
-    rows = cat([past, new], tokens);  decode_attention(q, latent_rows, rope_rows, ...) -> and rows are returned
+    rows = cat([past, new], tokens);  decode_attention(q, latent_rows, rope_rows, ...);  return ..., rows
 
 After: the new rows are written into the pool, and the attention looks up the rows of each request::
 
@@ -203,7 +203,7 @@ def _long_axes(node: fx.Node) -> list[Size]:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the readers of these rows, each with the node that it reads, looking through axes of size 1."""
+    """Yield pairs of a node and its reader: the readers of ``node``, also through copies and axes of size 1."""
     for user in node.users:
         if user.op == "call_function" and user is not node and _same(user) is _same(node):
             yield from _readers(user)

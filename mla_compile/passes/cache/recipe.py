@@ -260,7 +260,7 @@ def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"]
 
 
 def _are_columns(piece: Piece, columns: int) -> bool:
-    """Whether the rows of ``piece`` are the columns themselves, multiplied by at most a factor for each."""
+    """Whether the columns of ``piece`` are columns of its source, at most multiplied by factors."""
     own = piece.source_atoms.issuperset(piece.axes[columns]) and not piece.contracted
     return piece.weight is None or own
 

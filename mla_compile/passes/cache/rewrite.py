@@ -53,7 +53,7 @@ class LatentCache:
         grows: index in the flat output -> the placeholder that is its past.
         begun: the indices in the flat output of buffers of full length, which later calls may write to.
         written: inputs that were written to in place -> the placeholders of rows that are written to instead.
-        handed_back: place among the returned values -> the input that is returned there; the value at the index is
+        handed_back: place among the returned values -> the input that is returned there; the value at that place is
             None.
     """
 
@@ -96,7 +96,7 @@ class _Rewriter:
         self.done = LatentCache()
         self.inputs: dict[Hashable, fx.Node] = {}
         self.zeros: dict[Hashable, fx.Node] = {}
-        self.same = first_equals(graph)  # K and V may each have a mask of their own for the same positions
+        self.same = first_equals(graph)  # K and V may each compute the same mask of written positions
         self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
         self.arranged: dict[tuple[fx.Node, tuple[Axis, ...], bool], fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
@@ -267,7 +267,7 @@ class _Rewriter:
     def _past(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """Return the rows that stand for ``node``: a placeholder for those of an input, or zeros for a new buffer."""
+        """Return the rows in place of ``node``: a placeholder for an input, zeros for a buffer that begins empty."""
         if is_zeros(node):
             return self._zeros(node, cache, index, ingredients)
         past = self.pasts.get(node)

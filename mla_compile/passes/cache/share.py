@@ -95,7 +95,7 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
         if plan is None:
             continue
         rows = {whole_rows(row.node, picked=False) for row in plan.rows}
-        # An attention that also reads other rows, or joined rows, would need all rows of each cache.
+        # An attention that also reads other rows, or joins rows of several sources, would need all rows of each cache.
         joined = any(r is not None and r.parts for r in (plan.latent, plan.rope, plan.values))
         fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known and not joined
         (good if fits else bad).update(rows)

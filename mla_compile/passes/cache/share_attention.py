@@ -152,7 +152,7 @@ class _SharedAttention:
         return self.call(rows.target, self._own(of), *where)
 
     def _own_lengths(self) -> fx.Node:
-        """Return how many of this rank's rows hold tokens that the lengths show, int32 [B]."""
+        """Return how many of this rank's rows hold tokens, up to the lengths if there are any; int32 [B]."""
         ahead, ranks = self.sharing.size - 1 - self.sharing.rank, self.sharing.size
         if self.lengths is not None:
             longer = self.call(aten.add.Tensor, self.lengths, ahead)

@@ -77,7 +77,7 @@ def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_ST
     if isinstance(how, Reorder):
         found = factored(how.x, ends, most - 1)
         return None if found is None else replace(found, steps=(*found.steps, node))
-    # A keyword is a rounding mode.
+    # A keyword is a rounding mode, with which the result is no plain quotient.
     if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(args_of(node)) != 2:
         return None
     a, b = args_of(node)

@@ -1,4 +1,4 @@
-"""Moves joins of K and V along tokens before the projection that makes the parts.
+"""Moves concatenations of K and V along tokens before the projection that makes the parts.
 
 Before, where the cached latents ``old`` and those of new tokens are projected separately::
 
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class _Joined:
-    """Tensors to be joined along axis ``dim``.
+    """Tensors to be concatenated along axis ``dim``.
 
     If ``how`` is given, the same operator makes all parts: its operands are joined instead, and it runs once.
     ``pattern``: the part whose operator is repeated. ``operands``: for each operand of the pattern, those of all parts.
@@ -73,7 +73,7 @@ def join_rows(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTens
     while found := _movable(graph, weights):
         maker = _Maker(Builder(next(iter(found)), fake_mode))
         for node, joined in found.items():
-            maker.builder = Builder(node, fake_mode)  # what was made for an earlier join stands before this one
+            maker.builder = Builder(node, fake_mode)  # nodes made for an earlier join stand before this one
             node.replace_all_uses_with(same_layout(maker.builder, maker.make(joined), node))
         remove_dead_code(graph)
         count += len(found)
@@ -135,7 +135,7 @@ class _Follower:
         self._known: dict[tuple[tuple[fx.Node, ...], int, bool], _Joined] = {}
 
     def follow(self, parts: tuple[fx.Node, ...], dim: int, depth: int = 0, *, rows: bool = False) -> _Joined:
-        """Follow ``parts`` to the operands of a projection; if they already are such (``rows``), as far as possible."""
+        """Follow ``parts`` to the operands of a projection. ``rows``: they are such; follow them as far as possible."""
         key = (parts, dim, rows)
         if key not in self._known:
             self._known[key] = self._follow(parts, dim, depth, rows=rows)

@@ -153,7 +153,7 @@ def _is_write_over_all(node: fx.Node) -> bool:
 
 
 def _write_of_slice(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """Return the write of one position of a buffer as a write of a slice; None if it may be one head of several."""
+    """Return a write of a position as one of a slice; None if the position may be negative or one of several heads."""
     how = decode(node)
     if (
         not isinstance(how, WriteOne)

@@ -59,7 +59,7 @@ Spelling: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]
 
 
 def canonicalize(graph: fx.Graph) -> int:
-    """Rewrite every operator of the table to its spelling; return how many nodes changed."""
+    """Rewrite every operator of the table above to its spelling; return how many nodes changed."""
     changed = 0
     for node in list(graph.nodes):
         if node.op != "call_function":

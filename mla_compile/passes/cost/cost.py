@@ -23,7 +23,7 @@ ChosenForm = Literal["expanded", "chained", "folded"]  # the last two may be spa
 LONG_CONTEXT = 32768
 """The T that is assumed if it is unknown.
 
-The choice of a form matters most in a long context, where the ratio of the two forms hardly depends on T.
+The choice of a form matters most in a long context, where the cost ratio of two forms hardly depends on T.
 """
 
 _REMEMBERED = 4096
@@ -214,8 +214,8 @@ def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
 class AbsorbedColumns:
     """A side of an attention, or some of its columns, that weights make from narrow rows.
 
-    ``columns`` is per head. Of the ``heads`` heads, ``made`` have their own columns (with GQA, one per group). They
-    come from rows of ``width`` values, of which a token has ``rows`` (1 if all heads share one row).
+    ``columns`` is per head. Of the ``heads`` heads, ``made`` have their own columns (with GQA, one per group). The
+    columns come from rows of ``width`` values, of which a token has ``rows`` (1 if all heads share one row).
     """
 
     side: Literal["keys", "values"]
@@ -249,7 +249,7 @@ class SiteCost:
 def part_break_even(parts: Sequence[AbsorbedColumns]) -> float:
     """Return the queries per call up to which absorbing all of ``parts`` needs fewer FLOPs in a long context."""
     per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
-    # Without a solution, the gain per token does not depend on S, so the two forms never cross.
+    # Without a solution, the gain per token does not depend on S, so expanded and absorbed never cross.
     (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
     return float(solution) if solution > 0 else math.inf
 

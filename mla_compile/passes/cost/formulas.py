@@ -90,7 +90,7 @@ def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
     """Return the stages of a part of an attention: N columns per head that weights make from rows of L values.
 
     The columns belong to K or V. K heads have their own columns (H, or the groups of GQA), and Z heads have their own
-    rows (1: all share one row). Costs that both forms share are left out.
+    rows (1: all share one row). Costs that the expanded and the absorbed form share are left out.
     """
     if not absorbed:
         return (

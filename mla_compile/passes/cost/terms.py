@@ -2,7 +2,7 @@
 
 Before::
 
-    x (W + s B A)            # in each call, writes B A, which is as large as W, reads it, writes the sum and reads it
+    x (W + s B A)            # each call writes and reads B A, which is as large as W, then writes and reads the sum
 
 After::
 

@@ -77,7 +77,7 @@ def added_to(verdict: Verdict, node: fx.Node, source: fx.Node) -> tuple[fx.Node,
         for paths in ([p.path for p in pieces], [p.before for p in pieces]):
             if any(visit.node is node for path in paths for visit in path):
                 rows += [path[0].node for path in paths if path]
-                # A reader after the factors and the sum needs the rows of all summands, with their factors.
+                # If rows have factors, a reader of the sum needs the rows of all summands, with their factors.
                 rows += read if any(map(has_factors, read)) else []
     return tuple(dict.fromkeys(rows))
 

@@ -107,7 +107,8 @@ def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
         return True
 
-    # Queries that have heads before that weight (from an input or a norm) have no map, so their products are searched.
+    # Queries that have heads before the weight of each head (from an input or a norm) have no map, so the products
+    # behind them are searched.
     def inputs(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if not maps.is_weight(n)]
 

@@ -26,8 +26,8 @@ The merged output and the hidden states, which have no heads, stay whole, so mor
 def is_large(site: AttentionSite, limit: int, *, guard: bool) -> bool:
     """Whether the per-head tensors of an attention take more than ``limit`` bytes, in a call of more than one query.
 
-    For symbolic sizes: with ``guard`` the answer becomes a guard of the graph, which is recompiled for sizes that
-    violate it; without it the answer holds for the hinted sizes.
+    False if their sizes are known only at run time. For symbolic sizes: with ``guard`` the answer becomes a guard of
+    the graph, which is recompiled for sizes that violate it; without it the answer holds for the hinted sizes.
     """
     if same(axis_size(site.queries), 1):
         return False

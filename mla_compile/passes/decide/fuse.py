@@ -32,10 +32,10 @@ MOST_QUERIES = 8
 The large products of prompts are faster.
 """
 FEWER_KEYS = 2
-"""How many times fewer keys the operator must read in a prompt, because of windows and lists.
+"""In a prompt, windows and lists must divide the number of keys that the operator reads by at least this factor.
 
-The operator takes 1.4 times as long per key as products with all keys do, but these hold the scores of every head in
-memory.
+Per key, the operator takes 1.4 times as long as products with all keys, but the products hold the scores of every head
+in memory.
 """
 MOST_ROWS = 48
 """The most query rows (queries times heads) for which the operator pays on a CPU.
@@ -99,7 +99,7 @@ def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusio
         return fusion
     start, stop = values[0].start - keys[0].start, values[0].stop - keys[0].start
     assert plan.values is not None
-    # Both must be views of the very same node: an equal node beside it may have other inputs.
+    # Both must be views of one node; of two equal nodes, each may have its own (equal) inputs.
     views = behind(plan.values.node, (Slice, Reorder))
     whole = next((n for n in behind(plan.latent.node, (Slice, Reorder)) if n in views), None)
     if whole is None or keys[0].stop - keys[0].start != plan.latent.size or (start > 0 and stop < plan.latent.size):

@@ -111,7 +111,7 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
 
 def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
     """Return the groups of heads of an attention that is not absorbed as a whole; None if groups would not help."""
-    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only where there is no plan.
+    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only if the whole has none.
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
 

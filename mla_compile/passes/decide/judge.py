@@ -131,8 +131,8 @@ class _Judge:
         if not found.pays:
             why = call_sizes(found.plan).many if found.choice.absorbed else found.choice.reason
             note = f"the {sides} alone could be absorbed; {why}"
-            # If a latent makes a part, the attention is MLA, whatever the obstacle for the rest. It is kept because of
-            # its cost.
+            # If a latent makes a part, the attention is MLA, whatever the obstacle for the other parts. It is kept
+            # because of its cost.
             if refused.code in SYMPTOMS:
                 return replace(refused, code=Code.COST_PREFILL, reason=note, blame=None)
             return replace(refused, notes=(note,))
@@ -204,15 +204,15 @@ class _Judge:
         computed: set[fx.Node],
         options: dict[fx.Node, list[Verdict]],
     ) -> Verdict:
-        """Return the next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway.
+        """Return the next best verdict on a site whose keys or values (``which``) ``node`` expands in any case.
 
         ``read``: the verdict that names the other reader.
         """
         site = verdict.site
         assert verdict.plan is not None
         # The projection that is still alive makes rows that the attention reads. The rows behind it are narrower, but
-        # the projection is computed in any case, so the walk has to end at its result. If it has ended there already,
-        # other rows need what lies behind the projection.
+        # the projection is computed in any case, so the walk has to end at its result. If `computed` has the node
+        # already, other rows need what lies behind the projection.
         behind = node not in computed and any(depends_on(rows.node, [node]) for rows in verdict.plan.rows)
         if not verdict.plan.part and behind:
             computed.add(node)
@@ -224,7 +224,8 @@ class _Judge:
             if self.forms != "expanded":
                 # Absorbing the other side alone is tried first, because this side is expanded in any case.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                # This side could be absorbed: it does not stay for a symptom of the whole or an obstacle elsewhere.
+                # This side stays because of its other reader, unless `final` blames an operator between the rows and
+                # this side, and its code is no symptom.
                 rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]
                 about = _made_with(site, which, final.blame) and not _behind(rows, final.blame)
                 why = final if about and final.code not in SYMPTOMS else read
@@ -284,8 +285,8 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
         return told(Code.ABSORBED, "each call picks by its number of queries", by_call=True)
     if choice.absorbed and not (sizes.prefill and forms == "auto"):
         return told(Code.ABSORBED, choice.reason)
-    # With as many queries as keys, this is a prompt: the estimate for the traced length says nothing about other
-    # lengths.
+    # If absorbing is cheaper for the traced length of a prompt, that says nothing about other lengths, so the reason is
+    # `sizes.many`.
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
     reason = sizes.many if choice.absorbed else choice.reason
     return told(code, reason)

@@ -54,7 +54,7 @@ def partial(
     forms: Forms,
     keep: Collection[Side] = (),
 ) -> Partial | None:
-    """Return the largest part of ``site`` that pays, else the largest legal part; None if there is none.
+    """Return the first part of ``site`` that pays, in the order of ``_plans``, else the first legal one, if any.
 
     ``failed``: why the whole cannot be absorbed; ``keep``: sides that have to stay as they are.
     """
@@ -65,7 +65,7 @@ def partial(
 
 
 def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
-    """Yield the legal plans for parts of ``site``: both sides first, then the values, which are never rotated."""
+    """Yield the legal plans for parts of ``site``: for both sides, for the values (never rotated), for the keys."""
     own = of_queries(site, maps)
     options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
     for sides in options:

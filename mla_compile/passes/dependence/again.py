@@ -69,7 +69,7 @@ class Repeater:
         args: tuple[Argument, ...],
         kwargs: dict[str, Argument],
     ) -> fx.Node:
-        """Call ``op`` with the metadata of ``node``. It is not marked as ours, because it is the user's operator."""
+        """Call ``op`` with the metadata of ``node``. The call is not marked as ours: it is the user's operator."""
         with node.graph.inserting_before(self.builder.anchor):
             new = node.graph.call_function(op, args, kwargs)
         left = ("val", "tensor_meta", SPELLED, ORIGIN)

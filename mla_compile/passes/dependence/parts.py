@@ -69,7 +69,7 @@ class AxisParts:
         return how.parts if isinstance(how, Stack) and how.dim == dim else None
 
     def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Interval, ...]:
-        """Cut axis ``dim`` of ``node``, whose length is known, wherever its dependences change."""
+        """Return axis ``dim`` of ``node``, whose length is known, cut wherever the dependences change."""
         key = (node, dim)
         if key not in self._runs:
             self._runs[key] = _merged(self._found(node, dim, depth))
@@ -104,7 +104,7 @@ class AxisParts:
             return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
         if how.reads and all(map(self.is_weight, how.reads)):  # columns of one weight
             return [Interval(0, length, self.made_of(node))]
-        # This covers the axis even if no operand has it.
+        # The first entry covers the whole axis, even if no operand has it.
         layers = [[Interval(0, length, frozenset())]]
         for operand, place in how.reads.items():
             runs = self.runs(operand, place.dim, depth + 1)
@@ -116,7 +116,7 @@ class AxisParts:
         return frozenset() if node in self.ends or self.is_weight(node) else self.made_of(node)
 
     def core(self, node: fx.Node, dim: int, products: Collection[fx.Node]) -> dict[tuple[fx.Node, int], Blind] | None:
-        """Return the operators from ``products`` to ``node`` with the axis of each; None if one mixes the axis."""
+        """Return the operators from ``products`` to ``node`` with the axis of each; None if one mixes or joins it."""
         found: dict[tuple[fx.Node, int], Blind] = {}
         queue = [(node, dim)]
         while queue:

@@ -118,7 +118,7 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the readers of the values of ``node``: also those behind a split, but none of its size or dtype only."""
+    """Yield the nodes that read values of ``node``, perhaps through a split; not those of its size or dtype only."""
     for user in node.users:
         if is_tuple(user):
             yield from user.users

@@ -125,7 +125,7 @@ def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
 
 
 def reduced(node: fx.Node) -> tuple[int, ...]:
-    """Return the axes of the first operand over which ``node``, a sum, mean or maximum, runs."""
+    """Return the axes of the first operand over which ``node``, a reduction, runs."""
     rank, dims = len(shape(args_of(node)[0])), argument(node, 1, "dim")
     dims = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
     return tuple(axis(d, rank) for d in dims)
@@ -162,7 +162,7 @@ def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 def _reads(
     pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, *, own_rows: bool = False
 ) -> Blind | None:
-    """Return the step that reads operands at their axes; None if it reads none, or one of them in two ways."""
+    """Return the step over these axes of operands; None if none has the axis, one has it twice, or lengths differ."""
     reads: dict[fx.Node, OperandAxis | None] = {}
     for node, dim in pairs:
         broadcast = dim < 0 or same(shape(node)[dim], 1)

@@ -6,7 +6,7 @@ After: ``scaled_dot_product_attention`` of permuted operands, with a mask that c
 or sinks: two products with a softmax between them, in float32 or wider, as the kernels compute internally.
 
 Query s of S sees key t of T if ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation), where
-S and T are the lengths of its own sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
+S and T count queries and keys of one sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ class _PlainWriter:
 
     def _beside_sinks(self, scores: fx.Node, sinks: fx.Node, group: int) -> fx.Node:
         call, dtype = self.call, val(scores).dtype
-        # A sink of minus infinity, clamped, takes no share from keys, but all of a row without keys, which gives zero.
+        # A sink of minus infinity, clamped to a finite number, takes no share from visible keys, but all of a row
+        # without visible keys, which gives zero.
         column = call(aten.clamp.default, self.builder.cast(sinks, dtype), torch.finfo(dtype).min)
         if len(shape(column)) == 1:
             column = call(aten.view.default, column, [-1, 1, 1])

@@ -82,7 +82,7 @@ def _known(node: fx.Node) -> Fused | None:
 
 
 def _is_triangular(node: fx.Node) -> bool:
-    """Whether ``node`` is torch's own attention, causal, with unequal numbers of queries and keys."""
+    """Whether ``node`` is torch's own attention, only causally masked, with unequal numbers of queries and keys."""
     if packet(node) is not aten.scaled_dot_product_attention:
         return False
     plain = argument(node, 3, "attn_mask") is None and argument(node, 4, "dropout_p", 0.0) == 0.0
@@ -115,7 +115,7 @@ def _only_result(call: fx.Node) -> fx.Node:
 
 
 def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict[str, object]:
-    """Return the arguments that affect the result, by the words of the library table."""
+    """Return the arguments that affect the result, by the words that ``known.words`` gives them."""
     found: dict[str, Any] = {}
     for name, given, default in _arguments(call, fake_mode):
         word = known.words.get(name)

@@ -188,7 +188,7 @@ def new_input(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
 def splice(
     gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Copy the operators of ``traced`` before ``anchor`` and its constants into ``gm``; return its results."""
+    """Copy the operators of ``traced`` before ``anchor``, and its constants into ``gm``; return its results."""
     env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with anchor.graph.inserting_before(anchor):
         for own in traced.graph.nodes:

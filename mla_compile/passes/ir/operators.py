@@ -2,7 +2,7 @@
 
 :func:`decode` knows the positions and defaults of each operator's arguments and how negative positions count. All other
 code reads the records. :func:`decode` expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`.
-Operators without one, such as splits at sizes that are only known at run time, are read as far as they are known.
+Operators without a spelling there, such as splits at run-time sizes, are read as far as they are known.
 
 Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
 """

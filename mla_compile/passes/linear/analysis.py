@@ -31,8 +31,8 @@ class LinearMaps:
     """The analysis of one graph. It caches the results per node and only reads the graph.
 
     ``sources``: nodes that were chosen as sources, so the walk ends there although it could go on. ``per_row``: weights
-    may differ along an axis of the source's rows. Otherwise such a weight ends the walk, because a table of rotations
-    looks the same. ``per_row`` is needed if the attention's output is the source, since W_v differs along the
+    may differ along an axis of the source's rows. Otherwise such a weight ends the walk, because it may be a table
+    of rotations. ``per_row`` is needed if the attention's output is the source, since W_v differs along the
     heads. ``virtual``: rows that are not nodes of the graph.
     """
 
@@ -68,7 +68,7 @@ class LinearMaps:
 
     @property
     def whole(self) -> LinearMaps:
-        """The analysis whose sources are the rows that are sliced or gated. All slices share it."""
+        """The analysis whose sources are the rows that are sliced or gated. All slices and gates share it."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             rows |= {g.rows for several in self.virtual.gates.values() for g in several}
@@ -121,8 +121,8 @@ class LinearMaps:
             try:
                 self._maps[current] = self._apply(current, rule)
             except RowsJoined as joined:
-                # Maps that continue behind this node stay true for callers that hold them, but new ones have to end
-                # at it. Nothing records which they are, so all are dropped.
+                # Maps that continue behind this node stay true for callers that hold them, but new maps have to end
+                # at it. The cache does not record which maps continue, so all are dropped.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]

@@ -31,7 +31,7 @@ def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
 
 
 def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece | None:
-    """Return pieces of one tensor along ``dim`` as one piece; None if they are not images of the same rows."""
+    """Return segments of a tensor along ``dim`` as one piece; None unless weights make all of them of the same rows."""
     first = segments[0].piece
     if first.source is None or first.weight is None or first.added:
         return None
@@ -100,7 +100,7 @@ def joint_of(source: LinearMap) -> fx.Node | None:
 
 
 def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
-    """Write ``piece`` in the atoms of ``first`` on all axes but ``dim``, and move its scale into its weight."""
+    """Write ``piece`` in the atoms of ``first`` except along ``dim``, its scale in its weight; None if impossible."""
     if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
         return None
     if piece.added:

@@ -1,7 +1,7 @@
 """Dependences between nodes, looked up for every layer.
 
-Residual connections link every layer to the first one, so each node is visited once for all look-ups. A set of nodes
-is an integer used as a bit set.
+Residual connections link every layer to the first one, so results are kept per node, and no look-up visits a node
+again. A set of nodes is an integer used as a bit set.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Nearby:
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether one of two tensors is computed from the other, or both are projected from the same rows.
 
-        Tensors behind more than one projection do not count, because the rows of all layers but the first depend on a
-        table of angles.
+        Tensors behind more than one projection do not count: through the first layer, the rows of all later layers
+        depend on the table of rotary angles.
         """
         for node in (one, other):
             for n in _inputs_first(node, _tensors, self._plain):

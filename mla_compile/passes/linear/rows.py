@@ -1,7 +1,7 @@
 """Transfer rules for maps over virtual sources: views of rows that are not nodes of the graph.
 
-A slice of an up-projection along tokens is the up-projection of a slice, ``(c W)[:, :n] = c[:, :n] W``, for every axis
-of the rows that the result keeps unchanged. A tensor that is constant along an axis is its first position, broadcast.
+A slice of an up-projection along tokens is the up-projection of a slice, ``(c W)[:, :n] = c[:, :n] W``, and so for
+every axis of the rows that the result keeps. A tensor that is constant along an axis is its first position, broadcast.
 An up-projection without a bias maps zero rows to zero rows, ``pad(c W) = pad(c) W``, and commutes with a factor for
 each row, ``(c W) g = (c g) W``. Without virtual sources these operators end the walk.
 """
@@ -43,7 +43,7 @@ class Taken:
 
 
 def taken_of(node: fx.Node) -> Taken | None:
-    """Return what ``node`` takes along one axis of another tensor; None if it is no slice, select, pad or pick."""
+    """Return what ``node`` takes along one axis of a tensor; None if that is not known, or it is another operator."""
     if (picked := picked_of(node)) is not None:
         return picked
     how = decode(node)
@@ -62,7 +62,7 @@ def taken_of(node: fx.Node) -> Taken | None:
 
 
 def picked_of(node: fx.Node) -> Taken | None:
-    """Return what ``node`` takes at the positions in one tensor along one axis; None if it does anything else."""
+    """Return what ``node`` takes along one axis at the positions that a tensor lists; None if it does anything else."""
     if packet(node) is aten.index_select:
         x, dim, at = args_of(node)
         dim = axis(dim, len(shape(x)))
@@ -81,12 +81,12 @@ def pick(call: Callable[..., fx.Node], node: fx.Node, rows: fx.Node, dim: int) -
     assert picked is not None
     if packet(node) is aten.index_select:
         return call(aten.index_select.default, rows, dim, picked.at)
-    # Unlike `index_select`, `index` counts negative positions from the end.
+    # `index_select` cannot replace `index`, which counts negative positions from the end.
     return call(aten.index.Tensor, rows, [*[None] * dim, picked.at])
 
 
 def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
-    """Return how many zeros a pad adds before and behind each axis; None if it is no pad by known numbers of zeros."""
+    """Return how many zeros a pad adds before and after each axis; None if ``node`` adds no known number of zeros."""
     widths = zero_widths(node)
     if widths is None or any(not isinstance(w, int) or w < 0 for w in widths):
         return None
@@ -110,12 +110,15 @@ def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:
 
 
 def may_be_taken(piece: Piece, own: Axis, taken: Taken) -> bool:
-    """Whether slicing or padding the source does the same to X along ``own``: not for pads of a bias or a constant."""
+    """Whether slicing or padding the source does the same to X along ``own``.
+
+    A pad does not if X has a bias, or is constant along ``own`` without being zero.
+    """
     return taken.padded is None or (piece.bias is None and (piece.source is None or not constant_along(piece, own)))
 
 
 def rows_axis(piece: Piece, own: Axis) -> int | None:
-    """Return the source axis that equals ``own``, an axis of X; None if there is none."""
+    """Return the source axis that equals ``own``, an axis of X; None if none does, or a factor has its atoms."""
     # A weight that lies along the axis differs between positions, so slicing the rows would require slicing the weight.
     if not own or _in_factors(piece, own):
         return None

@@ -164,7 +164,7 @@ def _fill(node: fx.Node) -> Fill | None:
 
 
 def _overwritten(node: fx.Node) -> Stop:
-    """Return the reason for a write that is not followed; into a filled tensor it may write heads as well as tokens."""
+    """Return the reason for a write that is not followed. In a filled tensor, it may write heads and mix no tokens."""
     base = node
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
         base = how.x if isinstance(how, Slice) else how.base

@@ -39,7 +39,7 @@ _TOKEN_MIXING = {
     "scatter", "index", "index_put", "index_copy", "index_add", "select_scatter", "embedding", "matmul", "bmm", "mm",
     "baddbmm", "einsum", "stack", "scan",
 }  # fmt: skip
-_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear, and the argument for the axis
+_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear, with the argument for the axes
 
 
 class KnowsRows(Protocol):
@@ -104,7 +104,7 @@ def barred(_: object, node: fx.Node) -> Stop:
 
 
 def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
-    """Return the reason for an operator without a rule, or one used in a way that its rule does not cover."""
+    """Return why a walk stops at an input, an operator without a rule, or a use that its rule does not cover."""
     if node.op != "call_function":
         code = "graph_break" if HANDED_OVER in node.meta else "expanded_inputs"
         return Stop(node, code, f"{node.name} is an input of this graph")

@@ -73,7 +73,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _are_rows(left: LinearMap, right: LinearMap) -> bool:
-    """Whether the sum is an image of several joined rows.
+    """Whether the sum is an image of several joined rows, with at most ``MOST`` summands.
 
     A rotation is not, because no weight makes either part, and neither is a residual connection ``x + f(x)``.
     """
@@ -193,7 +193,8 @@ def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
 def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
     """Add two maps of one source: return one map, whose weight is the sum (LoRA).
 
-    If each was projected to narrow rows of its own on the way, both are returned, and those rows become the sources.
+    If each was projected to rows of its own on the way, together narrower than any rows that both paths share, both
+    are returned, and their own rows become the sources.
     """
     if (a.weight is None) != (b.weight is None):
         return Stop(node, "unsupported_op", "a sum of maps of different sources")

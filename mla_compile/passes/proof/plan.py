@@ -5,8 +5,9 @@ The proof obligations, checked here one by one on the refined maps:
 * every key-token atom is a token of every source (else tokens are mixed);
 * no weight or bias depends on a token atom (else it depends on the position); it may depend on a batch atom, such as a
   group of heads with its own rows;
-* no column of the rows stands for several columns of K or V, unless a weight makes K: ``q W^T`` sums over those;
-* every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
+* no column of the rows stands for several columns of K or V, unless a weight makes K, as ``q W^T`` sums over them;
+* every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads; groups
+  of heads with a latent each may share other rows;
 * the keys come from at most two row tensors, the values from one; the joined sources of a sum count as one.
 
 A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two: each head may
@@ -42,8 +43,8 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     if by_hand and not all(isinstance(a.size, int) for a in heads):
         return Stop(site.node, "not_mla", "tokens that the code writes like heads share rows")
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
-    # The operator takes one tensor each of latent, rotary and value rows; otherwise each product is rewritten by
-    # itself.
+    # The operator takes one tensor each of latent, rotary and value rows. With more, only a part plan is possible,
+    # which rewrites each product by itself.
     if _row_tensors(key_terms) not in (1, 2) or _row_tensors(value_terms) != 1:
         return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
     shared = set(of_values) <= set(of_keys)

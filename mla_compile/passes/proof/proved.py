@@ -97,7 +97,7 @@ class Proofs:
         return "heads" if apart or self._is_weighed(node, dim) else "batch or heads"
 
     def role_of(self, axis: Iterable[Atom]) -> LeadAxis:
-        """Return "heads" if a weight that makes queries, keys or values differs along ``axis``, part of the lead.
+        """Return "heads" if a weight that makes queries, keys or values differs along ``axis``, atoms of the lead.
 
         Return "batch" if weights that make heads do not differ along it, "batch or heads" if neither is shown.
         """

@@ -39,7 +39,7 @@ def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
 
 
 def foreign_name(call: object) -> str | None:
-    """Return the name of the operator that ``call`` runs; None for ATen operators that are not in ``_ATEN``.
+    """Return the name of the library's operator that ``call`` runs, or of one in ``_ATEN``; None for any other.
 
     In a functional graph, an operator that mutates its arguments is wrapped by a higher-order operator, which takes it
     as an argument.

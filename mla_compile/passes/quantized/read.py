@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def is_quantized(graph: fx.Graph) -> bool:
-    """Whether ``graph`` has a tensor of a byte or less per number, or an operator that rounds; most have neither."""
+    """Whether ``graph`` has a tensor of a byte or less per number, or an operator that rounds. Most graphs do not."""
     return any(is_tensor(n) and (is_narrow(val(n).dtype) or _rounds(n)) for n in graph.nodes)
 
 

@@ -95,10 +95,10 @@ class Sketch:
 
 @dataclass
 class _Draft:
-    """A drawing under construction: nodes that satisfy ``inside`` are expanded, all others end the drawing.
+    """A drawing under construction: nodes that satisfy ``inside`` or show a cache are expanded, all others end it.
 
-    The inputs of a node that satisfies ``ends_at`` are drawn, but not expanded. Nodes in ``always`` are expanded even
-    if the drawing is full.
+    Of the inputs of a node that satisfies ``ends_at``, only views and nodes that show a cache are expanded. Nodes in
+    ``always`` are expanded even if the drawing is full.
     """
 
     weights: Collection[str]

@@ -164,7 +164,7 @@ def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
     if code is Code.UNSUPPORTED_OP:
         written = "softmax" in operator_name(node)
         fix = "write the scores with mul, add, masked_fill, where, softmax, view and transpose"
-        if is_contraction(stop.node):  # heads are mixed, for which there is no other spelling
+        if is_contraction(stop.node):  # it may mix heads, and no other spelling would avoid that
             fix = f"absorb by hand: {(CODES[Code.NOT_SOFTMAX].fix or '').partition(': ')[2]}"
         fix = fix if written else "call F.scaled_dot_product_attention, or write the attention out"
     return SiteReport(

@@ -17,8 +17,8 @@ once, because the probabilities of a row sum to 1.
 
 Where something other than a softmax stands between the products (``open_core``), or only a part of the attention can be
 absorbed, each product is replaced separately (:mod:`mla_compile.passes.rewrite.products`). There is one exception: if
-some columns of the keys come from rows that each head has for itself, the operator is still used, and the scores of
-those columns are added to the mask.
+only some columns of the keys come from rows that each head has for itself, the operator is still used, and the scores
+of those columns are added to the mask.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def by_heads(
         maker.after = rows
         made.append(maker.make(region.out, dim, start, stop))
         if in_order:
-            # Each part is written into its place at once. A join at the end would keep all parts alive until then.
+            # Each part is written into its place at once. A concatenation at the end would keep all parts alive.
             if rows is None:
                 sizes = [builder.size(made[0], k) for k in range(len(shape(region.out)))]
                 sizes[dim] = bounds[-1]

@@ -31,7 +31,7 @@ def narrow(nodes: Iterable[tuple[fx.Node, tuple[fx.Node, ...]]], maps: Maps) -> 
     """Compute each ``node`` from its ``sources``, without the common product; return how many were replaced."""
     done = 0
     # In reverse graph order, so that a node with a few tokens of another listed node is handled before that node is
-    # replaced. It is then made from rows, as the verdict assumed.
+    # replaced, and is made from rows, as the verdict assumed.
     for node, sources in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
         # Rewrites of other sites may have removed its readers.
         if not node.users:

@@ -105,8 +105,8 @@ class ProductRewriter(Sides):
     def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
         """The dtype that scores are computed in: the rows' dtype where possible, so that no long tensor is converted.
 
-        Scores that were computed in float32 stay in float32. So do scores of float16 rows, because q W may overflow
-        float16 where q . (W c) does not.
+        Scores that the model computes in float32 stay in float32. Scores of float16 rows are computed in float32, too,
+        because q W may overflow float16 where q . (W c) does not. So are all scores of a part.
         """
         assert product.node is not None
         rows = torch.promote_types(val(source).dtype, val(product.node).dtype)

@@ -2,8 +2,8 @@
 
 Before: ``out = scaled_dot_product_attention(q, K, V, mask, scale)``
 
-After: ``scores = q K^T; P = softmax(scale * scores + mask); out = P V``, all in float32 or wider, which fused kernels
-use internally.
+After: ``scores = q K^T; P = softmax(scale * scores + mask); out = P V``, all in float32 or wider, as fused kernels
+compute internally.
 """
 
 from __future__ import annotations

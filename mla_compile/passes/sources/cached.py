@@ -14,7 +14,7 @@ from mla_compile.passes.ir.walk import REACH, reachable
 
 
 def are_cached(rows: fx.Node) -> bool:
-    """Whether ``rows`` are new rows joined to, or written into, rows from an input, with no projection after that.
+    """Whether ``rows`` are new rows concatenated with, or written into, rows from an input, and not projected since.
 
     If so, the caller keeps the rows, but every call computes their expansion anew.
     """
@@ -22,7 +22,7 @@ def are_cached(rows: fx.Node) -> bool:
 
 
 def pasts_of(rows: fx.Node) -> set[fx.Node]:
-    """Return the inputs and ``get_attr`` tensors that new rows are joined to, or written into, to make ``rows``."""
+    """Return the inputs and ``get_attr`` tensors that are concatenated, or written to, to make ``rows``."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
         ends = packet(node) in CONTRACTIONS or held(node)

@@ -2,7 +2,7 @@
 
 In ``k = einsum("btgl,glhn->bghtn", c, W)`` each group has its own rows and weight. If queries, keys and output have
 that axis too, it acts as a batch: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Any other weight that differs
-along an axis of the rows ends a walk. Along the tokens, for example, it is a table of positions.
+along an axis of the rows ends a walk: one that differs along the tokens, for example, is a table of positions.
 """
 
 from __future__ import annotations

@@ -36,6 +36,6 @@ def _of_operand(operand: Operand, site: AttentionSite, maps: Maps) -> Iterator[f
 
 
 def _mixed(lmap: LinearMap, tokens: list[int]) -> list[Piece]:
-    """Return the pieces of which some atom along the axes ``tokens`` is not an atom of their rows."""
+    """Return the pieces that have, along the axes ``tokens``, an atom that their rows lack."""
     rows = [p for p in lmap.pieces if p.source is not None]
     return [p for p in rows if any(a not in p.source_atoms for dim in tokens for a in p.axes[dim])]

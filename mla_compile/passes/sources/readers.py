@@ -75,7 +75,7 @@ def narrower_readers(
         elif of_few_rows(node, sources, maps):
             found.append(node)
         elif bytes_hint(node) >= whole:
-            # Keys joined from several rows are no image of these. Only their lengths may be read, perhaps after moves.
+            # Keys joined from several tensors are no image of rows. Only lengths may be read, perhaps after moves.
             moved = decode(node) is not None
             only_lengths = (length_of(u, sources) is not None or (moved and decode(u) is not None) for u in users(node))
             if not images_of(node, sources, at_sources) and not all(only_lengths):
@@ -169,7 +169,7 @@ def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] 
 
 
 def images_of(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps whose sum is ``node``, if they read different rows, all among ``sources``; otherwise none."""
+    """Return the maps whose sum is ``node``, if one projects and their rows are different ones of ``sources``."""
     found = _summands(maps.map(node))
     return found if all(p.source in sources for p in found) else ()
 
@@ -204,7 +204,7 @@ def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
 
 
 def without_factors(rows: fx.Node) -> fx.Node:
-    """Return the rows that ``rows`` multiply by factors, if they are such virtual rows; otherwise ``rows``."""
+    """Return ``rows``; if they are virtual, with a factor for each row, the rows before the factors."""
     return args_of(rows)[0] if has_factors(rows) else rows
 
 

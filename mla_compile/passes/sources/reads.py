@@ -89,7 +89,7 @@ def _behind(
 
 
 def _roles_before(how: Rearrange, node: fx.Node, roles: Sequence[Role]) -> list[Role] | None:
-    """Return the roles of the dimensions of ``how.x``; None if they are unknown, or if its columns are different."""
+    """Return the roles of the dimensions of ``how.x``; None if unknown, or if no dimension is exactly the columns."""
     if how.map is None:
         return None
     columns: Axis = (Atom(next(s for role, s in zip(roles, shape(node), strict=True) if role == COLUMNS)),)

@@ -166,12 +166,12 @@ class Fusion:
 class Verdict:
     """The decision about one site. ``plan`` and ``choice`` are set whenever absorption is legal.
 
-    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks one.
+    ``by_call``: the number of queries is symbolic, so expanded and absorbed are both kept and every call picks one.
 
     For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` is what stays and why, and ``instead``
     is the verdict that applies if the part is given up. ``narrowed`` lists nodes, each with its sources, that are to be
     made alone because the rest of their projection is no longer read. ``fusion``: the fusion of a site over shared
-    rows. ``fix``: what the user could change, if it differs from the code's advice. ``held``: whether the cache held K
+    rows. ``fix``: what the user could change, if not what ``code`` advises. ``held``: whether the cache held K
     and V of each head before the rewrite; ``beside``: whether it still does, beside rows.
     """
 

@@ -59,7 +59,7 @@ class Sliced:
 
 @dataclass(frozen=True)
 class GatedRows:
-    """A product with a factor per row; ``rows``: the rows behind it, with the factors' axis for each of their axes."""
+    """A product with a factor per row; ``rows``: the rows behind it, with the factors' axis (or None) for each axis."""
 
     node: fx.Node
     rows: tuple[tuple[fx.Node, tuple[int | None, ...]], ...]

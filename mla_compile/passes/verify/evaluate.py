@@ -47,7 +47,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
 
 
 def _replaced(env: ShapeEnv, found: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """Return ``found`` and the symbols that known ones replace, with values; cached, because layers share them."""
+    """Return ``found``, and values of the symbols that its symbols replace; cached, because layers share them."""
     known = _known.setdefault(env, {})
     key = len(env.replacements), frozenset(found.items())
     if key not in known:
@@ -183,7 +183,7 @@ class Evaluation:
         if isinstance(held, fx.GraphModule):  # a function that an operator of this graph calls
             return _Widened(held, self.dtype).run
         if isinstance(held, torch.Tensor) and node.name not in self.weights and not _is_fake(held):
-            return self._cast(held)  # a constant of such a function
+            return self._cast(held)  # a constant of the graph
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
             return number(size(value), self.sizes)  # not computed: it may count values that are drawn here
@@ -223,7 +223,7 @@ class Evaluation:
         if self.dtype is not None and is_foreign(node.target):
             return self._in_own_precision(node)
         value = node.target(*_promoted(node.target, args, self.dtype), **kwargs)
-        # A tensor that is made from no tensor, without a dtype, has torch's default dtype.
+        # Made from no tensor and without a dtype, a tensor has torch's default dtype, which need not be this one.
         made = isinstance(value, torch.Tensor) and not any(map(is_tensor, node.all_input_nodes))
         return self._cast(value) if made else value
 

@@ -1,7 +1,7 @@
 """Choose what to compare for a rewritten attention: the part of the graph between its inputs and its output.
 
-The inputs (rows, queries, masks, weights) get random values: ordinary ones, large ones (a softmax near one-hot) and
-padded ones. A symbolic context is also checked at a large length.
+The inputs (rows, queries, masks, weights) get random values: ordinary ones, large ones (a softmax near one-hot) and,
+for masks, padding. A symbolic context is also checked at a large length.
 """
 
 from __future__ import annotations

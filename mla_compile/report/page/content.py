@@ -68,7 +68,10 @@ class SiteView:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption; the first column names the rows, and ``numbers`` are the columns with numbers."""
+    """A table with a caption; the first column names the rows.
+
+    ``rows``: the cells of each row, and whether it is highlighted. ``numbers``: the columns with numbers.
+    """
 
     caption: str
     head: tuple[str, ...]
