@@ -25,12 +25,14 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
     """Return the inputs and ``get_attr`` tensors that are concatenated, or written to, to make ``rows``."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
-        ends = packet(node) in CONTRACTIONS or held(node)
-        return () if ends else (n for n in node.all_input_nodes if is_tensor(n))
+        return () if held(node) else unprojected(node)
+
+    def unprojected(node: fx.Node) -> Iterable[fx.Node]:
+        return () if packet(node) in CONTRACTIONS else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    # Rows that replaced K may also be updated by pointwise operators or a roll; other graphs need no search for that.
-    replaced = any(ROWS in n.meta for n in start.graph.find_nodes(op="placeholder"))
+    # Rows that replaced K may also be updated by pointwise operators or a roll; others need no search for that.
+    replaced = any(ROWS in n.meta for n in reachable([start], unprojected, REACH))
     held = _held_or_written if replaced else _held
     found = (_input(past) for node in reachable([start], same_rows, REACH) for past in held(node))
     return {node for node in found if node is not None}
