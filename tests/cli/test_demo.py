@@ -24,7 +24,6 @@ from mla_compile.errors import MlaCompileError
 from mla_compile.report.report import Report
 from mla_compile.workbench import demo
 from mla_compile.workbench.demo import Agreement, DemoResult, DemoSettings, Timing
-from tests.support.tiers import full
 
 
 def _cli(*arguments: str) -> Result:
@@ -96,7 +95,6 @@ def test_what_the_spread_hides_is_no_figure_and_no_digit_is_lost(monkeypatch: py
     assert "context: 512\neager: 5.00\nInductor: 4.00\nmla_compile: 1234.50\n" in terminal.file.getvalue()
 
 
-@full("command")  # .ci/run types it
 def test_the_demo_absorbs_every_layer_and_keeps_the_tokens(monkeypatch: pytest.MonkeyPatch):
     """With graphs that run as they are, and the model in place of Inductor's: CI runs the command itself."""
     monkeypatch.setattr(mla_compile, "optimize", functools.partial(mla_compile.optimize, codegen="eager"))

@@ -262,7 +262,6 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path):
     assert os.listdir(tmp_path) == ["mine"]
 
 
-@full("combination")
 def test_folded_weights_follow_those_of_the_model_that_is_given(tmp_path: Path):
     fast = mla_compile.optimize(OneLayer(), **FAST, fold="always", forms="absorbed")
     sizes = ((1, 3, 1), (1, 5, 1))
