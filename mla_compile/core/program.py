@@ -49,8 +49,8 @@ class Append:
         input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: the
             cache begins with this call, or grows by any number of rows. The program then returns its rows as before,
             and its caller allocates the room behind them.
-        output: the position of the cache, with old and new rows, among the values that the program returned before this
-            change, which its caller still gets. None: the rows are a buffer of the caller, to which the program writes.
+        output: the position of the cache, old and new rows, among the values that the caller gets; with ``input``, the
+            graph itself no longer returns it. None: the rows are a buffer of the caller, to which the program writes.
         axis: the axis of the tokens.
         count: the number of rows that a call writes.
         shared: whether each rank of the program's ``sharing`` keeps its share of the rows. The placeholder then takes

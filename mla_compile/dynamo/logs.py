@@ -33,7 +33,7 @@ class SaidOnce(set[Callable[..., object]]):
             return True
         if not isinstance(method, MethodType) or not isinstance(method.__self__, logging.Logger):
             return False
-        # A cache around a function that returns nothing only serves to call it once.
+        # A cache around a method that returns nothing only serves to call it once for each message.
         if not isinstance(method.__func__, functools._lru_cache_wrapper):
             return False
         self.on_met(method.__self__.name, getattr(method.__func__, "__name__", "a method"))

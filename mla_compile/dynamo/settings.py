@@ -1,6 +1,6 @@
 """Sets Dynamo settings while an optimized module runs, and only then.
 
-Newer releases of torch keep the settings per thread, older ones (2.11) per process. With one set of settings, several
+Newer releases of torch keep the settings per thread, older ones (2.11) per process. If they are per process, several
 threads can be inside at once, so the first one to enter saves the values that the last one to leave restores.
 ``torch._dynamo.config.patch`` would not work: a thread that enters second would save our settings as if they were the
 user's, and would leave them set.

@@ -171,7 +171,7 @@ def narrow_projections(state: PassState) -> int:
 
 
 def settle(state: PassState) -> int:
-    """Restore the operators of libraries where they are still needed."""
+    """Restore the operators of libraries whose stand-ins are still needed."""
     if not any(map(stand_in.waits, state.graph.nodes)):
         return 0
     done = stand_in.settle(state.graph)

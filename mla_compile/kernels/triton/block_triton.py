@@ -1,10 +1,10 @@
-"""The block of query rows that one program of decode attention serves: which rows and tiles, their query, their result.
+"""The block of query rows that one program of decode attention serves: its rows and tiles, its query, its result.
 
 * Grid (row blocks, splits, B): the row blocks of one tile run side by side and share it through the L2 cache.
-* With a list of keys for each query token, a block holds heads of one token, along the first axis of the grid only
-  (kernels/triton/lists_triton.py).
+* With a list of keys for each query token (kernels/triton/lists_triton.py), a block holds heads of one token, and axis
+  0 of the grid counts the blocks of all requests and tokens.
 * A float32 query with half precision rows is rounded to their dtype once. For float16, each row is first scaled to a
-  largest magnitude of 2^13..2^14 by a power of two, and the scores are multiplied by its inverse.
+  largest magnitude of 2^13..2^14 by a power of two, and its scores are multiplied by the inverse of that power.
 * Hopper's products take a computed left factor from registers, 144 per thread for a query, and a loaded one from shared
   memory. A converted query is therefore written to scratch and loaded again (``staged``): all blocks that write a row
   write the same bits, and each reads only what it wrote itself.

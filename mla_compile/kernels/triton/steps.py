@@ -74,8 +74,8 @@ def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
     """The launches of one call, in order: the mask's list of tiles, attention, combine (each if needed).
 
-    If a call has a schedule, the list is part of it. ``least`` is the least number of tokens of a split (default: the
-    plan's chunk, else MIN_SPLIT).
+    If a call has a schedule, the list is part of it. ``least`` is the least number of tokens of a split (default:
+    MIN_SPLIT); the plan's chunk, if there is one, replaces it.
     """
     import mla_compile.kernels.triton.combine_triton as combine_kernels
     import mla_compile.kernels.triton.decode_triton as decode_kernels

@@ -187,7 +187,7 @@ def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
 
 
 def _same(node: fx.Node) -> fx.Node:
-    """Return the node behind copies of ``node`` and views that add or drop axes of size 1."""
+    """Return the node that ``node`` is, up to copies and views that add or drop axes of size 1."""
     while node.op == "call_function":
         how = decode(node)
         if not isinstance(how, (Copy, Regroup)) or val(how.x).dtype != val(node).dtype:

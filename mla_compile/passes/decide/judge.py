@@ -141,7 +141,7 @@ class _Judge:
             refused.site,
             Code.ABSORBED,
             reason if found.by_call else found.choice.reason,
-            # The remaining products make the scores of all keys in any case.
+            # An attention absorbed in part computes the scores of all keys in any case, so no list is used.
             plan=replace(found.plan, visible=found.plan.visible.dense),
             choice=found.choice,
             by_call=found.by_call,
@@ -315,7 +315,7 @@ def _needed_beside(site: AttentionSite, ends: Iterable[fx.Node], node: fx.Node, 
 
 
 def _read_by_its_own_scores(site: AttentionSite, node: fx.Node, alive: Alive) -> bool:
-    """Whether, besides the products, only operators between them read ``node``, such as a factor of the scores."""
+    """Whether ``node`` is also read between the products, such as by a scaling of the scores, and nowhere else."""
     outputs = site.node.graph.output_node().all_input_nodes
     between = site.probs is not None and _needed_beside(site, [site.probs.node], node, alive)
     return between and not _needed_beside(site, outputs, node, alive)

@@ -101,7 +101,7 @@ RULES: dict[object, Rule] = {
     aten.neg: negate,
     **dict.fromkeys((aten.mul, aten.div, aten.multiply, aten.true_divide), multiply),
     **dict.fromkeys((aten.add, aten.sub), add),
-    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # or `some_rows`, for a virtual source
+    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # for a virtual slice, Maps takes `some_rows`
     **CONTRACTION_RULES,
 }
 """Rules for operators that :func:`decode` does not read, by operator."""

@@ -3,8 +3,8 @@
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
 The linear map of ``k`` names the rows of the weight, so every number is the same dot product as before. Where ``k`` is
-a sum of images of several rows, each image gets its own product. :mod:`mla_compile.passes.sources.readers` has decided
-which nodes qualify.
+a sum of maps of several row tensors, each summand is computed by itself. :mod:`mla_compile.passes.sources.readers` has
+decided which nodes qualify.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def images_of(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[
 
 
 def _summands(lmap: LinearMap) -> tuple[Piece, ...]:
-    """Return the summands of a map without segments, if their rows differ and a weight makes one; otherwise none."""
+    """Return the summands of a map without segments, if their sources differ and at least one projects; else none."""
     found = () if lmap.axis is not None else lmap.pieces
     apart = len({p.source for p in found}) == len(found)
     return found if apart and any(p.projected for p in found) else ()

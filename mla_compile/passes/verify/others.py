@@ -89,6 +89,6 @@ def _boundary(groups: Sequence[Verdict], weights: Collection[str]) -> dict[str, 
         else:
             others += [*(p.k.node for p in site.products), site.v.node]
     found: dict[str, fx.Node] = {}
-    for row in sorted(rows):  # one group may read rows that are computed from another group's rows
+    for row in sorted(rows):  # in graph order: a group may read rows computed from those of another group
         found |= nearest_known([row], weights, set(found.values()))
     return found | nearest_known(others, weights, set(found.values()))
