@@ -21,6 +21,16 @@ from mla_compile.core.sampling import check_sampling
 from mla_compile.errors import OptionError
 
 
+def check_drawn(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None) -> None:
+    """Raise :class:`OptionError` for settings of a request with which the step of all requests would fail."""
+    check_sampling(temperature, top_k, top_p, seed)
+    if temperature == 0:
+        raise OptionError("temperature is 0, expected more; without a sampling the most probable token is taken")
+    for name, value, bits in (("top_k", top_k, 31), ("seed", seed or 0, 64)):
+        if value >= 1 << bits:
+            raise OptionError(f"{name} is {value}, expected a number below 2**{bits}")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of one request are drawn: ``add_request(..., mla_sampling=Sampling(temperature=0.7))``.
@@ -40,12 +50,8 @@ class Sampling:
     seed: int | None = None
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self) -> None:  # an error in draw() would end the step of all requests
-        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
-        if self.temperature == 0:
-            raise OptionError("temperature is 0, expected more; without a sampling the most probable token is taken")
-        if self.seed is not None and self.seed >= 1 << 64:
-            raise OptionError(f"seed is {self.seed}, expected a number below 2**64")
+    def __post_init__(self) -> None:
+        check_drawn(self.temperature, self.top_k, self.top_p, self.seed)
 
     @classmethod
     def of(cls, config: GenerationConfig, seed: int | None = None) -> Sampling | None:

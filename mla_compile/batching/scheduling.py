@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import RequestState
 
+from mla_compile.batching.sampling import check_drawn
 from mla_compile.core.counting import count
 from mla_compile.errors import InputError
 
@@ -47,15 +47,7 @@ def latent_scheduler(kind: type[Any]) -> type[Any]:
             wrong = next((n for n in ids if not isinstance(n, int) or not 0 <= n < self.vocabulary), None)
             if wrong is not None:
                 raise InputError(f"the prompt holds {wrong!r}, expected token ids below {self.vocabulary}")
-            _check_sampling(state.logit_processor_kwargs)
+            given = state.logit_processor_kwargs
+            check_drawn(**{name: given[name] for name in ("temperature", "top_k", "top_p") if name in given})
 
     return Latent
-
-
-def _check_sampling(given: Mapping[str, float]) -> None:
-    """Refuse settings with which sampling fails, such as a temperature of 0: it would fail for a whole step."""
-    temperature, top_p = given.get("temperature", 1.0), given.get("top_p", 1.0)
-    if not (0 < temperature < math.inf):
-        raise InputError(f"temperature is {temperature}, expected a number above 0")
-    if not (0 < top_p <= 1):
-        raise InputError(f"top_p is {top_p}, expected a number above 0 and up to 1")

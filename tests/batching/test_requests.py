@@ -90,6 +90,7 @@ def test_a_request_that_wants_what_is_not_there_fails_alone(served, wrong):
         ({"temperature": 0.0}, "temperature is 0, expected more"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": 1 << 40}, "expected a number below 2\\*\\*31"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"seed": 1 << 64}, "expected a number below 2\\*\\*64"),
     ],
@@ -97,6 +98,18 @@ def test_a_request_that_wants_what_is_not_there_fails_alone(served, wrong):
 def test_settings_that_nothing_can_be_drawn_with_are_refused_before_a_step(settings, told):
     with pytest.raises(OptionError, match=told):
         Sampling(**settings)
+
+
+def test_transformers_own_settings_of_a_request_fail_alone(served):
+    _, fast = served
+    config = GenerationConfig(max_new_tokens=4, do_sample=True, eos_token_id=-1, temperature=0.7, top_k=5, top_p=0.9)
+    bad = {"temperature": 0.0}, {"top_k": 1 << 40}, {"top_p": 0.0}
+    with running(fast, generation=config, per_request_processors=True) as manager:
+        names = [manager.add_request([5, 6, 7], **how) for how in (*bad, {"temperature": 0.5})]
+        found = results(manager, 4)
+        for name, how in zip(names, bad, strict=False):
+            assert f"{next(iter(how))} is" in found[name].error
+        assert len(found[names[3]].generated_tokens) == 4
 
 
 def test_an_id_that_is_taken_is_replaced(served):
