@@ -3,12 +3,13 @@
 All entry points run the same passes::
 
     fast = mla_compile.optimize(model)            # a module that shares the model's weights
-    step = torch.compile(model, backend="mla")    # through the entry point, without importing this package
-    report = mla_compile.explain(model, *inputs)  # what would be rewritten, and what would not and why
+    step = torch.compile(model, backend="mla")    # torch finds the backend, no import of mla_compile needed
+    report = mla_compile.explain(model, *inputs)  # which attentions would be rewritten, and why others would not
     mla_compile.export_onnx(model, "model_dir")   # absorbed decode graphs for any ONNX Runtime
 
-``__all__`` is the whole public interface. Most names are imported on first use, so a program pays at import only for
-what it calls. Importing the package registers its operators, so that a saved graph that uses them loads.
+``__all__`` is the whole public interface. Most names are imported on first use, so a program loads only the modules
+that it needs. Importing the package registers its operators, because a saved graph that calls an operator can only be
+loaded when this operator is registered.
 """
 
 from __future__ import annotations

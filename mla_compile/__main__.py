@@ -1,4 +1,4 @@
-"""The program ``mla-compile``; ``python -m mla_compile`` runs it from a checkout that is not installed."""
+"""The program ``mla-compile``. Without an installation, ``python -m mla_compile`` runs it from a checkout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mla_compile.version import __version__
 
 
 def main() -> None:
-    """Run a command. If a package that every command needs is missing, name it."""
+    """Run the command line. Report a missing package by name if every command needs it."""
     if sys.argv[1:] == ["--version"]:  # works without torch and other packages
         sys.stdout.write(f"{__version__}\n")
         return

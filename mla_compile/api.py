@@ -1,4 +1,4 @@
-"""``optimize``, ``explain`` and ``migrate_cache``; models are an nn.Module, an ExportedProgram or a GraphModule."""
+"""``optimize``, ``explain`` and ``migrate_cache`` for an nn.Module, an ExportedProgram or a GraphModule."""
 
 from __future__ import annotations
 
@@ -51,26 +51,28 @@ def optimize(
 
 
 def optimize(obj: object, example_inputs: object = None, *, progress: bool | None = None, **options: Any) -> object:
-    """The same model with absorbed decode, sharing the original's weights; the original is not changed.
+    """Return the same model with absorbed decode. It shares the original's weights; the original is not changed.
 
-    * ``nn.Module``: a new object of the same class with the same parameters, buffers and layers, whose forward is
-      compiled on its first call. In that call, empty buffers of K and V become buffers of rows, and the modules that
-      hold them are copied. Methods that call the model, such as ``generate()``, run the compiled forward. If methods
-      call a model within it, that model is copied and compiled, too; everything else is shared. With gradients enabled
-      the original forward runs. ``mla_report`` says what was done so far. A deep copy of the result is optimized, too.
-    * ``ExportedProgram``: a new one with the same signature. ``lowering`` is "aten" by default, so that a package made
-      from it loads where mla_compile is not installed; folded weights (``fold="always"``) become its constants.
-    * ``GraphModule``: a new one, captured at the shapes of ``meta["val"]`` or of ``example_inputs``.
+    * For an ``nn.Module``, the result is a new object of the same class with the same parameters, buffers and layers.
+      Its forward is compiled in its first call. In that call, empty buffers of K and V become buffers of rows, and the
+      modules that hold such buffers are copied. Methods that call the model, such as ``generate()``, run the compiled
+      forward. If a method calls a model inside this one, that inner model is copied and compiled, too; all other
+      modules are shared. With gradients enabled the original forward runs. The attribute ``mla_report`` says what was
+      done so far. A deep copy of the result is optimized, too.
+    * For an ``ExportedProgram``, the result is a new program with the same signature. ``lowering`` is "aten" by
+      default, so that a package made from the program loads where mla_compile is not installed. Folded weights
+      (``fold="always"``) become constants of the program.
+    * For a ``GraphModule``, the result is a new one, captured at the shapes of ``meta["val"]`` or ``example_inputs``.
 
     Args:
         obj: the model.
-        example_inputs: a tuple of positional or a dict of keyword arguments. If they are given, a module is traced with
-            them on fake tensors, as by :func:`explain`, before this function returns: inputs that do not fit and models
-            that cannot be captured raise at once, and ``mla_report`` is filled.
-        progress: whether stderr shows what is being compiled and, after each graph, the time of each stage (s). The
-            default is to show it on a terminal only.
+        example_inputs: a tuple of positional or a dict of keyword arguments. If they are given, this function traces a
+            module on fake tensors before it returns, as :func:`explain` does. Inputs that do not fit and models that
+            cannot be captured then raise at once, and ``mla_report`` is filled.
+        progress: whether stderr shows what is being compiled and, after each graph, the time of each stage in seconds.
+            ``None`` shows it on a terminal only.
         **options: options of Inductor; ``mode``, ``dynamic`` and ``fullgraph`` as in ``torch.compile``; and the
-            following, which ``help(mla_compile.Options)`` explains:
+            following options, which ``help(mla_compile.Options)`` explains:
 
             - ``forms`` ("auto", "absorbed", "expanded"): choose the form of each call by cost, or fix it
             - ``fold`` ("auto", "never", "always"): whether weights are multiplied ahead of time
@@ -79,7 +81,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
             - ``cache`` ("auto", "latent", "expanded"), ``cache_dtype`` ("model", "fp8"): how cached K and V are kept
             - ``appends`` ("auto", "in_place", "copy"): how new rows are appended to a growing cache
             - ``quantized`` ("absorb", "exact"), ``dequantize`` ("auto", "once", "step"): quantized up-projections
-            - ``sparse`` ("auto", "never"): read only the keys of an index list, or all of them
+            - ``sparse`` ("auto", "never"): read only the keys of an index list, or all keys
             - ``products`` ("auto", "native", "torch"): the kernel for products of few rows on a CPU
             - ``layers`` ("once", "whole"): compile equal layers once, or the graph as a whole
             - ``expanded_bytes`` (2**30): the memory beyond which an expanded attention is computed by groups of heads
@@ -89,10 +91,10 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
             - ``strict`` (False): raise an error instead of warning
 
     Raises:
-        InputError: ``obj`` is not a model, is a module without a ``forward``, or the example inputs do not fit it.
+        InputError: ``obj`` is not a model, has no ``forward``, or does not fit the example inputs.
         OptionError: an option does not exist, or cannot have that value.
-        CaptureError: the model does not become one functional graph.
-        WeightError: a weight has no values that could be used.
+        CaptureError: the model cannot be captured as one functional graph.
+        WeightError: a weight has no usable values.
     """
     if not (progress is None or isinstance(progress, bool)):
         raise OptionError(f"progress is {progress!r}, expected True, False or None")
@@ -103,7 +105,7 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
         with one_at_a_time(), Compilations("the program", show=progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
-        if not called_within(obj):  # no method calls a module within it, so its own forward is needed
+        if not called_within(obj):  # no method calls an inner model, so ``obj`` needs a forward
             _needs_forward(obj, "optimize()")
         return _optimize_module(obj, example_inputs, dict(options), progress=progress)
     raise InputError(
@@ -116,25 +118,26 @@ def optimize(obj: object, example_inputs: object = None, *, progress: bool | Non
 def explain(model: object, /, *example_inputs: object, **arguments: Any) -> Report:
     """Report which attentions of a model would be rewritten, and why others would not, without changing or running it.
 
-    A module is traced on fake tensors: nothing is computed, no cache is written to, and a model on the meta device (too
-    large for memory) is explained like any other.
+    A module is traced on fake tensors: nothing is computed, and no cache is written to. A model that is too large for
+    memory can therefore be explained on the meta device.
 
     Args:
         model: an ``nn.Module``, an ``ExportedProgram`` or a ``GraphModule``.
-        *example_inputs: the arguments of its forward; those of a decode step show what happens in decode. An
-            ExportedProgram needs none, and a GraphModule only if its placeholders have no ``meta["val"]``.
-        **arguments: keyword arguments of its forward. A name that is a field of ``Options`` sets that option instead,
-            unless the forward has an argument of that name and the value is not legal for the option (a ``cache`` that
-            is not a string).
+        *example_inputs: the positional arguments of the model's forward. Pass those of a decode step to see what
+            happens in decode. An ExportedProgram needs none, and a GraphModule needs them only if its placeholders have
+            no ``meta["val"]``.
+        **arguments: keyword arguments of the model's forward. A name that is a field of ``Options`` sets that option
+            instead. The value is passed to the forward only if the forward has an argument of that name and the option
+            cannot have that value (for example, a ``cache`` that is not a string).
 
     Returns:
-        A report with one entry per attention site. A module that breaks into several graphs has one report for all of
+        A report with one entry per attention site. If a module breaks into several graphs, the report covers all of
         them.
 
     Raises:
-        InputError: ``model`` is not a model, is a module without a ``forward``, or does not run on these inputs.
+        InputError: ``model`` is not a model, has no ``forward``, or does not run on these inputs.
         OptionError: an option does not exist, or cannot have that value.
-        CaptureError: the model does not become a functional graph.
+        CaptureError: the model cannot be captured as a functional graph.
     """
     own = {name for name in Options.names() if name in arguments and not _is_argument(model, name, arguments[name])}
     options = Options.parse({name: arguments.pop(name) for name in own})
@@ -160,16 +163,17 @@ def migrate_cache(optimized: object, cached: Sequence[torch.Tensor], tolerance: 
 
     Args:
         optimized: what ``optimize(program, cache="latent")`` returned.
-        cached: K [B,H,T,N+R] and V [B,H,T,V] of every layer, with the axes and the order of the program's old inputs.
-        tolerance: the largest relative error (2-norm) allowed for K and V recomputed from the rows; by default 64 times
-            the rounding error of their dtype.
+        cached: K [B,H,T,N+R] and V [B,H,T,V] of every layer, in the order and with the axes that the cache inputs had
+            before optimization.
+        tolerance: the largest relative error (2-norm) allowed for K and V recomputed from the rows. The default is 64
+            times the rounding error of their dtype.
 
     Returns:
-        The rows for each of the inputs ([B,T,L] or [B,T,R] and the like), and the error.
+        The rows for each cache input of the optimized program (for example [B,T,L] or [B,T,R]), and the error.
 
     Raises:
-        InputError: tensors of another shape, a program without such inputs, or tensors that the program's weights
-            cannot have made.
+        InputError: the program has no cache inputs that became rows, the tensors have other shapes, or the program's
+            weights cannot have made them.
     """
     gm = getattr(optimized, "graph_module", optimized)
     change = getattr(gm, "meta", {}).get("mla_cache")
@@ -194,7 +198,7 @@ def _needs_forward(model: torch.nn.Module, door: str) -> None:
 
 
 def _is_argument(model: object, name: str, value: object) -> bool:
-    """Whether an argument with the name of an option is meant for the forward of ``model``."""
+    """Whether an argument is meant for the forward of ``model``, although its name is also that of an option."""
     if not _is_plain_module(model) or name not in inspect.signature(model.forward).parameters:
         return False
     try:
@@ -229,7 +233,10 @@ def with_forward(
     *,
     progress: bool | None = None,
 ) -> Module:
-    """A copy of ``module``, which may be optimized already, with a compiled forward; ``report``: its report so far."""
+    """Return a copy of ``module`` with a compiled forward. ``module`` may be optimized already.
+
+    ``report``: the report so far, if any.
+    """
     fast = plain_copy(module)
     forward = CompiledForward(fast, options, mode, settings, vars(fast).get("forward"), progress=progress)
     if report is not None:
@@ -242,7 +249,7 @@ def with_forward(
 
 
 def plain_copy(module: Module) -> Module:
-    """A module object that shares parameters, buffers and layers with ``module``, also those that replace them later.
+    """Return a module object that shares parameters, buffers and layers with ``module``, even if these are replaced.
 
     Modules that its methods call are copied, too. A hook of ``module`` runs in the copy until ``module`` removes it.
     """
@@ -267,7 +274,7 @@ def _copy_of_model(module: Module) -> Module:
 
 
 def _shared_copy(module: Module) -> Module:
-    """A copy of a module that has no layers; it also shares its hooks with ``module``."""
+    """Return a copy of ``module``, which has no layers. The copy also shares the module's hooks."""
     fast = shallow(module)
     if isinstance(forward := vars(fast).get("forward"), CompiledForward):
         forward.uninstall(fast)
@@ -289,7 +296,7 @@ def _arguments(example_inputs: object) -> tuple[tuple[object, ...], dict[str, ob
 
 @dataclass(frozen=True)
 class _Artifact:
-    """A program in the one form that is saved, with its report, its folded weights and the change of its cache."""
+    """A program rewritten into one form, with its report, its folded weights and the change of its cache."""
 
     program: Program
     report: Report
@@ -297,7 +304,7 @@ class _Artifact:
     change: CacheChange | None
 
     def attach(self, gm: fx.GraphModule) -> None:
-        """Put the report and the change of the cache where users and ``migrate_cache`` find them."""
+        """Store the report and the change of the cache in ``gm.meta``, where users and ``migrate_cache`` find them."""
         gm.meta["mla_report"] = self.report
         if self.change is not None:
             gm.meta["mla_cache"] = self.change
@@ -324,7 +331,7 @@ def _optimize_graph_module(gm: fx.GraphModule, example_inputs: object, options: 
 
 
 def _flat_inputs(gm: fx.GraphModule, args: Sequence[object]) -> list[object]:
-    """One value per placeholder; nested inputs are flattened by the graph's own codegen."""
+    """Return one value per placeholder. The graph's own codegen flattens nested inputs."""
     try:
         return list(gm.graph.process_inputs(*args))
     except (TypeError, ValueError) as error:
@@ -332,7 +339,7 @@ def _flat_inputs(gm: fx.GraphModule, args: Sequence[object]) -> list[object]:
 
 
 def _artifact(program: Program, options: Options) -> _Artifact:
-    """Rewrite the program into one form; if calls would choose between forms, the traced sizes decide."""
+    """Rewrite the program into one form. Where calls could choose between forms, the traced sizes decide."""
     with without_autocast():
         outcome = pipeline.run(program, options, own_cache=True)
         report = outcome.report
@@ -348,7 +355,10 @@ def _artifact(program: Program, options: Options) -> _Artifact:
 
 
 def _artifact_options(given: Mapping[str, object], **defaults: object) -> Options:
-    """Options for a saved program. Nothing tracks its weights, so by default no values derived from them are kept."""
+    """Return the options for a saved program.
+
+    Nothing notices when a saved program's weights change, so by default no values derived from weights are kept.
+    """
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:
         raise OptionError(f"{', '.join(options.inductor)}: pass options of Inductor to the compiler of the program")

@@ -1,6 +1,7 @@
-"""``torch.compile(model, backend="mla")``: the function of the entry point, and the reports of what it has compiled.
+"""The backend function of ``torch.compile(model, backend="mla")``, and the reports of the graphs that it compiled.
 
-torch imports this module as soon as the backend is named, so the passes are imported only when a graph arrives.
+torch imports this module as soon as a program names the backend. To keep that import fast, the passes are imported only
+when the first graph is compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _KEPT = 64
 _told_of_models: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Model -> what users have been told about its graphs."""
 _told_of_functions = WeakTensorKeyDictionary()
-"""First weight of a graph -> what users have been told, where a function is compiled and not a model."""
+"""First weight of a graph -> what users have been told. Used where a function, not a model, is compiled."""
 _ATTENTION = "a graph of this model has an attention"
 _recent: deque[Report] = deque(maxlen=_KEPT)
 
@@ -37,7 +38,7 @@ def mla(
     options: Mapping[str, object] | None = None,
     **more: Any,
 ) -> Callable[..., object]:
-    """The function behind ``backend="mla"``: rewrite and compile one graph that Dynamo has captured.
+    """Rewrite and compile one graph that Dynamo has captured. ``backend="mla"`` calls this function.
 
     Keyword arguments set fields of :class:`mla_compile.Options` or options of Inductor.
     """
@@ -46,7 +47,7 @@ def mla(
     from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode, beside=True)
-    if (outermost := outermost_call()) is not None:  # the model is the key: graphs after a break have other weights
+    if (outermost := outermost_call()) is not None:  # keyed by the model: graphs after a break have other weights
         compiler.told = _told_of_models.setdefault(outermost.f_locals["self"], set())
     elif weights := parameters_of(gm, example_inputs):
         compiler.told = _told_of_functions.setdefault(weights[0], set())
@@ -60,5 +61,8 @@ def mla(
 
 
 def reports() -> tuple[Report, ...]:
-    """Reports of the graphs compiled through ``backend="mla"`` in this process, oldest first, at most 64."""
+    """Return the reports of the last graphs compiled with ``backend="mla"`` in this process: oldest first, at most 64.
+
+    Graphs without an attention have no report.
+    """
     return tuple(_recent)

@@ -1,6 +1,7 @@
-"""Stable codes for the outcome at an attention site, each with one line of meaning and what a user can change.
+"""Stable codes for the outcome at an attention site. Each code has a one-line meaning and advice for the user.
 
-Codes are part of the interface: scripts and tests match on them, so a code is never renamed or given another meaning.
+Codes are part of the public interface, because scripts and tests match on them. A code is never renamed and never gets
+another meaning.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ VerdictName = Literal["absorbed", "kept", "refused", "not_mla"]
 
 
 class Code(str, Enum):
-    """Why a site was absorbed, kept or refused, or is not MLA. Each code equals its plain string."""
+    """Why a site has its verdict: absorbed, kept, refused or not MLA. Each code equals its plain string."""
 
     ABSORBED = "absorbed"
 
@@ -57,7 +58,7 @@ class Code(str, Enum):
 
 @dataclass(frozen=True)
 class CodeInfo:
-    """The usual verdict of a code, one line of meaning, and generic advice (``None`` if there is none)."""
+    """The usual verdict of a code, its one-line meaning, and generic advice (``None`` if there is none)."""
 
     verdict: VerdictName
     meaning: str
@@ -230,11 +231,11 @@ CODES: dict[Code, CodeInfo] = {
 
 
 OVER_ROWS = frozenset({Code.ALREADY_ABSORBED, Code.SHARED_ROWS})
-"""Codes of attentions that already read shared rows: nothing is left to absorb, but one operator may replace them."""
+"""Codes of attentions that already read shared rows. Nothing is left to absorb, but one operator may replace each."""
 
 
 def section(code: Code | str) -> str:
-    """The path of the documentation on ``code``, which shows a small module whose attention gets it, and the fix.
+    """Return the path of the documentation of ``code``. It shows a small module whose attention gets it, and the fix.
 
     Raises ``ValueError`` for a string that is not a code.
     """

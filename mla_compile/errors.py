@@ -1,7 +1,7 @@
-"""The exceptions and warnings of mla_compile: one family, so that one ``except`` catches them all.
+"""The exceptions and warnings of mla_compile. ``except MlaCompileError`` catches all of the exceptions.
 
-Every message says what was given, what was expected and what to do next. Raising one leaves the user's model, tensors
-and files as they were.
+Every message says what was given, what was expected and what to do next. After an exception, the user's model, tensors
+and files are unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OptionError(MlaCompileError, ValueError):
 
 
 class InputError(MlaCompileError, TypeError):
-    """An argument is of the wrong kind: not a model, example inputs that do not fit, tensors whose shapes disagree."""
+    """An argument is wrong: it is not a model, example inputs do not fit it, or shapes of tensors disagree."""
 
 
 class CaptureError(MlaCompileError, RuntimeError):
@@ -31,7 +31,7 @@ class CaptureError(MlaCompileError, RuntimeError):
 
 
 class WeightError(MlaCompileError, RuntimeError):
-    """A weight whose values are needed cannot be used: on the meta device, sparse, of an unsupported dtype."""
+    """The values of a weight are needed, but it is on the meta device, is sparse, or has an unsupported dtype."""
 
 
 class StaleWeightError(WeightError):
@@ -47,11 +47,11 @@ class RankError(MlaCompileError, RuntimeError):
 
 
 class SharedCacheError(MlaCompileError, RuntimeError):
-    """A cache whose rows several ranks share was used in a way that needs all rows, or with other ranks."""
+    """A cache whose rows are spread over several ranks was used with other ranks, or in a way that needs all rows."""
 
 
 class ExportError(MlaCompileError, RuntimeError):
-    """A model could not be exported, or its compiled code not saved; nothing was written to the requested path."""
+    """A model could not be exported, or its compiled code could not be saved. Nothing was written to the given path."""
 
 
 class TargetError(ExportError):
@@ -59,15 +59,15 @@ class TargetError(ExportError):
 
 
 class ModelFileError(MlaCompileError, RuntimeError):
-    """An exported model, saved code, one of their files, or a native library cannot be used here."""
+    """An exported model, saved code, one of their files, or a native library cannot be used on this machine."""
 
 
 class NothingToCompareError(MlaCompileError):
-    """The demo or the benchmark has no figures: nothing was absorbed, or results differ."""
+    """The demo or the benchmark has nothing to show: no attention was absorbed, or the results differ."""
 
 
 class MlaCompileWarning(UserWarning):
-    """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: results are right, but slow."""
+    """No attention was absorbed, a fallback was taken, or compiled code was abandoned. Results are right, but slow."""
 
 
 _NOT_THE_USERS = tuple(
@@ -76,10 +76,10 @@ _NOT_THE_USERS = tuple(
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user's code that led here: the innermost frame outside of this and other libraries.
+    """Warn, and show the user's line that led to the warning: the innermost frame outside of all installed libraries.
 
-    This is a warning and not a log record because Python shows a warning by default, once per line, and users can
-    filter it or turn it into an error.
+    This is a warning and not a log record, because Python shows warnings by default, once per line, and users can
+    filter them or turn them into errors.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
@@ -88,16 +88,16 @@ def warn(message: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
+    """Return `` (did you mean 'x'?)`` for the known name closest to ``name``; an empty string if no name is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, for use in a one-line message."""
+    """Return the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "no message")
 
 
 def brief(error: BaseException) -> str:
-    """The type of an error and the first line of its message: ``ValueError: no such axis``."""
+    """Return the type of an error and the first line of its message, such as ``ValueError: no such axis``."""
     return f"{type(error).__name__}: {first_line(error)}"

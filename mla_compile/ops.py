@@ -1,30 +1,31 @@
 """The operators of mla_compile: schemas, fake functions, FLOP formulas and the choice of a kernel by device.
 
 ``mla_compile::decode_attention(query, latent, rope, values, mask, *, scale, causal, ...) -> (out, lse)``: attention of
-H query heads over one shared row per token, ``[latent, rope]``. The weighted sum is over the latent again, or over
-``values``.
-``mla_compile::paged_decode_attention(query, latent_pages, rope_pages, block_table, seq_lens, *, ...)``: the same over
-pages of rows. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which documents their
-shapes and dtypes.
-``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: the
-launches that prepare both attention operators on a GPU, run once for all calls that share the result
+H query heads over one key per token that all heads share, ``[latent, rope]``. The values are the latent, or ``values``
+if given.
+``mla_compile::paged_decode_attention(query, latent_pages, rope_pages, block_table, seq_lens, *, ...)``: the same
+attention over pages of rows. The arguments of both operators are fields of
+:class:`mla_compile.kernels.call.DecodeCall`, which documents their shapes and dtypes.
+``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: the kernel
+launches that prepare either attention operator on a GPU. They run once for all calls that share the schedule
 (:mod:`mla_compile.kernels.shared`).
 ``mla_compile::weigh_alike(out, lse, values, lowest, mask=None, indices=None, fill=0) -> out``: the result for queries
 whose index list names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 ``mla_compile::few_rows_linear(x, weight, bias=None, most=4) -> y``: a product of a few rows with a weight
-(:mod:`mla_compile.kernels.linear`). ``mla_compile::few_rows_of_heads(x, weight) -> y``: the same with a weight for each
-head.
-``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. It does not
-read ``before``, which only orders calls that do not depend on each other.
-``mla_compile::call_layer(rows, weights, layer) -> y``: the result of a layer of some library, and
-``mla_compile::layer_weight(weights, layer) -> W``: its rounded weight (:mod:`mla_compile.core.layers`).
+(:mod:`mla_compile.kernels.linear`).
+``mla_compile::few_rows_of_heads(x, weight) -> y``: the same product with a separate weight for each head.
+``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made after ``before`` is computed. The operator
+does not read ``before``; the argument only orders calls that do not depend on each other.
+``mla_compile::call_layer(rows, weights, layer) -> y``: the result of another library's layer
+(:mod:`mla_compile.core.layers`).
+``mla_compile::layer_weight(weights, layer) -> W``: the rounded weight of that layer.
 
 :func:`mla_compile.kernels.decode.run` chooses among the CPU kernel, the CUDA kernels and the reference. Any other
 device runs the reference until a kernel is registered under its dispatch key in ``_register_op``. Schemas are
-registered once per process, however often and under whatever name this module is imported. Wrong arguments and requests
-for a gradient raise :class:`InputError`.
+registered once per process, even if this module is imported several times or under another name. Wrong arguments and
+requests for a gradient raise :class:`InputError`.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ def _fake_index(call: IndexCall) -> Tensor:
 def _flops(
     query: Size, latent: Size, rope: Size | None = None, values: Size | None = None, *rest: object, **named: object
 ) -> int:
-    """2BSHT(L+R) for the scores and 2BSHT times the width of the sum; T is k where indices choose k keys.
+    """Return 2BSHT(L+R) for the scores plus 2BSHT times the width of the values.
 
-    Masked keys count, as in torch's own formulas.
+    Where ``indices`` choose k keys, T is k. Masked keys are included, as in torch's own formulas.
     """
     B, S, H, K = query
     width = (latent if values is None else values)[2]
@@ -122,29 +123,35 @@ def _flops(
 def _paged_flops(
     query: Size, latent_pages: Size, rope_pages: Size | None, block_table: Size, *rest: object, **named: object
 ) -> int:
-    """As :func:`_flops` with T = maxpages * page, the capacity of the table: a formula sees shapes, not the lengths."""
+    """Like :func:`_flops`, with T = maxpages * page, the capacity of the table.
+
+    A formula receives shapes only, so it does not know the lengths.
+    """
     B, S, H, K = query
     return int(2 * B * S * H * _looked_at(block_table[1] * latent_pages[1], rest[3:], named) * (K + latent_pages[2]))
 
 
 def _index_flops(query: Size, keys: Size, *_: object, **__: object) -> int:
-    """2BSJTD for the products of J indexer heads of width D, and 2BSJT for their weighted sum."""
+    """Return 2BSJTD for the products of J indexer heads of width D plus 2BSJT for their weighted sum."""
     B, S, J, D = query
     return int(2 * B * S * J * keys[1] * (D + 1))
 
 
 def _rows_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
-    """2KO for each row, by a weight [O,K], as torch counts a product."""
+    """Return 2KO for each row multiplied by a weight [O,K], as torch counts a product."""
     return int(2 * math.prod(x) * weight[0])
 
 
 def _heads_flops(x: Size, weight: Size, *_: object, **__: object) -> int:
-    """2KO for each row of each head, by weights [G,O,K]."""
+    """Return 2KO for each row of each head, multiplied by weights [G,O,K]."""
     return int(2 * math.prod(x) * weight[1])
 
 
 def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
-    """The number of keys that a query is compared with. ``rest``: the positional arguments from ``indices`` on."""
+    """Return the number of keys that each query is compared with.
+
+    ``rest``: the positional arguments from ``indices`` on.
+    """
     indices = rest[0] if rest else named.get("indices")
     return T if indices is None else int(indices[2])
 
@@ -180,7 +187,7 @@ def _register() -> torch.library.Library:
 
 
 def _of(call: Callable[..., _OperatorCall], run: Callable[[_OperatorCall], object]) -> Callable[..., object]:
-    """``run``, called with the record that ``call`` makes from the arguments of a schema."""
+    """Return a function of a schema's arguments. It makes a record of them with ``call``, and passes it to ``run``."""
     return lambda *tensors, **numbers: run(call(*tensors, **numbers))
 
 

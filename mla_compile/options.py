@@ -1,4 +1,4 @@
-"""The options of all entry points as one frozen record: names, values, and errors for wrong ones."""
+"""The options of all entry points as one frozen record, with errors for wrong names and values."""
 
 from __future__ import annotations
 
@@ -28,48 +28,50 @@ class Options:
 
     Attributes:
         forms: ``auto`` chooses the cheaper form for each call; ``absorbed`` and ``expanded`` use one form everywhere.
-        fold: which products of weights are computed ahead of time: ``auto`` takes those that the cost model finds
-            cheaper, ``never`` none, ``always`` all that are possible.
-        lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves
-            plain ATen, which runs without this package.
+        fold: which products of weights are computed ahead of time. ``auto`` folds where the cost model finds it
+            cheaper, ``never`` folds none, and ``always`` folds all that can be folded.
+        lowering: ``op`` calls ``mla_compile::decode_attention``. ``aten`` emits plain ATen, which runs without this
+            package.
         codegen: ``inductor`` compiles the rewritten graph, ``eager`` runs it as it is.
-        cache: how K and V per head, which the caller passes from call to call, are kept. ``latent`` keeps the rows from
-            which they are computed, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
-            cache then holds tensors that still look like K and V to all other code. It is ``expanded`` for programs,
-            because ``latent`` would change their signature.
-        cache_dtype: the dtype of rows that ``cache="latent"`` and pages of ``continuous_batching`` keep: that of the
-            ``model``, or ``fp8`` (e4m3) with one scale per row. Rotary keys keep their dtype, and so does a cache
-            in which the model itself keeps latent rows, except for those pages.
-        appends: how new rows are appended to a cache that grows by ``cat``. ``in_place`` keeps the rows in a buffer
-            with spare capacity, which doubles when it is full, and writes the new rows into it; the caller keeps a
-            tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model does.
+        cache: how the cached K and V per head, which the caller passes from call to call, are kept. ``latent`` keeps
+            the rows from which K and V are computed. ``expanded`` keeps K and V. ``auto`` is ``latent`` for modules:
+            their cache then holds tensors that still look like K and V to all other code. For programs, ``auto`` is
+            ``expanded``, because ``latent`` would change their signature.
+        cache_dtype: the dtype of the rows that ``cache="latent"`` keeps, and of the pages of ``continuous_batching``.
+            ``model`` keeps the model's dtype. ``fp8`` (e4m3) has one scale per row; rotary keys keep their dtype. If
+            the model itself caches latent rows, only their pages in ``continuous_batching`` change.
+        appends: how new rows are appended to a cache that grows by ``cat``. ``in_place`` writes the new rows into a
+            buffer with spare capacity, which doubles when it is full. The caller's tensor has the same shape as before,
+            and shows the rows of the buffer. ``copy`` copies old and new rows in every call, like the original model.
             ``auto`` is ``in_place`` for modules and ``copy`` for programs, which cannot reserve capacity.
-        quantized: what becomes of up-projections whose rows are rounded to few bits in every call (W8A8 and the like).
-            ``absorb`` absorbs them with the dequantized weight and without that rounding, as serving engines do;
-            ``exact`` leaves them unchanged. Weights that are only stored quantized are absorbed either way.
+        quantized: what is done about up-projections that round their rows to few bits in every call (such as W8A8).
+            ``absorb`` absorbs them with the dequantized weight and without that rounding, as serving engines do.
+            ``exact`` leaves them unchanged. Up-projections of which only the stored weight is quantized are absorbed
+            either way.
         dequantize: when the quantized weights of absorbed attentions are dequantized. ``once`` does it once per version
-            of a weight, and keeps the result in the model's precision beside the stored weight; ``step`` does it in
-            every step. ``auto`` takes for each weight the choice that moves fewer bytes in a step; for programs, whose
-            weights may change unnoticed, it is ``step``.
-        sparse: what becomes of attentions whose mask shows each query only the keys of an index list (the top k of an
-            indexer). ``auto`` reads only the rows of these keys where that is cheaper; ``never`` reads all rows and the
-            mask.
+            of a weight, and keeps the result in the model's precision in addition to the stored weight. ``step`` does
+            it in every step. ``auto`` chooses for each weight what moves fewer bytes in a step. For programs it is
+            ``step``, because their weights may change unnoticed.
+        sparse: what is done about attentions whose mask shows each query only the keys of an index list (the top k of
+            an indexer). ``auto`` reads only the rows of these keys where that is cheaper. ``never`` reads all rows and
+            the mask.
         products: how a CPU multiplies a few rows by a weight, in graphs with an absorbed attention. ``native`` uses
-            this library's kernel where it was measured to be faster on this machine; ``torch`` leaves the product to
+            this library's kernel where it was measured to be faster on this machine. ``torch`` leaves the product to
             the compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules and ``torch`` for programs,
             which may run on another machine.
-        layers: ``once`` compiles one of several layers that differ only in weights and caches, and calls its code for
-            each of them; ``whole`` compiles each graph as a whole, as CUDA graphs and freezing always do.
-        expanded_bytes: the limit on the memory, in bytes, of the per-head tensors of one expanded attention (queries,
-            keys, values, outputs, and scores that are written out) in a call of several queries. Above it, a few heads
-            are computed at a time. ``None``: always all heads at once.
-        ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
-            attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
-            ``alone``: each rank decides for itself, for programs whose ranks compile at different points.
-        context_parallel: a ``DeviceMesh`` of one axis whose ranks share the latent rows of a cache: each rank holds
-            every n-th token and attends to its own tokens with the heads of all ranks, and the results are merged. The
-            ranks have to run the model on the same tokens; each may have different heads. For modules, and for the
-            pages of ``continuous_batching``.
+        layers: how layers that differ only in weights and caches are compiled. ``once`` compiles one of them and runs
+            its code for all. ``whole`` compiles each graph as a whole. With CUDA graphs or freezing, graphs are always
+            compiled as a whole.
+        expanded_bytes: a limit in bytes on the memory of one expanded attention's per-head tensors (queries, keys,
+            values, outputs, and scores that are written out), in calls with several queries. Above the limit, a few
+            heads are computed at a time. ``None`` always computes all heads at once.
+        ranks: how the ranks of a distributed program decide about a graph that they run together. With ``agree``, an
+            attention is absorbed if every rank absorbs it, and ranks wait for each other when they compile. With
+            ``alone``, each rank decides for itself; use it for programs whose ranks compile at different points.
+        context_parallel: a ``DeviceMesh`` of one axis whose ranks share the latent rows of a cache. Each of the n ranks
+            holds every n-th token and attends to these tokens with the heads of all ranks; then the results are merged.
+            The ranks have to run the model on the same tokens; each may have different heads. This option is for
+            modules, and for the pages of ``continuous_batching``.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise an error instead of warning and falling back to the original graph.
         inductor: options passed on to Inductor.
@@ -115,7 +117,7 @@ class Options:
                 raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}{hint}")
 
     def _check_mesh(self, mesh: Any) -> None:
-        # Imported on use: torch.distributed may be missing where no rows are shared.
+        # Imported on use, because a build of torch may lack torch.distributed.
         from torch import distributed as dist
 
         if not dist.is_available() or not isinstance(mesh, dist.device_mesh.DeviceMesh):
@@ -137,17 +139,18 @@ class Options:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all options."""
+        """Return the names of all options."""
         return tuple(entry.name for entry in dataclasses.fields(cls))
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None = None, **defaults: Any) -> Options:
-        """Options from a user's mapping on top of ``defaults``.
+        """Return the options in a user's mapping, with ``defaults`` for those that the mapping does not set.
 
-        An option of Inductor (``max_autotune``, ``triton.cudagraphs``) is passed on to it.
+        Options of Inductor (``max_autotune``, ``triton.cudagraphs``) are passed on to Inductor.
 
         Raises:
-            OptionError: for an unknown name; the message suggests the nearest known one.
+            OptionError: an option does not exist, or cannot have that value. The message suggests the nearest known
+                name.
         """
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options must be a mapping of names to values, got {type(given).__name__}")
@@ -167,7 +170,7 @@ class Options:
 
 
 def _check_inductor(given: Mapping[str, object], ours: tuple[str, ...]) -> None:
-    # Imported on use: loads all of Inductor, which is needed only if one of its options is set.
+    # Imported on use: this loads all of Inductor, and is needed only if an option of Inductor is set.
     from torch._inductor import config, list_options
 
     known = {name.replace("-", "_") for name in list_options()}

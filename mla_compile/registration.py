@@ -18,19 +18,20 @@ def register_quantized_linear(
     """Register an operator or a layer class as a linear map of its rows whose weight is stored quantized.
 
     ``op(rows, ...)`` has to return ``rows W^T + bias`` [..., out] for rows [..., in], up to the rounding of the format.
-    From then on an up-projection by this operator is absorbed like any other, with the dequantized weight. Layers of a
-    registered class must have ``in_features`` and ``out_features`` and take only rows. In models that are optimized
-    from then on, each such layer is one operator that runs its own forward; no compiler traces into it.
+    After registration, an up-projection by this operator is absorbed like any other, with the dequantized weight.
+    Layers of a registered class must have ``in_features`` and ``out_features``, and their forward must take only rows.
+    In models that are optimized after registration, each such layer becomes one operator, which runs the layer's own
+    forward. No compiler traces into it.
 
     Args:
         op: the operator, its qualified name (``"bitsandbytes::gemm_4bit"``), or a class of layers. An operator given by
-            name need not exist yet; the name may contain ``*``, for a namespace that includes the hash of a build.
-        dequantize: for an operator, called with its other arguments by their names in its schema; for a class, called
-            with the layer. It returns the weight [out, in] in float32 (or the widest dtype to which the format's own
-            library dequantizes), or a tuple of the weight and the bias [out] or ``None``. It is traced, so it may call
-            any operator but may not read values.
-            ``None``: the weight is the operator's result for the unit vectors, which is exact for kernels that round
-                nothing but weights.
+            name need not exist yet. The name may contain ``*``, for a namespace that includes the hash of a build.
+        dequantize: a function that returns the weight [out, in] in float32 (or the widest dtype to which the format's
+            own library dequantizes), or a tuple of this weight and the bias ([out] or ``None``). For a layer class, its
+            argument is the layer. For an operator, its arguments are those of the operator except the rows, passed by
+            their names in the schema. The function is traced, so it may call any operator but may not read values.
+            If ``dequantize`` is ``None``, the weight is the operator's result for the unit vectors. This is exact for
+            kernels that round nothing but weights.
         rows: the name of the operator's argument that holds the rows.
         rounds_rows: whether the operator rounds its rows as well (W8A8). Such products are absorbed only with
             ``quantized="absorb"``, and without that rounding.

@@ -1,3 +1,3 @@
-"""The version of this release, in a module that everything may import."""
+"""The version of this release. This module imports nothing, so any module can import it."""
 
 __version__ = "0.1.0"

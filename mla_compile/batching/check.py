@@ -1,7 +1,7 @@
 """Compare a server's graphs with the model before any request is served.
 
-Rewritten attentions have been compared in float64 already. This check covers the rest: pages, a length per request,
-prompts read in pieces, and loops over experts that were traced as loops over all experts.
+The rewritten attentions have already been compared in float64. This check covers the rest: pages, a length per request,
+prompts read in pieces, and loops over experts, which tracing turns into loops over all experts.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
 
 
 def pages_needed() -> int:
-    """The number of pages for all requests of the check, the same number for each."""
+    """Return the number of pages for all requests of the check together; each request gets an equal share."""
     longest = max(sum(pieces) for pieces in _PIECES) + _STEPS
     return len(_PIECES) * -(-longest // _PAGE)
 
 
 def page_size() -> int:
-    """The number of tokens per page in the check."""
+    """Return the number of tokens per page in the check."""
     return _PAGE
 
 

@@ -1,7 +1,7 @@
 """Compile a graph with symbolic sizes by Inductor, and check the guards of that compilation.
 
 The graphs come from ``torch.export``, so Dynamo does not check whether Inductor specialised a size. Complex rotations,
-for example, are compiled for the number of tokens in the example inputs. Each call's sizes are checked against the
+for example, are specialised to the number of tokens in the example inputs. Each call's sizes are checked against the
 guards of the compiled code. If no code fits, the graph is compiled again, up to a limit.
 """
 
@@ -28,9 +28,9 @@ Sizes = tuple[int, ...]
 
 
 class Compiled:
-    """A callable of a program's flat inputs that has compiled ``count`` times and compiles at most ``limit`` times.
+    """A callable of a program's flat inputs that has compiled ``count`` times, and compiles ``limit`` times at most.
 
-    Beyond the limit, a call that no compiled code fits runs the graph uncompiled.
+    Once the limit is reached, a call whose sizes fit no compiled code runs the graph uncompiled.
     """
 
     def __init__(self, program: Program, patches: Mapping[str, object], limit: int, name: str) -> None:
@@ -76,7 +76,7 @@ class Compiled:
         return call
 
     def _compile(self, inputs: Sequence[Any]) -> tuple[Callable[[Sizes], bool], Call]:
-        from torch._inductor.compile_fx import compile_fx  # imported on use: loads all of Inductor
+        from torch._inductor.compile_fx import compile_fx  # imported here, because it loads all of Inductor
 
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env)
@@ -105,7 +105,7 @@ class Compiled:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the tensor the strides of a dense one, even along axes of length 1, because compiled code compares them."""
+    """Return ``tensor`` with contiguous strides, even along axes of length 1, because compiled code checks them."""
     strides = make_contiguous_strides_for(tensor.shape)
     if tensor.stride() == strides:
         return tensor

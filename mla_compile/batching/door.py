@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> Any:
-    """A model whose ``generate_batch`` and ``init_continuous_batching`` run on pages of latent rows.
+    """Return a model whose ``generate_batch`` and ``init_continuous_batching`` run on pages of latent rows.
 
     The result is what :func:`mla_compile.optimize` returns for the model. It shares the model's weights, and the
-    scheduler of transformers can drive it like any other model, also behind ``transformers serve
+    scheduler of transformers can drive it like any other model, including in ``transformers serve
     --continuous-batching``. Each request gets the tokens that ``generate()`` gives for this request alone. Decoding
     reads the pages through ``mla_compile::paged_decode_attention``; prompts are read in the scheduler's pieces. A
     ``ContinuousBatchingConfig`` sets page size, number of blocks, memory budget, prefix sharing and eviction, counted
@@ -51,15 +51,16 @@ def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> A
     Args:
         model: a causal language model of transformers (5.23 or 5.24), on the device where it is to run.
         warm_up: a ``ContinuousBatchingConfig``, or True for its defaults. The graphs are then compiled before this
-            returns, for all sizes that a pool of that config can meet: up to ``max_requests_per_batch`` requests (at
-            most 256) with all pages, and prompt pieces of up to 512 tokens. If the config leaves ``num_blocks`` to the
-            memory budget, a later pool may differ in size, and the decode step is compiled again for it.
+            function returns, for all sizes that can occur with a pool of that config: up to ``max_requests_per_batch``
+            requests (at most 256), any number of pages per request, and prompt pieces of up to 512 tokens. If the
+            config leaves ``num_blocks`` to the memory budget, a later pool may have another size, and the decode step
+            is compiled again for it.
         **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with one scale
             per row, so tokens may differ. ``context_parallel`` makes the ranks of a mesh share the pages.
 
     Raises:
-        InputError: ``model`` is no causal language model, the scheduler does not know the mesh of ranks that holds
-            the weights, or transformers is missing or too old.
+        InputError: ``model`` is no causal language model, the scheduler does not know the mesh of ranks that holds the
+            weights, or transformers is missing or too old.
         OptionError: an option does not exist or has an invalid value, or the ranks of ``context_parallel`` do not run
             the same steps.
         CaptureError: the model has latent attention but cannot be decoded over pages; the message says why. All ranks
@@ -71,7 +72,8 @@ def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> A
             f"continuous_batching() takes a causal language model of transformers, got {type(model).__name__}"
         )
     parsed = _options(options)
-    # Called first, so that an unsuitable release of transformers or mesh of ranks is reported at once.
+    # This is called first, so that an unsuitable release of transformers or an unsuitable mesh of ranks is reported at
+    # once.
     _manager().mesh_of(model, parsed.context_parallel)
     fast = optimize(model, **options)
     try:
@@ -96,9 +98,9 @@ def _warm_up(fast: PreTrainedModel, config: ContinuousBatchingConfig | None) -> 
 
 
 class Batching:
-    """The serving side of an optimized model: ``model.mla_batching``. A copy of the model gets its own.
+    """The serving side of an optimized model: ``model.mla_batching``. Each copy of the model has its own.
 
-    It is also the model's ``init_continuous_batching``.
+    This object is also the model's ``init_continuous_batching``.
     """
 
     def __init__(self, model: PreTrainedModel, options: Options, steps: StepGraphs | None = None) -> None:
@@ -140,7 +142,7 @@ class Batching:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: object = None,
     ) -> LatentManager:
-        """Like ``init_continuous_batching`` of transformers, but return a manager over latent pages."""
+        """Return a manager over latent pages; otherwise like ``init_continuous_batching`` of transformers."""
         from transformers import ContinuousBatchingConfig  # imported on use, as everywhere in this file
 
         cached: LatentManager | None = getattr(self.model, "_cached_continuous_batching_manager", None)
@@ -219,5 +221,5 @@ def _has_latent_attention(model: PreTrainedModel) -> bool:
     try:
         report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")
     except MlaCompileError:
-        return shared_weight(model) is not None  # a guess: a sharded model may be impossible to copy
+        return shared_weight(model) is not None  # a guess, because a sharded model may be impossible to copy
     return any(site.latent for site in report.sites)

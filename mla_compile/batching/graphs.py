@@ -2,8 +2,8 @@
 
 Both are traced once for all sizes: the numbers of requests, pages and tokens are symbols. A graph is compiled on its
 first call, and only once if Inductor leaves the sizes symbolic. Prompts have a second graph if the cheaper form depends
-on the length. Numbers of requests and pages are rounded up (:func:`bucket`), so that code for one number serves others,
-and so that few numbers occur if Inductor specialises.
+on the length. The numbers of requests and pages are rounded up (:func:`bucket`). Code for one size then serves others,
+and only a few sizes occur if Inductor specialises.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ if TYPE_CHECKING:
 
 _POOLS = 4
 LEAST = 2
-"""The smallest bucket. torch specialises a size of 1, so code for any number of requests needs two or more."""
+"""The smallest bucket.
+
+torch specialises a size of 1, so code for any number of requests is compiled for two or more.
+"""
 
 
 def bucket(count: int) -> int:
-    """The size that ``count`` requests, or pages of a request, are padded to: the next power of two, at least 2."""
+    """Return the number to which ``count`` requests, or pages of a request, are padded: a power of two, at least 2."""
     return max(LEAST, 1 << (count - 1).bit_length())
 
 
@@ -53,9 +56,9 @@ def bucket(count: int) -> int:
 class Graph:
     """One compiled graph: what it computes, and the padded sizes that it has run with.
 
-    ``buckets``: the sizes seen so far, rounded up to powers of two, each a tuple of numbers. ``limit``: the
-    number of compilations allowed. ``replayed``: the recordings for these sizes, if there are any. ``received``: the
-    bytes that a decode step receives from other ranks per request, by collective.
+    ``buckets``: the sizes seen so far, rounded up to powers of two, each a tuple of numbers. ``limit``: the number of
+    compilations allowed. ``replayed``: the recordings for these sizes, if there are any. ``received``: maps each
+    collective to the bytes per request that a decode step receives from other ranks.
     """
 
     name: str
@@ -68,7 +71,7 @@ class Graph:
 
     @property
     def compilations(self) -> int:
-        """The number of compilations: one, or a few if the code for one size does not fit another."""
+        """The number of compilations: one, or a few if the code for one size does not fit another size."""
         return 0 if self.compiled is None else self.compiled.count
 
     def __str__(self) -> str:
@@ -130,12 +133,15 @@ class StepGraphs:
         return self.options.cache_dtype == "fp8"
 
     def bytes_of_row(self) -> int:
-        """The bytes of a row in the pools of all layers; each of n ranks that share a context has every n-th row."""
+        """Return the bytes of one row, summed over the pools of all layers.
+
+        Each of n ranks that share a context has every n-th row.
+        """
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return sum(width * dtype.itemsize for width, dtype in kinds)
 
     def tokens_of_page(self, page: int) -> int:
-        """How many tokens have their rows in a page of ``page`` rows per rank."""
+        """Return the number of tokens whose rows a page holds; the page has ``page`` rows on each rank."""
         return page if self.sharing is None else page * self.sharing.size
 
     @property
@@ -144,7 +150,7 @@ class StepGraphs:
         return int(self._decode.outputs[0].meta["val"].shape[-1])
 
     def bytes_to_read_token(self) -> int:
-        """The bytes per earlier token while reading a prompt: its rows in all layers, and one layer's K and V."""
+        """Return the bytes per earlier token while reading a prompt: rows in all layers, and K and V in one layer."""
         sizes = [site.values_read_before for site in self.report.sites if site.values_read_before]
         rows = sum(rows.width * rows.dtype.itemsize for rows in self.rows)
         return rows + max(sizes, default=0) * self.lm.dtype.itemsize
@@ -156,9 +162,9 @@ class StepGraphs:
 
     @one_at_a_time()
     def decode(self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None = None) -> Decode:
-        """Return the decode step over these pools, compiled on the first call and, with ``replays``, also recorded.
+        """Return the decode step over these pools, compiled on its first call and, with ``replays``, also recorded.
 
-        The code for the last few pools of different sizes is kept. A recorded step is always built anew.
+        The code for the last few sizes of pools is kept. A recorded step is always built anew.
         """
         key = tuple((tuple(pool.shape), pool.dtype, pool.device) for pool in pools)
         kept = None if replays else self._decodes.pop(key, None)
@@ -175,7 +181,7 @@ class StepGraphs:
         self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None
     ) -> tuple[Graph, Callable[..., torch.Tensor]]:
         program = self._decode.copy()
-        # The nodes must be those of the copy, so the caches are found again in it.
+        # The passes need the nodes of the copy, so the caches are found again in it.
         state = PagesState(Analyses(program), self.lm, pools, self.packed, self.sharing)
         run_passes(OVER_PAGES, state)
         names = state.names
@@ -218,7 +224,7 @@ class StepGraphs:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the last logits [1,vocab] of S >= 2 tokens [1,S], and the new rows [S,width] of each cache.
 
-        ``past``: the rows before these tokens, [tokens,width].
+        ``past``: for each cache, the rows of earlier tokens, [tokens,width].
         """
         inputs = self._prompt_inputs(ids, positions, past)
         pays, number = self._pays, 0
@@ -230,7 +236,7 @@ class StepGraphs:
         return logits[:, -1], new
 
     def warm_up_prompt(self, tokens: int, held: int, device: torch.device) -> None:
-        """Compile the graphs of a prompt piece of ``tokens`` (at least two) tokens after ``held`` others."""
+        """Compile the graphs of a prompt piece of ``tokens`` (at least two) tokens after ``held`` earlier tokens."""
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
         past = [rows[0] for rows in self.lm.empty(1, held)]
         inputs = self._prompt_inputs(ids, torch.arange(held, held + tokens, device=device)[None], past)
@@ -266,9 +272,9 @@ class StepGraphs:
         replays: type[Replayed] | None = None,
         changing: Sequence[str] = (),
     ) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
-        """Return a callable of the inputs by name, which adds weights and folds.
+        """Return a callable that takes the inputs by name, and adds weights and folds to them.
 
-        With ``replays``, a call is recorded for its sizes; the inputs named in ``changing`` differ from call to call.
+        With ``replays``, a call is recorded for its sizes. The inputs named in ``changing`` differ from call to call.
         """
         program.gm.recompile()
         folds = FoldedWeights(program) if program.folds else None
@@ -311,5 +317,5 @@ class StepGraphs:
 
 
 def _like(shape: Sequence[int | None], tokens: int) -> list[int]:
-    """The shape for one sequence: [1,...] with ``tokens`` along the axis that grows."""
+    """Return a cache's shape for one sequence: [1,...] with ``tokens`` along the axis that grows."""
     return [1, *(tokens if n is None else n for n in shape[1:])]

@@ -1,12 +1,12 @@
 """Plug latent pages into transformers by subclasses of its manager, processor and scheduler.
 
-* The pool and the execution of a step are ours. Queues, schedules, sharing, eviction, sampling and threads belong to
-  transformers.
+* mla_compile provides the pool and executes the steps. transformers provides queues, schedules, sharing, eviction,
+  sampling and threads.
 * Ranks that hold the weights together run the same steps, and the first of them distributes the requests, as in
   transformers. A failure on only some ranks ends all ranks.
 * A request that could never run is refused when it arrives, and a request whose id is taken gets a new id. A request
-  that fails or outgrows the pool does not end the others. If the loop itself dies, all requests end with its error.
-  The loop of a single rank then restarts with an empty pool.
+  that fails or outgrows the pool does not end the others. If the loop itself dies, all requests end with the loop's
+  error. If there is only one rank, the loop then restarts with an empty pool.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from mla_compile.errors import InputError, OptionError, RankError, brief
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
 _LONGEST_PIECE = 512
-"""The piece length in tokens up to which sizes are warmed up; the code for this length also serves longer pieces."""
+"""Prompt pieces of up to this many tokens are warmed up; the code for this length also serves longer pieces."""
 _MOST_REQUESTS = 256
 
 
 class LatentProcessor(ContinuousBatchProcessor):
-    """Prepares steps and takes their tokens; a request that outgrows the pool does not end the others."""
+    """Prepares steps and processes the resulting tokens. A request that outgrows the pool does not end the others."""
 
     steps: Steps
 
@@ -72,7 +72,7 @@ class LatentProcessor(ContinuousBatchProcessor):
     def prepare_next_batch(self) -> bool:
         """Prepare a batch as transformers does, but fail only one request where transformers would fail all of them.
 
-        transformers raises if the pool is full and no request can be put back.
+        transformers raises an error if the pool is full and no request can be put back into the queue.
         """
         while True:
             try:
@@ -111,9 +111,9 @@ class LatentProcessor(ContinuousBatchProcessor):
 
 
 class _OfOneKind:
-    """Presents a model to transformers as one whose layers are all of one kind: transformers would refuse any other.
+    """Presents a model to transformers as if all its layers were of one kind; transformers refuses other models.
 
-    This is safe: the pools are ours, and tracing the step proved that no layer hides any cached token.
+    This is safe: mla_compile owns the pools, and tracing the step proved that no layer hides any cached token.
     """
 
     def __init__(self, of: PreTrainedModel | PreTrainedConfig, mesh: DeviceMesh | _Ranks | None = None) -> None:
@@ -157,7 +157,10 @@ class _Ranks:
 
 
 class _AlwaysAwake(threading.Event):
-    """Keeps a rank's loop from sleeping, as all ranks would wait for it; the loop waits for the first rank instead."""
+    """Keeps a rank's loop awake, because all ranks would wait for a sleeping one.
+
+    The loop waits for the first rank instead.
+    """
 
     def wait(self, timeout: float | None = None) -> bool:
         return True
@@ -182,13 +185,13 @@ class LatentManager(ContinuousBatchingManager):
         if not self.is_tp_driver:
             self._wake_up_loop = _AlwaysAwake()
         self.logit_processor.supported_keys["mla_sampling"] = Sampling
-        # If the device can, steps are recorded unless the config forbids it. By default transformers would decide by
-        # the mask, which is not needed here.
+        # Steps are recorded if the device can do so, unless the config forbids it. The default of transformers depends
+        # on the attention mask, which is not needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
         alone = self.distributed_helper.tp_size == 1
         self._replays = Replayed if wanted and alone and can_record(model.device) else None
         config = self.continuous_batching_config
-        # Capture and compilation in transformers apply to its own path; steps are compiled and recorded here.
+        # Capture and compilation in transformers apply to its own steps. Ours are compiled and recorded by mla_compile.
         config.use_cuda_graph, config.use_async_batching = (False, False), False
         config.varlen_compile_config = config.decode_compile_config = None
         if config.page_size & (config.page_size - 1) or config.page_size > 256:
@@ -196,14 +199,14 @@ class LatentManager(ContinuousBatchingManager):
 
     @staticmethod
     def mesh_of(model: torch.nn.Module, context: DeviceMesh | None) -> DeviceMesh | _Ranks | None:
-        """Return the mesh of the ranks that run the same steps; None if this rank runs its own.
+        """Return the mesh of the ranks that run the same steps; None if this rank runs steps alone.
 
         These are the ranks that hold the weights of ``model`` together and the ranks of the mesh ``context``, which
         share pages.
 
         Raises :class:`InputError` if transformers would make other ranks run the same steps. Raises
-        :class:`OptionError` if ``context`` neither lies within the mesh of the weights nor forms the second axis of
-        a mesh of all ranks.
+        :class:`OptionError` if ``context`` neither lies within the mesh of the weights nor forms the second axis of a
+        mesh of all ranks.
         """
         meshes = weight_meshes(model)
         mesh = meshes[0] if meshes else None
@@ -251,7 +254,7 @@ class LatentManager(ContinuousBatchingManager):
         self.warm_up(told, min(_MOST_REQUESTS, config.max_requests_per_batch or _MOST_REQUESTS), tokens)
 
     def room(self) -> int:
-        """The most tokens that one request can have; needs compiled graphs or a running thread."""
+        """Return the most tokens that one request can have. This needs compiled graphs or a running thread."""
         assert self._steps is not None
         return self._steps.room()
 
@@ -275,7 +278,7 @@ class LatentManager(ContinuousBatchingManager):
                 self._request_counter += 1
         drawn = how.get("mla_sampling")
         if isinstance(drawn, Sampling) and drawn.seed is None and self.distributed_helper.tp_size > 1:
-            how["mla_sampling"] = replace(drawn, seed=secrets.randbits(63))  # the same tokens on all ranks
+            how["mla_sampling"] = replace(drawn, seed=secrets.randbits(63))  # all ranks draw the same tokens
         name = self.output_router.take(request_id, self.num_return_sequences)
         added: str | None = None
         try:
@@ -332,11 +335,11 @@ class LatentManager(ContinuousBatchingManager):
                 self.background_thread_status.clear()
 
     def _handle_critical_error(self, error: Exception, batch_processor: LatentProcessor | None) -> None:
-        # Without a pool, or after several deaths before a first step, a restart would fail again. With several ranks,
-        # the others may still run, and transformers makes all of them stop.
+        # A restart would fail again if there is no pool, or if the loop has died several times before its first step.
+        # With several ranks, the others may still run, and transformers makes all of them stop.
         several = self.distributed_helper.tp_size > 1
         if several or batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
-            with suppress(RuntimeError):  # if other ranks can no longer be reached
+            with suppress(RuntimeError):  # raised if other ranks can no longer be reached
                 super()._handle_critical_error(error, batch_processor)
             return
         self._died = error
@@ -363,7 +366,8 @@ class LatentManager(ContinuousBatchingManager):
         scheduler.gone = lambda state: self.output_router.give_up(state.request_id, state.num_children + 1)
         processor = LatentProcessor(
             cache=pages,
-            # The processor reads only these attributes. An attention that it does not know gets no mask.
+            # The processor reads only these attributes. It makes no mask for an attention implementation that it does
+            # not know.
             config=SimpleNamespace(sliding_window=None, _attn_implementation="mla_compile"),
             generation_config=self.generation_config,
             continuous_batching_config=config,
@@ -385,7 +389,7 @@ class LatentManager(ContinuousBatchingManager):
         return processor
 
     def _on_all_ranks(self, works: bool, /) -> bool:  # noqa: FBT001
-        # tp_all_reduce_state returns each number's maximum over the ranks, by the scheduler's group on the CPU.
+        # tp_all_reduce_state returns each number's maximum over the ranks. It uses the scheduler's group on the CPU.
         try:
             failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
         except RuntimeError as error:

@@ -1,7 +1,8 @@
 """The pool of latent rows, with the bookkeeping of transformers: blocks, sharing, eviction, copies to the host.
 
 A *page* holds the rows of ``page_size`` tokens in one layer. A *block* consists of the pages of all layers at the same
-index in every pool. transformers counts blocks in sectors of bytes; with one kind of block, a sector is one block.
+index in every pool. transformers divides memory into sectors of equal size. All blocks here are of one kind, so a
+sector is one block.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ class _Blocks:
 class LatentPages(PagedAttentionCache):
     """The cache that the scheduler of transformers sees, counted in latent rows.
 
-    All ranks have the same blocks, because a row has no heads to divide. Ranks that share a context each hold some rows
-    of a block, which then has ``page_size`` tokens per rank. Raises :class:`InputError` if the memory budget of a rank
-    holds no block.
+    All ranks have the same blocks, because a row has no heads to divide. If ranks share a context, each holds some rows
+    of every block, and a block has ``page_size`` tokens per rank. Raises :class:`InputError` if the memory budget of a
+    rank is too small for one block.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class LatentPages(PagedAttentionCache):
             sizes = memory.infer_max_batch_tokens_and_num_sectors()
         except (ValueError, MemoryError) as error:
             sizes, problem = (0, 0), error
-        least = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device))  # a rank without room takes part too
+        least = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device))  # a rank without memory takes part, too
         self.max_batch_tokens, self.num_sectors = (int(size) for size in least)
         if not self.num_sectors:
             raise InputError(
@@ -135,8 +136,8 @@ class LatentPages(PagedAttentionCache):
         self.num_blocks = self.num_sectors
         self.read_cache_limit = None
         self.max_decode_fast_path_length = 0
-        # transformers allocates read indices of this size, which are not needed here. The number also limits a step, so
-        # `read_all` lifts it later.
+        # transformers allocates this number of read indices, and none are needed here. The number also limits how many
+        # rows a step reads, so `read_all` raises it later.
         self.max_tokens_read = 0
 
     def read_all(self) -> None:
@@ -156,11 +157,11 @@ class LatentPages(PagedAttentionCache):
         return blocks
 
     def room(self) -> int:
-        """The most tokens that one request can have."""
+        """Return the most tokens that one request can have."""
         return int(self.num_blocks * self.blocks.tokens_per_page)
 
     def unheld(self) -> int:
-        """The number of blocks that no request holds: free blocks and blocks kept for their content."""
+        """Return the number of blocks that no request holds: free blocks, and blocks kept for their content."""
         return int(self.pool.num_free_sectors + self.pool.count_free_blocks(0) + len(self.blocks.ledger.cached_blocks))
 
     def never_fits(self, state: RequestState) -> str | None:
@@ -172,7 +173,7 @@ class LatentPages(PagedAttentionCache):
 
 
 class _BlockMemory(PagedAttentionMemoryHandler):
-    """Counts the blocks that fit in memory as transformers does, but from the tensors that exist here."""
+    """Counts how many blocks fit in memory, as transformers does, but for the tensors that latent pages need."""
 
     def __init__(
         self,
@@ -199,11 +200,11 @@ class _BlockMemory(PagedAttentionMemoryHandler):
         self._to_read = graphs.bytes_to_read_token()
 
     def get_available_memory(self) -> int:
-        """The available memory; on a CPU, the share of each rank of this machine."""
+        """Return the available memory. On a CPU, it is divided among the ranks of this machine."""
         available: int = super().get_available_memory()
         return available // self._ranks_here
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """What a piece of a prompt reads per earlier token: rows from the pages, and K and V of one layer at a time."""
+        """The bytes that a prompt piece reads per earlier token: rows from pages, and one layer's K and V at a time."""
         return self._to_read

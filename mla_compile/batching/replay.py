@@ -44,15 +44,15 @@ def can_record(device: torch.device) -> bool:
 class Replayed:
     """A callable of flat inputs that returns tensors and is recorded on its first call with each set of sizes.
 
-    ``changing``: the positions of the inputs that change from call to call. If recording fails, as when an operator
-    waits for the device, the callable runs unrecorded for these sizes from then on, with a warning.
+    ``changing``: the positions of the inputs that change from call to call. Recording fails, for example, if an
+    operator waits for the device. The callable then runs unrecorded for these sizes from then on, with a warning.
     """
 
     def __init__(self, call: Call, changing: Sequence[int]) -> None:
         self._call, self._changing = call, tuple(changing)
         self._known: dict[Sizes, _Recording | None] = {}
-        # All recordings share one memory pool, because they run one after the other. Therefore results are copied
-        # before the next run.
+        # All recordings share one memory pool, because they run one after the other. The next run overwrites the
+        # results, so they are copied before it.
         self._pool = get_memory_pools()
 
     @property
@@ -78,7 +78,7 @@ class Replayed:
         return [result.clone() for result in recording.results]
 
     def _record(self, sizes: Sizes, inputs: Sequence[Any], stays: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-        """Run a step and then record it, because compilation and tuning in a first run cannot be recorded."""
+        """Run a step and then record it. The first run compiles and tunes kernels, which cannot be recorded."""
         self._known.pop(sizes, None)
         values = list(inputs)
         for at in self._changing:

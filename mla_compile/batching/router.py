@@ -18,8 +18,8 @@ logger = logging.getLogger("mla_compile")
 class Router(OutputRouter):
     """Answers each request once, under an id that no other unanswered request has.
 
-    The scheduler of transformers identifies requests by their ids. If two had the same id, the second would write to
-    the pages of the first.
+    The scheduler of transformers identifies requests by their ids. If two requests had the same id, the second would
+    write to the pages of the first.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Router(OutputRouter):
         return len(self._live)
 
     def take(self, wanted: str, copies: int) -> str:
-        """Reserve an id for a request with ``copies`` answers: ``wanted``, or an id derived from it if it is taken.
+        """Reserve and return an id for a request with ``copies`` answers: ``wanted``, or a derived id if it is taken.
 
         Raises :class:`InputError` if the id is not a string.
         """
@@ -83,5 +83,5 @@ class Router(OutputRouter):
 
 
 def _family(name: str, copies: int) -> set[str]:
-    """The ids of a request and of the copies that transformers makes of it."""
+    """Return the ids of a request and of the copies that transformers makes of it."""
     return {name, *(f"{name}__child#{k}" for k in range(copies - 1))}

@@ -1,6 +1,6 @@
-"""Draw the next token of a request by that request's own settings.
+"""Draw the next token of a request according to that request's own settings.
 
-transformers samples all requests of a step alike, by the settings that its scheduler was created with.
+transformers samples all requests of a step with the same settings, those with which its scheduler was created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mla_compile.errors import OptionError
 
 
 def check_drawn(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None) -> None:
-    """Raise :class:`OptionError` for settings of a request with which the step of all requests would fail."""
+    """Raise :class:`OptionError` if a request has settings that would make the batched step fail."""
     check_sampling(temperature, top_k, top_p, seed)
     if temperature == 0:
         raise OptionError("temperature is 0, expected more; without a sampling the most probable token is taken")
@@ -38,8 +38,8 @@ class Sampling:
     Attributes:
         temperature: above 0.
         top_k: the number of most probable tokens to draw from; 0 means all.
-        top_p: draws from the most probable tokens that together have this probability.
-        seed: the same seed gives the same tokens, as long as rounding does not differ; None draws new ones each time.
+        top_p: tokens are drawn from the most probable tokens that together have this probability.
+        seed: the same seed gives the same tokens, unless rounding differs; None draws different tokens each time.
 
     Raises :class:`OptionError` for settings with which no token can be drawn.
     """
@@ -55,7 +55,7 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig, seed: int | None = None) -> Sampling | None:
-        """Return the sampling that a ``GenerationConfig`` asks for; None means the most probable token."""
+        """Return the sampling that a ``GenerationConfig`` specifies; None means the most probable token."""
         if not config.do_sample or config.temperature == 0:
             return None
         temperature = 1.0 if config.temperature is None else config.temperature

@@ -22,7 +22,7 @@ from mla_compile.errors import RankError, brief
 
 logger = logging.getLogger("mla_compile")
 Fails = Callable[[Exception, RequestState], None]
-"""Takes an error and the state of the request that it ends."""
+"""Takes an error and the state of the request that the error ends."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,23 @@ class Steps:
         self.batch: Callable[[], list[FutureRequestState]] = list
         self.fails: Fails = _raise
         self.alike: Callable[[bool], bool] = lambda _: True
-        """Whether this step succeeded, or failed, on all ranks alike."""
+        """Takes whether this step succeeded on this rank, and returns whether all ranks had the same outcome."""
 
     def _supports_logits_to_keep(self) -> bool:
         """Tell transformers that only the logits of each request's last token are returned."""
         return True
 
     def room(self) -> int:
-        """The most tokens that one request can have."""
+        """Return the most tokens that one request can have."""
         return self._pages.room()
 
     def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = LEAST) -> None:
         """Compile the graphs by running them on dummy requests.
 
-        The code serves all sizes, except in models where it specialises. It is compiled for up to ``requests`` requests
-        per step, for all numbers of pages that a request can have, and for up to ``tokens`` tokens in a piece of a
-        prompt; with one request, for the smallest sizes only. ``told`` is called with what is being compiled.
+        The code usually serves all sizes. For models where it specialises, it is compiled for up to ``requests``
+        requests per step, for all numbers of pages that a request can have, and for prompt pieces of up to ``tokens``
+        tokens. If ``requests`` is 1, only the smallest sizes are compiled. ``told`` is called with what is being
+        compiled.
         """
         device = self._pages.device
         ids = torch.zeros(1, dtype=torch.long, device=device)
@@ -77,7 +78,7 @@ class Steps:
             self._graphs.warm_up_prompt(S, P, device)
 
     def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: object) -> SimpleNamespace:
-        """Return ``logits`` [1,n,vocab]: the rows of requests that get a token, in order, and then unused rows."""
+        """Return ``logits`` [1,n,vocab]: first the rows of requests that get a token, in order, then unused rows."""
         futures, done = self.batch(), dict[int, torch.Tensor]()
         decoding: list[tuple[int, _Part]] = []
         start = 0
@@ -86,7 +87,7 @@ class Steps:
             start += future.query_length
             past = future.state.position_offset - future.query_length
             part = _Part(future, ids, past, self._pages.table(future.state.request_id))
-            if not future.query_length:  # a prompt that waits to be forked before its last token
+            if not future.query_length:  # this prompt waits to be forked before its last token
                 done[number] = torch.zeros(self._vocabulary, device=ids.device)
             elif future.query_length == 1:
                 decoding.append((number, part))
@@ -132,7 +133,7 @@ class Steps:
             self.fails(error, part.future.state)
 
     def _on_all_ranks(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the result of ``run`` or raise its error, if it succeeds on all ranks or fails on all.
+        """Return the result of ``run`` if it succeeds on all ranks, and raise its error if it fails on all ranks.
 
         Raises :class:`RankError` on all ranks if only some fail, because their collectives would no longer match.
         """

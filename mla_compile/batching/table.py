@@ -1,4 +1,4 @@
-"""The passes that make a step read and write pages; they run after those of :mod:`mla_compile.pipeline.table`."""
+"""The passes that make a step read and write pages. They run after the passes of :mod:`mla_compile.pipeline.table`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PagesState(GraphState):
 
 
 def cache_inputs(program: Program, count: int) -> list[fx.Node]:
-    """Return the placeholders of the caches, the first ``count`` that are not ids, positions, weights or folds."""
+    """Return the placeholders of the caches: the first ``count`` that are not ids, positions, weights or folds."""
     given = [n for n in program.placeholders if n.name not in program.weights]
     folds = {fold.placeholder for fold in program.folds}
     return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]
@@ -58,7 +58,7 @@ def cache_inputs(program: Program, count: int) -> list[fx.Node]:
 def drop_asserts(program: Program) -> int:
     """Remove assertions about values that only tracing needed: for example, that each unrolled expert has tokens.
 
-    Assertions about input sizes must hold for all sizes. Raises :class:`CaptureError` if one may fail.
+    An assertion about input sizes is removed if it holds for all sizes. Otherwise :class:`CaptureError` is raised.
     """
     graph = program.gm.graph
     found = [node for node in graph.nodes if node.target in _ASSERTS and not node.users]

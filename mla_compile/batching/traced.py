@@ -42,9 +42,10 @@ class Traced:
 
 
 def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
-    """Trace and rewrite both graphs of ``lm``, the same on all ``ranks``.
+    """Trace and rewrite both graphs of ``lm``, in the same way on all ``ranks``.
 
-    Raises :class:`NotMlaError`, or :class:`CaptureError` for a model whose steps cannot run over pages.
+    Raises :class:`NotMlaError` for a model without latent attention, and :class:`CaptureError` for a model whose steps
+    cannot run over pages.
     """
     with without_autocast():
         decode = _rewritten(lm, options, ranks, one_token=True)
@@ -62,7 +63,7 @@ def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
 def _shared(
     lm: CausalLM, options: Options, ranks: Meeting | None, program: Program, rows: Sequence[PagedRows]
 ) -> Sharing | None:
-    """How the ranks of ``options.context_parallel`` share pages; None, with a warning, if they cannot."""
+    """Return how the ranks of ``options.context_parallel`` share pages, or None. Warn if they cannot share them."""
     sharing = sharing_of_model(lm.model, options)
     if sharing is None:
         return None
@@ -82,8 +83,8 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
         program = trace_step(lm, one_token=one_token)
     own = replace(options, cache_dtype="model")
     if one_token:
-        # The decode step must read rows in place, whatever that costs at the traced sizes. It runs on this machine, so
-        # it can use native products.
+        # The decode step must read rows in place, even if this costs more at the traced sizes. It runs on this machine,
+        # so it can use native products.
         products = "native" if options.products == "auto" else options.products
         own = replace(own, forms="absorbed", products=products)
     name, left = "a decode step" if one_token else "a piece of a prompt", dict[str, str]()

@@ -1,1 +1,1 @@
-"""Capture and emission: a user's object becomes a ``Program``, and a ``Program`` an object of the same kind."""
+"""Capture and emission: a user's object becomes a ``Program``, which later becomes an object of the same kind."""

@@ -7,7 +7,7 @@ Before: ``y = linear(x, w)`` with x and w float32, y bfloat16
 
 After: ``y = linear(_to_copy(x, bfloat16), _to_copy(w, bfloat16))``, which computes the same without autocast.
 
-There is no table of the casts of each operator here: the kernel that autocast itself would run is traced.
+The casts come from a trace of the kernel that autocast itself would run, not from a table of operators.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_active() -> bool:
 
 def has_regions(gm: fx.GraphModule) -> bool:
     """Whether a graph switches autocast. Raises :class:`CaptureError` if a nested graph does (a branch of ``cond``)."""
-    for node in (n for n in gm.graph.find_nodes(op="get_attr") if n.users):  # inlined graphs have no users
+    for node in (n for n in gm.graph.find_nodes(op="get_attr") if n.users):  # an inlined graph's node has no users
         nested = operator.attrgetter(str(node.target))(gm)
         if isinstance(nested, fx.GraphModule) and (has_regions(nested) or _wraps(nested)):
             raise CaptureError("autocast is switched in a nested graph")
@@ -60,9 +60,9 @@ def _wraps(gm: fx.GraphModule) -> bool:
 
 @contextmanager
 def acting(gm: fx.GraphModule) -> Iterator[None]:
-    """Let the nodes of ``gm`` that switch autocast take effect while it is traced; otherwise they are only recorded.
+    """Let the nodes of ``gm`` that switch autocast take effect during a trace, which would otherwise only record them.
 
-    A trace that fails leaves autocast as it was.
+    If the trace fails, the previous autocast state is restored.
     """
     entered: list[torch.autocast] = []
 
@@ -86,16 +86,15 @@ def acting(gm: fx.GraphModule) -> Iterator[None]:
     finally:
         while entered:
             entered.pop().__exit__(None, None, None)
-        # Tracing switches the cache off, so a mode that is left after the trace would leave it off.
+        # Tracing switches the cache of casts off. A mode that ends only after the trace would leave the cache off.
         torch.set_autocast_cache_enabled(cached)
 
 
 def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
-    """Write the casts of every operator of a traced graph, and remove the nodes that switch autocast.
+    """Write the casts of every operator into a traced graph, and remove the nodes that switch autocast.
 
-    Autocast is assumed to be on at the beginning of the graph if it is on now. ``renew``: the recorded dtypes were
-    computed under other autocast settings, and are recomputed. Raises :class:`CaptureError` for an operator whose casts
-    are not visible.
+    The graph is assumed to begin in the current autocast state. ``renew``: recompute the recorded dtypes, which were
+    computed under other autocast settings. Raises :class:`CaptureError` for an operator whose casts are not visible.
     """
     modes: dict[fx.Node, torch.autocast] = {}
     cached = torch.is_autocast_cache_enabled()
@@ -122,7 +121,7 @@ def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
 
 
 def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
-    """Replace a node by operators with explicit casts; return False if autocast casts nothing here."""
+    """Replace a node by operators with explicit casts; return False if autocast casts nothing in this node."""
     if node.op != "call_function":
         return False
     if renew and _is_floating(node):
@@ -135,13 +134,12 @@ def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
         return False
     key = _kernel(node.target, keys)
     if key is not None:
-        # The kernel of autocast casts, then calls the operator again with autocast off, so its trace contains the
-        # casts.
+        # Autocast's kernel first casts, and then calls the operator with autocast off. Its trace contains the casts.
         traced = _traced(node, lambda op, *args, **kwargs: op._op_dk(key, *args, **kwargs))
         if not _is_cast(traced, node):
             return False
     elif _is_composite(node.target):
-        # Autocast has no kernel for a composite operator, and acts on the operators of its decomposition.
+        # For a composite operator, autocast has no kernel. It acts on the operators of the decomposition.
         traced = _traced(node, lambda op, *args, **kwargs: op.decompose(*args, **kwargs))
         written = [_write(traced, own) for own in list(traced.graph.nodes)]
         if not any(written):
@@ -156,7 +154,7 @@ def _write(gm: fx.GraphModule, node: fx.Node, *, renew: bool = False) -> bool:
 
 
 def _active_keys(node: fx.Node) -> list[DispatchKey]:
-    """The autocast dispatch keys that apply to a call of this operator."""
+    """Return the autocast dispatch keys that apply to this call of an operator."""
     tensors = [v for n in node.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val"))]
     devices = [v for v in tensors if isinstance(v, torch.Tensor)]
     if not any(
@@ -169,7 +167,7 @@ def _active_keys(node: fx.Node) -> list[DispatchKey]:
 
 
 def _kernel(op: torch._ops.OpOverload, keys: list[DispatchKey]) -> DispatchKey | None:
-    """The key of the kernel that autocast runs in place of ``op``, or None."""
+    """Return the key of the kernel that autocast runs in place of ``op``; None if there is none."""
     own = DispatchKeySet(DispatchKey.Undefined)
     for key in keys:
         name = str(key).rpartition(".")[2]
@@ -187,13 +185,13 @@ def _is_composite(op: torch._ops.OpOverload) -> bool:
 
 
 def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
-    """The operators of ``call(operator, *arguments)`` as a graph over the node's inputs."""
+    """Return a graph over the node's inputs of the operators that ``call(operator, *arguments)`` runs."""
     inputs = node.all_input_nodes
 
     def function(*values: Any) -> object:
         env = dict(zip(inputs, values, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-        # Without this, the pre-dispatch tracing mode would record the operator itself once more.
+        # Without this, the pre-dispatch tracing mode would also record the operator itself.
         with torch._C.DisableTorchFunction():
             return call(node.target, *args, **kwargs)
 
@@ -209,7 +207,7 @@ def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
 
 
 def _is_cast(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the kernel does anything but call the operator with the given arguments."""
+    """Whether the kernel does more than call the operator with the given arguments."""
     calls = [own for own in traced.graph.nodes if own.op == "call_function"]
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     if len(calls) != 1 or calls[0].target is not node.target:
@@ -239,7 +237,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, traced: fx.GraphModule) -> None:
 
 
 def _check_unchanged(node: fx.Node) -> None:
-    """Raise for an operator that autocast neither casts nor decomposes, but whose result dtype it changes."""
+    """Raise if autocast changes the result dtype of an operator that it neither casts nor decomposes."""
     if not _is_floating(node) or _writes(node):
         return
     with without_autocast():
@@ -250,7 +248,7 @@ def _check_unchanged(node: fx.Node) -> None:
 
 
 def _check_nested(gm: fx.GraphModule, node: fx.Node, keys: list[DispatchKey]) -> None:
-    """Raise if autocast would cast in a nested graph (``cond``, a score function), since these are not rewritten."""
+    """Raise if autocast would cast in a nested graph (``cond``, a score function). Nested graphs are not rewritten."""
     for n in node.all_input_nodes:
         nested = gm.get_submodule(str(n.target)) if n.op == "get_attr" and "val" not in n.meta else None
         if not isinstance(nested, fx.GraphModule):
@@ -271,7 +269,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _is_floating(node: fx.Node) -> bool:
     leaves = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    # Each evaluation would give an unbacked size a fresh symbol.
+    # Values with unbacked sizes are excluded, because each evaluation would give such a size a fresh symbol.
     return any(v.is_floating_point() for v in leaves) and not any(map(free_unbacked_symbols, leaves))
 
 

@@ -18,10 +18,11 @@ class CachedTensor:
 
     Attributes:
         name: the name of the input, or of the input that this output extends; ``output N`` if there is none.
-        recipe: how it is computed from its rows.
+        recipe: how this K or V is computed from its rows.
         leaves: the weights that the recipe uses.
-        rows: the indices of the program's row tensors from which it is computed; K and V of one attention share some.
-        holds: positions in ``rows`` of the tensors that replace this K or V in the new signature; another K or V holds
+        rows: which of the program's row tensors this K or V is computed from, by index. K and V of one attention share
+            some row tensors.
+        holds: positions in ``rows`` of the tensors that replace this K or V in the new signature. Another K or V holds
             the rest.
     """
 
@@ -38,7 +39,7 @@ class CachedTensor:
 
     @property
     def kept(self) -> int:
-        """Values per token in the new cache, without rows that another K or V holds."""
+        """Values per token in the new cache, not counting rows that another K or V holds."""
         return sum(self.recipe.row_values(i) for i in self.holds)
 
 
@@ -46,8 +47,8 @@ class CachedTensor:
 class CacheChange:
     """The inputs and outputs that became rows: each is now a tuple of tensors ``[batch..., tokens, width]``.
 
-    ``dtypes`` has the dtypes of the row tensors, by index. ``written`` names the inputs that the program writes to:
-    buffers of full length, whose rows are zero where nothing has been written yet.
+    ``dtypes`` has the dtypes of the row tensors, by index. ``written`` names the inputs that the program writes to.
+    These are buffers of full length, whose rows are zero where nothing has been written yet.
     """
 
     inputs: tuple[CachedTensor, ...]
@@ -57,7 +58,7 @@ class CacheChange:
 
     @property
     def results(self) -> tuple[CachedTensor, ...]:
-        """The tensors that the program leaves for the next one: its outputs, and the buffers it writes to."""
+        """The tensors that the program leaves for the next program: its outputs, and the buffers that it writes to."""
         return (*self.outputs, *(t for t in self.inputs if t.name in self.written))
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class CacheChange:
         )
 
     def check_filled_by(self, other: CacheChange) -> None:
-        """Raises :class:`InputError` unless what ``other`` (a prefill program) returns or writes fits these inputs."""
+        """Raise :class:`InputError` unless these inputs fit the caches that ``other`` (a prefill) returns or writes."""
         if len(self.inputs) != len(other.results):
             raise InputError(f"{len(self.inputs)} inputs hold a cache, the other program returns {len(other.results)}")
         for mine, theirs in zip(self.inputs, other.results, strict=True):
@@ -83,7 +84,7 @@ class CacheChange:
 
 
 def of_program(program: Program, values: Mapping[str, torch.Tensor | None]) -> CacheChange:
-    """The change that ``program.cache`` describes; ``values`` are its weights."""
+    """Return the change that ``program.cache`` describes. ``values`` has the program's weights by name."""
     cache = program.cache
     assert cache is not None
     numbers = {name: index for index, name in enumerate(cache.rows)}

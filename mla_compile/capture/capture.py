@@ -1,7 +1,7 @@
-"""Capture: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
+"""Capture: turns a Dynamo graph, an ExportedProgram or a GraphModule into a :class:`Program`.
 
-All three become functional (:mod:`mla_compile.capture.functional`, or ``torch.export`` itself): in-place writes are
-removed and listed as mutations, while composite operations (linear, scaled_dot_product_attention) stay one node each.
+The graph is made functional (by :mod:`mla_compile.capture.functional`, or by ``torch.export`` itself). In-place writes
+are removed and listed as mutations. Composite operations (linear, scaled_dot_product_attention) stay one node each.
 The inverse is :mod:`mla_compile.capture.emit`.
 """
 
@@ -43,7 +43,7 @@ _WRITES = {op.default for op in (aten.slice_scatter, aten.select_scatter, aten.i
 
 
 def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
-    """Wrap ``capture`` so that it also records its time in the program."""
+    """Wrap ``capture`` so that the program also has the time that the capture took."""
 
     @functools.wraps(capture)
     def timed(*args: _Given.args, **kwargs: _Given.kwargs) -> Program:
@@ -57,12 +57,12 @@ def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
 
 @_timed
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
-    """The program of a graph that Dynamo gives to a backend; to be called inside the backend.
+    """Capture a graph that Dynamo passes to a backend. This has to be called inside the backend.
 
-    Weights are the inputs that Dynamo reached as a parameter or buffer of a module. Caches are often buffers, so a
-    buffer of symbolic size is no weight, nor is an input that the graph writes to or :func:`replaces <replaced>`.
-    Tensors that a module holds in other ways are weights if the graph uses them like one
-    (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` with the reason.
+    The inputs that Dynamo reached as a parameter or buffer of a module are weights, with exceptions, because caches are
+    often buffers. A buffer of symbolic size is not a weight, and neither is an input that the graph writes to or
+    :func:`replaces <replaced>`. Tensors that a module holds in other ways are weights if the graph uses them as weights
+    (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` if the graph cannot be captured.
     """
     program = _functionalize(gm, list(example_inputs))
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -87,10 +87,11 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program
 
 @_timed
 def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | None = None) -> Program:
-    """The program of any traced module.
+    """Capture any traced module.
 
-    If its placeholders have ``meta["val"]``, their (possibly symbolic) shapes are kept; otherwise it is captured for
-    the shapes of ``example_inputs``, one value per placeholder. Parameters, buffers and constants stay attributes.
+    If the placeholders have ``meta["val"]``, the program keeps their (possibly symbolic) shapes. Otherwise the module
+    is captured for the shapes of ``example_inputs``, one value per placeholder. Parameters, buffers and constants stay
+    attributes.
     """
     if not gm.graph.find_nodes(op="output"):
         raise InputError("the graph returns nothing: it has no output node")
@@ -116,12 +117,12 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | Non
 
 @_timed
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
-    """The program of an ExportedProgram; ``original`` is the functional form of that ExportedProgram."""
+    """Capture an ExportedProgram. Its functional form becomes ``original`` in the program's ``capture``."""
     try:
         gm = copy.deepcopy(exported.graph_module)
         if gm.graph.find_nodes(op="get_attr"):
             gm = calls_written_out(gm)
-        # When torch makes the program functional, it would write the casts of some operators and lose those of others.
+        # Casts are written before torch makes the program functional: torch would write some casts and lose others.
         autocast = has_regions(gm) or is_active()
         if autocast:
             write_casts(gm, renew=True)
@@ -249,7 +250,7 @@ def _finish(program: Program) -> Program:
 
 
 def _flat(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of ``gm`` that takes and returns flat tuples, with its constants as its own buffers."""
+    """Return a copy of ``gm`` that takes and returns flat tuples, and whose constants are its own buffers."""
     graph = copy_graph(gm.graph)
     output = graph.output_node()
     output.args = (tuple(pytree.tree_leaves(output.args[0])),)
@@ -257,10 +258,10 @@ def _flat(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
-    """Remove the tokens that order side effects, the first ``count`` inputs and results; return whether that succeeded.
+    """Remove the tokens that order side effects: the first ``count`` inputs and results. Return whether this succeeded.
 
-    A composite operator that checks its input (linalg_solve) takes a token that nothing else uses. The operator stays
-    in the graph and continues to check.
+    It fails if an operator uses a token. A composite operator that checks its input (linalg_solve) adds a token that
+    nothing uses. The operator stays in the graph and continues to check.
     """
     tokens = graph.find_nodes(op="placeholder")[:count]
     output = graph.output_node()
@@ -274,7 +275,7 @@ def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
 
 
 def _drop_grad_mode(graph: fx.Graph) -> None:
-    """Remove switches of grad mode: an inference graph does not need them, and their effect would outlast its run."""
+    """Remove switches of grad mode. An inference graph needs none, and their effect would outlast the run."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
             graph.erase_node(node)
@@ -294,9 +295,9 @@ def _is_module_state(source: object) -> bool:
 
 
 def replaced(program: Program) -> set[str]:
-    """The inputs that the program returns with other values in some positions.
+    """Return the names of the inputs that the program returns with other values in some positions.
 
-    Examples are ``k`` in ``k = k.index_copy(...)`` and in a window that moves, ``k = cat([k[:, 1:], new], 1)``.
+    Examples are ``k`` in ``k = k.index_copy(...)``, and in ``k = cat([k[:, 1:], new], 1)``, which moves a window.
     """
     found: set[str] = set()
     for value in program.outputs[len(program.mutations) :]:
@@ -316,7 +317,7 @@ def replaced(program: Program) -> set[str]:
 
 
 def _is_resized(node: fx.Node) -> bool:
-    """Whether Dynamo has seen the tensor in several sizes, which are now symbolic."""
+    """Whether a tensor has symbolic sizes, because Dynamo has seen several sizes of it."""
     return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 

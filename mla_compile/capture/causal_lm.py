@@ -1,8 +1,8 @@
-"""A transformers causal language model as one function of flat tensors: finds its cache tensors and exports its graph.
+"""Exports a causal language model of transformers as one function of flat tensors, after finding its cache tensors.
 
-Only the calling convention of transformers is assumed: ``input_ids``, ``attention_mask``, ``position_ids`` and a cache
-go in, ``logits`` and the cache come out, and the cache is an object whose ``layers`` hold tensors. Running the model
-shows which tensors these are, and which of their axes grows with the context.
+Only the calling convention of transformers is assumed. The model takes ``input_ids``, ``attention_mask``,
+``position_ids`` and a cache, and returns ``logits`` and the cache. The cache is an object whose ``layers`` hold
+tensors. Running the model shows which tensors the cache holds, and which axis of each grows with the context.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
     from transformers.cache_utils import CacheLayerMixin
 
-# Any sizes that differ from each other and from 1: torch.export identifies equal sizes, and specialises size 1.
+# The sizes must differ from each other and from 1, because torch.export equates equal sizes and specialises size 1.
 BATCH, QUERY, PAST = 2, 3, 7
 
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a cache: its place, token axis (``None`` if its size is fixed), and shape.
+    """One tensor of a cache: its place, the axis of its tokens, and its shape.
 
-    ``shape`` has ``None`` for the batch and for the tokens.
-
-    ``squeezed``: a 4-D tensor of tokens with a single head enters and leaves the graph without its head axis.
+    ``axis`` is ``None`` for a tensor of fixed size. ``shape`` has ``None`` for the batch and for the tokens.
+    ``squeezed``: the tensor has four axes and a single head, and enters and leaves the graph without its head axis.
     """
 
     layer: int
@@ -48,7 +47,7 @@ class CacheTensor:
     squeezed: bool
 
     def of(self, cache: Cache) -> torch.Tensor:
-        """The tensor in a cache, in the shape in which it enters and leaves the exported graph."""
+        """Return this tensor of a cache, in the shape in which it enters and leaves the exported graph."""
         tensor: torch.Tensor = _read(cache.layers[self.layer], self.attribute, self.key)
         return tensor.squeeze(1) if self.squeezed else tensor
 
@@ -72,11 +71,11 @@ class CausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model's weights: that of the first floating-point one."""
+        """The dtype of the model's weights, taken from the first floating-point weight."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Cache:
-        """A cache that holds ``tensors``, made from a copy of the template."""
+        """Return a copy of the template cache that holds ``tensors``."""
         cache = copy.copy(self.template)
         cache.layers = [_copied(layer) for layer in self.template.layers]
         for entry, tensor in zip(self.caches, tensors, strict=True):
@@ -84,7 +83,7 @@ class CausalLM:
         return cache
 
     def empty(self, batch: int, past: int = 0) -> list[torch.Tensor]:
-        """Cache tensors of zeros for ``past`` tokens."""
+        """Return cache tensors of zeros for ``past`` tokens."""
         device = next(self.model.parameters()).device
         return [
             torch.zeros(batch, *(past if d is None else d for d in c.shape[1:]), dtype=c.dtype, device=device)
@@ -95,9 +94,9 @@ class CausalLM:
 def wire(model: torch.nn.Module) -> CausalLM:
     """Find a model's cache tensors by running it on two short prompts.
 
-    Raises :class:`InputError` for a module that does not follow the convention. Raises :class:`ExportError` for one
-    that has weights on the meta device or does not run, and for cache tensors without the batch first, with several
-    axes of tokens, or with neither one row per token nor a fixed size.
+    Raises :class:`InputError` for a module that does not follow the calling convention. Raises :class:`ExportError` for
+    a model that has weights on the meta device or does not run, and for a cache tensor whose first axis is not the
+    batch, that has several axes of tokens, or that has neither one row per token nor a fixed size.
     """
     names = inspect.signature(model.forward).parameters
     missing = [n for n in ("input_ids", "attention_mask", cache_argument(model)) if n not in names]
@@ -113,11 +112,11 @@ def wire(model: torch.nn.Module) -> CausalLM:
 
 
 def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bool = False) -> ExportedProgram:
-    """The model as an ExportedProgram of ``(input_ids, attention_mask, position_ids, *caches)``.
+    """Return the model as an ExportedProgram.
 
-    It returns ``(logits, *caches)``. ``last_only``: logits of the last token only, if the model supports that.
-    ``experts``: the implementation of mixtures of experts in the trace, if the model offers a choice. ``one_token``:
-    trace calls of one query token.
+    It maps ``(input_ids, attention_mask, position_ids, *caches)`` to ``(logits, *caches)``. ``last_only``: return the
+    logits of the last token only, if the model supports that. ``experts``: the implementation of mixtures of experts in
+    the trace, if the model offers a choice. ``one_token``: trace calls with one query token.
     """
     query = 1 if one_token else QUERY
     device = next(lm.model.parameters()).device
@@ -162,7 +161,7 @@ class _Flat(torch.nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         (lm,) = self._lm
-        # The model may write a state of fixed size in place, but the input is read below and belongs to the caller.
+        # States of fixed size are cloned: the model may write them in place, but the caller's tensors are read below.
         given = [t.clone() if entry.axis is None else t for entry, t in zip(lm.caches, caches, strict=True)]
         out = self.model(
             input_ids=input_ids,
@@ -183,7 +182,7 @@ class _Flat(torch.nn.Module):
 
 
 def _run(model: torch.nn.Module, length: int) -> object:
-    """The cache after a prompt of ``length`` tokens."""
+    """Return the cache after a prompt of ``length`` tokens."""
     device = next(model.parameters()).device
     ids = torch.arange(3, 3 + BATCH * length, device=device).reshape(BATCH, length)
     with torch.no_grad(), evaluating(model):
@@ -209,7 +208,7 @@ def _tensors(short: Cache, long: Cache) -> Iterator[CacheTensor]:
             where = f"{attribute} of cache layer {layer}"
             grown = [axis for axis, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n]
             if x.dim() == 0:
-                continue  # the counter of a layer that keeps its length as a tensor
+                continue  # a layer's token counter, kept as a tensor
             if x.shape[0] != BATCH or len(grown) > 1 or 0 in grown:
                 raise ExportError(
                     f"{where} has shape {list(x.shape)} after {PAST - 2} tokens and {list(y.shape)} after {PAST}, "

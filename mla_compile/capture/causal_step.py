@@ -1,4 +1,7 @@
-"""A causal language model as the two functions of a server: one token of many requests, or a piece of one prompt."""
+"""A causal language model as the two functions that a server calls.
+
+One function computes one token for each of many requests. The other computes a piece of one prompt.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import CaptureError, brief
 
 INPUTS = ("input_ids", "position_ids")
-"""The inputs of a step besides caches."""
+"""The inputs of a step other than caches."""
 
 
 def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
-    """The model as an ExportedProgram of ``(input_ids, position_ids, *caches)``, without a mask: nothing is padding.
+    """Export the model as a program that maps ``(input_ids, position_ids, *caches)`` to ``(logits, *caches)``.
 
-    It returns ``(logits, *caches)``. ``one_token``: one token of each of B sequences with equally many cached tokens, B
-    dynamic. Otherwise: two or more tokens of one sequence; the logits are those of the last token only, if the model
-    supports that. Raises :class:`CaptureError` for a model that cannot be traced like that.
+    There is no mask, because no token is padding. With ``one_token``, the program takes one token for each of B
+    sequences with equally many cached tokens, and B is dynamic. Otherwise it takes two or more tokens of one sequence,
+    and returns only the last token's logits if the model supports that. Raises :class:`CaptureError` for a model that
+    cannot be traced in this way.
     """
     step, inputs, opened = step_to_trace(lm, one_token=one_token)
     names = {BATCH: Dim("batch"), QUERY: Dim("query"), PAST: Dim("past", min=0)}
@@ -33,7 +37,7 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
             try:
                 return traced_program(step, inputs, dynamic_shapes=shapes)
             except torch._dynamo.exc.UserError:
-                # torch cannot prove `min(k, past) <= past` here; asserted in the graph, it can be proved later.
+                # torch cannot prove `min(k, past) <= past` here. As an assert in the graph, it can be proved later.
                 return traced_program(step, inputs, dynamic_shapes=shapes, deferred=True)
         except Exception as error:  # tracing runs the user's model, which may raise anything
             raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
@@ -42,9 +46,9 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
 def step_to_trace(
     lm: CausalLM, *, one_token: bool
 ) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]], list[dict[int, int]]]:
-    """The model as a module of ``(input_ids, position_ids, caches)``, its inputs, and the dynamic axes of each input.
+    """Return the model as a module of ``(input_ids, position_ids, caches)``, its inputs, and their dynamic axes.
 
-    The axes of an input are a dict from dynamic axis to its size in the trace: ``BATCH``, ``QUERY`` or ``PAST``.
+    The dynamic axes of an input are a dict: axis -> its size in the trace (``BATCH``, ``QUERY`` or ``PAST``).
     """
     device = next(lm.model.parameters()).device
     B, S = (BATCH, 1) if one_token else (1, QUERY)

@@ -1,9 +1,9 @@
-"""Graphs over tensors of several ranks (DTensor): before capture they become graphs over one rank's local tensors.
+"""Rewrites graphs over DTensors, which are spread over several ranks, to graphs over one rank's local tensors.
 
-A DTensor consists of this rank's local tensor and a spec that says which part of the whole it is. The specs determine
-which operators on local tensors, and which collectives, an operator on DTensors runs. These replace the operator, and a
-node for the local tensor replaces that of each DTensor. Weights are read as ``_local_tensor``, which is the same object
-in every call.
+This is done before capture. A DTensor consists of this rank's local tensor and a spec, which says which slice of the
+whole tensor the local tensor is. An operator on DTensors runs operators on local tensors and collectives, as the specs
+determine. These replace the operator. Likewise, a node for the local tensor replaces the node of each DTensor. Weights
+are read as ``_local_tensor``, which is the same object in every call.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ LOCAL = "_local_tensor"
 
 @dataclass
 class Localized:
-    """The inputs of a graph over one rank's tensors, which replace the inputs of the original graph."""
+    """The inputs of a graph over one rank's local tensors, which replace the inputs of the original graph."""
 
     values: list[Any]
     opened: list[Opened] = field(default_factory=list)
     left_out: list[Opened] = field(default_factory=list)
-    """Inputs that are Python objects (a mesh), which the graph no longer uses."""
+    """Inputs that are Python objects, such as a mesh. The graph no longer uses them."""
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether ``value`` is a DTensor, without importing DTensor."""
+    """Whether ``value`` is a DTensor. This check does not import DTensor."""
     return isinstance(value, torch.Tensor) and hasattr(value, LOCAL) and hasattr(value, "placements")
 
 
 def shared_weight(model: torch.nn.Module) -> str | None:
-    """The name of a weight that is a DTensor, or None."""
+    """Return the name of a weight that is a DTensor; None if there is none."""
     named = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in named if is_dtensor(tensor)), None)
 
 
 def weight_meshes(model: torch.nn.Module) -> list[DeviceMesh]:
-    """The device meshes of the model's weights, in the order of the weights."""
+    """Return the device meshes of the model's weights, in the order of the weights."""
     tensors = (*model.parameters(), *model.buffers())
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)))  # type: ignore[attr-defined]
 
 
 def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
-    """Rewrite ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor; return its new inputs.
+    """Rewrite ``gm``, a flat Dynamo graph, to compute with this rank's local tensors; return its new inputs.
 
     Raises :class:`CaptureError` if the graph writes to a DTensor input, or returns a DTensor.
     """
@@ -95,7 +95,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
         def leave(node: fx.Node, value: Any, found: dict[fx.Node, object] = found) -> Any:
             if is_dtensor(value):
                 found[node], value = value._spec, value._local_tensor
-            # An alias gives each result its own node: a DTensor's local part may also be a plain tensor of the graph.
+            # An alias gives each result its own node: a DTensor's local tensor may also be another value in the graph.
             return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
 
         outputs = [n for n in region if any(user not in set(region) for user in n.users)]
@@ -113,7 +113,7 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
 
 
 def put_back(graph: fx.Graph, left_out: Sequence[Opened], original: fx.GraphModule) -> None:
-    """Reinsert inputs that nothing reads any more, in the order of the placeholders of ``original``."""
+    """Reinsert the inputs ``left_out``, which nothing reads, in the order of the placeholders of ``original``."""
     if not left_out:
         return
     known = {one.name: one.value for one in left_out}
@@ -135,7 +135,7 @@ _PLAIN = (
 
 
 def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
-    """The placeholder of this rank's local tensor, which replaces ``node``."""
+    """Replace ``node`` by a placeholder of this rank's local tensor; return the placeholder."""
     local, fake = value._local_tensor, node.meta["example_value"]._local_tensor
     if is_traceable_wrapper_subclass(local):
         raise CaptureError(f"{node.name} is a DTensor of {type(local).__name__}, which is made of several tensors")
@@ -151,7 +151,7 @@ def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
 def _whole(local: torch.Tensor, spec: object) -> object:
     from torch.distributed.tensor import DTensor  # imported on use: loads all of torch.distributed
 
-    # Built like the results of DTensor's own dispatcher: `from_local` would compute sizes that the spec already has.
+    # DTensor's own dispatcher builds results in this way. `from_local` would compute sizes that the spec already has.
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -160,7 +160,7 @@ def _leaves(node: fx.Node) -> list[object]:
 
 
 def _touched(graph: fx.Graph, objects: dict[fx.Node, object]) -> list[fx.Node]:
-    """The operators that read or make a DTensor, or read a Python object."""
+    """Return the operators that read or make a DTensor, or that read a Python object."""
     return [
         node
         for node in graph.nodes
@@ -181,10 +181,10 @@ def _check(graph: fx.Graph, touched: Sequence[fx.Node]) -> None:
 
 
 def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The ``touched`` operators one by one, except that some have to be traced together.
+    """Return the ``touched`` operators in regions: one operator each, unless several have to be traced together.
 
-    Two operators are traced together if the value between them is more than a tensor and its spec: a tuple, or a
-    partial sum over ranks with further state (the rows of a vocabulary that this rank does not have).
+    Two operators are traced together if the value that one passes to the other is more than a tensor and its spec. It
+    may be a tuple, or a partial sum over ranks with further state (the rows of a vocabulary that this rank lacks).
     """
     leader = {node: node for node in touched}
 
@@ -202,7 +202,7 @@ def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in touched:
         groups.setdefault(find(node), []).append(node)
-    # Sorted by the last operator of each group, because only there are all inputs of the group available.
+    # Groups are sorted by their last operators, because all inputs of a group are available only at its last operator.
     return sorted(groups.values(), key=lambda group: touched.index(group[-1]))
 
 

@@ -1,4 +1,4 @@
-"""Emission: a :class:`Program` becomes an object of the captured kind, with mutations, aliases and signature."""
+"""Emission: turns a :class:`Program` into an object of the captured kind, with mutations, aliases and signature."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ aten = torch.ops.aten
 
 
 def to_graph_module(program: Program) -> fx.GraphModule:
-    """A graph that Dynamo and Inductor accept in place of the captured one.
+    """Return a graph that Dynamo and Inductor accept in place of the captured graph.
 
-    Placeholders keep the annotations of Dynamo (source, static address, example value), so that static inputs, CUDA
-    graphs and freezing work as before. A fold's placeholder has no source and is marked as a static address. The
-    graph's constants are its buffers, and AOTAutograd requires a source for each of them.
+    Placeholders keep Dynamo's annotations (source, static address, example value), so that static inputs, CUDA graphs
+    and freezing work as before. The placeholder of a fold has no source and is marked as a static address. The graph's
+    constants are its buffers. AOTAutograd requires a source for each of them.
     """
     gm, original = _with_writes(program), program.capture.original
     assert isinstance(original, fx.GraphModule)
     origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
     folded = {fold.placeholder for fold in program.folds}
-    # A cache may have been a user's buffer at a static address; rows with spare capacity may move.
+    # A cache may have been a user's buffer at a static address, but rows with spare capacity may move.
     moving = {one.input for one in program.appends}
     for node in gm.graph.find_nodes(op="placeholder"):
         origin = origins.get(node.name)
@@ -62,10 +62,10 @@ def to_graph_module(program: Program) -> fx.GraphModule:
 def to_plain_graph_module(
     program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
 ) -> fx.GraphModule:
-    """A GraphModule with the calling convention of the original, and with its parameters under their old names.
+    """Return a GraphModule with the original's calling convention, and with its parameters under their old names.
 
     ``folded`` has the values of the program's folds, which become buffers. With ``change``, each cache input becomes
-    one input per tensor of rows that it holds, and each cache output a tuple of such tensors.
+    several inputs, one for each row tensor that it holds, and each cache output becomes a tuple of row tensors.
     """
     written, original = _with_writes(program), program.capture.original
     assert isinstance(original, fx.GraphModule)
@@ -104,7 +104,7 @@ def to_plain_graph_module(
 
 
 def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Give ``gm`` the original's state dict: weights that are no longer read stay in it, other buffers do not enter."""
+    """Give ``gm`` the original's state dict: weights that are no longer read stay in it, and no buffer is added."""
     present = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     for name, tensor in (
         *original.named_parameters(remove_duplicate=False),
@@ -119,7 +119,7 @@ def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
 
 
 def _switch_autocast_off(graph: fx.Graph) -> None:
-    """Disable autocast in the graph, whose casts are explicit: products that are float32 on purpose have to stay so."""
+    """Disable autocast in the graph: its casts are explicit, and some products are in float32 on purpose."""
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     devices = dict.fromkeys(v.device.type for v in values if torch.amp.is_autocast_available(v.device.type))
     for device in devices:
@@ -131,7 +131,7 @@ def _switch_autocast_off(graph: fx.Graph) -> None:
 
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Keep the original's input checks; if it was captured for example inputs, reject any other shape or dtype."""
+    """Keep the original's input checks. If it was captured for example inputs, also reject other shapes and dtypes."""
     by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     known = [node for node in original.graph.find_nodes(op="placeholder") if node.name in by_name]
     inputs = {node: by_name[node.name] for node in known}
@@ -154,10 +154,10 @@ def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
 def to_exported(
     program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
 ) -> torch.export.ExportedProgram:
-    """An ExportedProgram with the inputs, outputs, state and constraints of the captured one.
+    """Return an ExportedProgram with the inputs, outputs, state and constraints of the captured program.
 
     ``change`` says which inputs and outputs are rows instead of K and V. Weights that are no longer read stay in the
-    signature. ``folded`` has the values of the program's folds, which become buffers outside of the state dict.
+    signature. ``folded`` has the values of the program's folds, which become buffers outside the state dict.
     """
     original, program = program.capture.original, program.copy()
     assert isinstance(original, torch.export.ExportedProgram)
@@ -209,10 +209,11 @@ def to_exported(
 
 
 def _with_writes(program: Program) -> fx.GraphModule:
-    """A copy whose graph writes its mutated inputs just before the output, and returns only the caller's values.
+    """Return a copied graph that writes mutated inputs just before the output, and returns only the caller's values.
 
     Before: ``return (index_copy, y)``. After: ``copy_ = aten.copy_(cache, index_copy); return (y,)``. Inductor turns
-    the two operators into one in-place write; returning the new value instead would copy the whole cache in every call.
+    ``index_copy`` and ``copy_`` into one in-place write. If the graph returned the new value instead, every call would
+    copy the whole cache.
     """
     program = program.copy()
     _keep_old_values(program)
@@ -241,7 +242,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
 
 
 def _write_at_once(program: Program) -> None:
-    """Write appended rows where they are computed. Nothing has read that part of the buffer, so no copy is needed."""
+    """Write appended rows into the buffer where they are computed. Nothing has read these positions before."""
     graph, named = program.gm.graph, program.named()
     for one in program.appends:
         if one.input is None or not one.grows:
@@ -268,7 +269,7 @@ def _return_shares(program: Program) -> None:
         assert sharing is not None
         at = len(program.mutations) + one.output - sum(place < one.output for place in gone)
         buffer: fx.Node = outputs[at]
-        # Sliced where the buffer is made, so that the whole buffer lives no longer than its readers need.
+        # The slice directly follows the buffer, so that the whole buffer lives no longer than its readers need.
         call = Builder(buffer.next, program.fake_mode).call
         own = call(aten.slice.Tensor, buffer, one.axis, sharing.rank, one.total, sharing.size)
         outputs[at] = call(aten.clone.default, own, memory_format=torch.contiguous_format)

@@ -27,16 +27,16 @@ from mla_compile.errors import InputError
 def rows_in_place(
     program: Program, change: CacheChange, gm: fx.GraphModule
 ) -> tuple[dict[str, list[fx.Node]], list[object]]:
-    """The row placeholders of each old cache input, and the flat outputs, in ``gm``, a module made from the program.
+    """Return the row placeholders of each old cache input, and the flat outputs, as nodes of ``gm``.
 
-    A list of rows replaces each K or V among the outputs.
+    ``gm`` is a module made from the program. Among the outputs, a list of rows replaces each K or V.
     """
     cache = program.cache
     assert cache is not None
     nodes = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     inputs = {t.name: [nodes[cache.rows[t.rows[i]]] for i in t.holds] for t in change.inputs}
     values = list(results_of(gm.graph))
-    # ``gm`` may already write the new values of inputs instead of returning them
+    # ``gm`` may already write the new values of inputs instead of returning them.
     values = [*[None] * (len(program.outputs) - len(values)), *values]
     appended = {at for rows in cache.outputs.values() for at in rows}
     held = {index: t.holds for index, t in zip(sorted(cache.outputs), change.outputs, strict=True)}
@@ -60,7 +60,7 @@ def order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
 def new_signature(
     program: Program, change: CacheChange, signature: ExportGraphSignature
 ) -> tuple[dict[str, list[fx.Node]], list[object]]:
-    """Write the row inputs and outputs into ``signature`` and the program's graph; return :func:`rows_in_place`."""
+    """Put the row inputs and outputs into ``signature`` and into the graph; return those of :func:`rows_in_place`."""
     inputs, outputs = rows_in_place(program, change, program.gm)
     specs: list[InputSpec] = []
     for spec in signature.input_specs:
@@ -83,7 +83,7 @@ def new_signature(
 
 
 def _with_written_rows(program: Program, signature: ExportGraphSignature) -> list[OutputSpec]:
-    """The output specs of the program, with the new rows in place of the buffers that they represent."""
+    """Return the output specs of the program, with the new rows in place of the buffers that they represent."""
     specs: list[OutputSpec] = []
     for spec in signature.output_specs:
         rows = program.cache.written.get(spec.target) if spec.kind is OutputKind.USER_INPUT_MUTATION else None
@@ -97,7 +97,7 @@ def _with_written_rows(program: Program, signature: ExportGraphSignature) -> lis
 def rows_in_graph_module(
     gm: fx.GraphModule, program: Program, change: CacheChange, original: fx.GraphModule
 ) -> tuple[object, ...]:
-    """Order the inputs of ``gm``; return its outputs, one for each output of the original, with rows in tuples."""
+    """Order the inputs of ``gm``. Return its outputs, one for each output of the original, with rows in tuples."""
     if type(original.graph._codegen) is not fx.graph.CodeGen:
         raise InputError(
             'cache="latent" changes the inputs of a GraphModule, and this one takes nested ones; '
@@ -121,7 +121,7 @@ def new_calls(
     inputs: dict[str, list[fx.Node]],
     outputs: Sequence[object],
 ) -> list[ModuleCallEntry]:
-    """The call signatures, with new trees of inputs and outputs for the whole program."""
+    """Return the call signatures, with new trees of inputs and outputs for the whole program."""
     top, *others = entries
     assert top.signature is not None
     in_spec = _with_tuples(top.signature.in_spec, [inputs.get(name) for name in user_inputs])
@@ -137,7 +137,7 @@ def new_examples(
     user_inputs: Sequence[str],
     change: CacheChange,
 ) -> tuple[tuple[Any, ...], dict[str, object]] | None:
-    """Example inputs of the new signature, with rows of zeros in place of K and V."""
+    """Return example inputs of the new signature, with rows of zeros in place of K and V."""
     if example_inputs is None:
         return None
     known = {t.name: t for t in change.inputs}
@@ -163,9 +163,10 @@ def new_examples(
 def new_guards(
     guards: Sequence[str], signature: ModuleCallSignature, user_inputs: Sequence[str], change: CacheChange
 ) -> list[str]:
-    """Rewrite the conditions on the sizes of the inputs, Python code over ``L['argument']...``, to read the rows.
+    """Rewrite the conditions on input sizes, so that they read the sizes of rows.
 
-    A condition on an axis that rows do not have (the heads of K) is dropped: the recipe fixes its size.
+    A condition is Python code over ``L['argument']...``. A condition on an axis that rows do not have (the heads of K)
+    is dropped, because the recipe fixes the size of this axis.
     """
     args, kwargs = pytree.tree_unflatten(list(user_inputs), signature.in_spec)
     arguments = {**dict(zip(signature.forward_arg_names or (), args, strict=False)), **kwargs}
@@ -187,7 +188,7 @@ def new_guards(
 
 
 def _with_tuples(spec: pytree.TreeSpec, rows: Sequence[Sequence[object] | None]) -> pytree.TreeSpec:
-    """The tree in which a tuple of leaves replaces each leaf that became rows."""
+    """Return the tree in which a tuple of leaves replaces each leaf that became rows."""
     leaves = [object() if own is None else tuple(object() for _ in own) for own in rows]
     return pytree.tree_structure(_rebuilt(spec, leaves))
 
@@ -195,7 +196,7 @@ def _with_tuples(spec: pytree.TreeSpec, rows: Sequence[Sequence[object] | None])
 def _rebuilt(spec: pytree.TreeSpec, leaves: Sequence[object]) -> Any:
     try:
         return pytree.tree_unflatten(leaves, spec)
-    except Exception as error:  # containers that others registered may raise anything when they are rebuilt
+    except Exception as error:  # containers that other libraries registered may raise anything when they are rebuilt
         raise InputError(
             f"the cache is in a container that takes only tensors ({type(error).__name__}: {error}); pass it as "
             "tuples, lists or dicts when exporting"

@@ -1,8 +1,8 @@
-"""Functional exported programs: in-place writes to inputs become results, as the signature describes.
+"""Makes exported programs functional: in-place writes to inputs become results, which the signature describes.
 
-A graph whose operators write nothing is already functional. For any other, torch's ``run_decompositions`` runs the
-graph twice, as ``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies, the graph
-is traced once here instead, and the program is rebuilt around the result.
+A graph whose operators write nothing is already functional. For any other graph, torch's ``run_decompositions`` would
+run the graph twice, as ``aot_export_module`` does. Where :func:`mla_compile.capture.functional.traced_once` applies,
+the graph is traced only once, and the program is rebuilt around the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mla_compile.core.program import results_of
 
 
 def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
-    """``exported`` with the functional form of the graph ``gm``, which has the same inputs and results.
+    """Return ``exported`` with the functional form of the graph ``gm``, which has the same inputs and results.
 
     Raises whatever an operator raises.
     """
@@ -95,7 +95,7 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
 def _around(
     exported: torch.export.ExportedProgram, gm: fx.GraphModule, signature: ExportGraphSignature
 ) -> torch.export.ExportedProgram:
-    """``exported`` with another graph and its signature."""
+    """Return ``exported`` with another graph, and the signature of that graph."""
     return torch.export.ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -114,7 +114,7 @@ def _is_transform(node: fx.Node) -> bool:
 
 
 def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
-    """The output spec by which ``new`` becomes an input's value after the call; None for a parameter or constant."""
+    """Return the output spec that writes ``new`` to an input after the call; None for a parameter or constant."""
     if spec.kind is InputKind.USER_INPUT:
         return OutputSpec(OutputKind.USER_INPUT_MUTATION, TensorArgument(new.name), node.name)
     if spec.kind is InputKind.BUFFER:
@@ -123,17 +123,17 @@ def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
 
 
 def _decomposed(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
-    """``exported`` with the graph ``gm``, which torch makes functional."""
+    """Return ``exported`` with the graph ``gm``, after torch has made the graph functional."""
     functional: torch.export.ExportedProgram = _called_flat(exported, gm).run_decompositions({})
     _call_like(exported, functional)
     return functional
 
 
 def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
-    """``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
+    """Return ``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
 
-    With nested inputs, ``run_decompositions`` would build their containers. What a container computes when it is built
-    (the DynamicCache of transformers appends to empty tensors) would become constants that nothing owns.
+    With nested inputs, ``run_decompositions`` would build their containers. A container may compute values when it is
+    built (the DynamicCache of transformers appends to empty tensors). They would become constants that nothing owns.
     """
     first, *rest = exported.module_call_graph
     assert first.signature is not None  # the first entry is the whole program's
@@ -161,10 +161,9 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
 def _named_like(
     signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[object]
 ) -> ExportGraphSignature:
-    """A copy of ``signature`` with the names that its inputs and results have in a copy of the graph.
+    """Return a copy of ``signature`` with the names of ``inputs`` and ``results``, which are from a copied graph.
 
-    Inlined nodes get new names, and so do inputs that have the name of a builtin (``input``), which a copied graph
-    avoids.
+    In a copied graph, inlined nodes have new names. Inputs with the name of a builtin (``input``) are renamed, too.
     """
     signature = copy.deepcopy(signature)
     renamed: dict[str, str] = {}

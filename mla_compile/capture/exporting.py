@@ -16,10 +16,10 @@ def traced_program(
     dynamic_shapes: Any = None,
     deferred: bool = False,
 ) -> torch.export.ExportedProgram:
-    """``torch.export.export`` in non-strict mode; ``deferred``: conditions on sizes become asserts in the graph.
+    """Run ``torch.export.export`` in non-strict mode. ``deferred``: conditions on sizes become asserts in the graph.
 
-    The cache of fake tensors is disabled: with dynamic sizes it costs more than it saves, and the program would keep
-    the cached tensors alive. With the cache, tracing and decomposing the steps of a model takes a quarter longer.
+    The cache of fake tensors is disabled. With dynamic sizes it costs more than it saves: tracing and decomposing the
+    steps of a model would take a quarter longer. The program would also keep the cached tensors alive.
     """
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         return torch.export.export(

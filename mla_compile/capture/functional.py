@@ -1,10 +1,10 @@
-"""A traced module as a functional graph: its in-place writes to inputs become results.
+"""Traces a module into a functional graph: in-place writes to inputs become results.
 
 ``aot_export_module(pre_dispatch=True)`` runs the module twice, the first time only to learn which inputs it writes to.
-That takes up to a third of a capture, so the graph is traced once here with torch's functional tensors, which record
-writes, and the inputs are inspected afterwards. Cases in which the result might differ from that of
-``aot_export_module`` go through it: writes to inputs that share memory, inputs whose shape or memory is replaced,
-operators with side effects, streams, and sizes that the trace specialises to constants after they were used as symbols.
+The first run takes up to a third of a capture. This module traces only once, with torch's functional tensors, which
+record writes, and inspects the inputs afterwards. ``aot_export_module`` is still called wherever its result might
+differ: for writes to inputs that share memory, inputs whose shape or memory is replaced, operators with side effects,
+streams, and sizes that the trace specialises to constants after they were used as symbols.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Functional:
     """A functional graph of (parameters, buffers, inputs).
 
     Attributes:
-        gm: returns the new value of each input that is written to, then the results of the module.
-        written: the positions of these inputs, in the order of their values.
-        tokens: the number of tokens that order side effects; they precede the inputs and the results.
+        gm: the graph. It returns the new value of each input that is written to, then the results of the module.
+        written: the positions of the inputs that are written to, in the order of their values in the results.
+        tokens: the number of tokens that order side effects. They precede the inputs and the results.
     """
 
     gm: fx.GraphModule
@@ -56,13 +56,13 @@ class Functional:
 
 
 def functionalized(gm: fx.GraphModule, values: Sequence[object]) -> Functional:
-    """The functional graph of ``gm`` for ``values``, one per placeholder; raises whatever an operator raises."""
+    """Return the functional graph of ``gm`` for ``values``, one per placeholder. Raises whatever an operator raises."""
     return traced_once(gm, values) or _by_aot_export(gm, values)
 
 
 @contextmanager
 def _whole_operators() -> Iterator[None]:
-    """Silence torch's warning about library operators without a kernel of their own, which should stay one node."""
+    """Silence torch's warning that library operators without their own kernel stay one node, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
         yield
@@ -86,7 +86,7 @@ def _by_aot_export(gm: fx.GraphModule, values: Sequence[object]) -> Functional:
 
 @dataclass(frozen=True)
 class FakeInputs:
-    """The fake inputs of a trace: parameters and buffers, which ``state`` names, then placeholders; and their mode."""
+    """The fake inputs of a trace: the parameters and buffers named in ``state``, then the placeholders."""
 
     state: tuple[str, ...]
     fakes: list[object]
@@ -94,7 +94,7 @@ class FakeInputs:
 
 
 def fake_inputs(gm: fx.GraphModule, values: Sequence[object]) -> FakeInputs | None:
-    """The inputs of a trace of ``gm`` for ``values``; None for a graph or values that need torch's own trace."""
+    """Return the inputs of a trace of ``gm`` for ``values``; None if the graph or a value needs torch's own trace."""
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
     given = [*state.values(), *values]
     mode = detect_fake_mode(given)
@@ -106,7 +106,10 @@ def fake_inputs(gm: fx.GraphModule, values: Sequence[object]) -> FakeInputs | No
 
 
 def traced_once(gm: fx.GraphModule, values: Sequence[object]) -> Functional | None:
-    """The functional graph, traced once; None if torch might trace another one. Raises whatever an operator raises."""
+    """Trace the functional graph once. Return None if torch's own result might differ.
+
+    Raises whatever an operator raises.
+    """
     given = fake_inputs(gm, values)
     if given is None:
         return None
@@ -115,7 +118,7 @@ def traced_once(gm: fx.GraphModule, values: Sequence[object]) -> Functional | No
     written: list[int] = []
 
     def run(*args: Any) -> Any:
-        # torch's own functionalization is off: the functional tensors made here record writes.
+        # torch's own functionalization is off, because the functional tensors made below record writes.
         with maybe_enable_thunkify(), _without_functionalization():
             functionals[:] = [to_fun(arg) for arg in args]
             named = dict(zip(state, functionals, strict=False))
@@ -126,8 +129,8 @@ def traced_once(gm: fx.GraphModule, values: Sequence[object]) -> Functional | No
             return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
 
     run._orig_mod = gm  # type: ignore[attr-defined]  # make_fx looks here for the modules of nodes
-    # Otherwise torch would search, for each operator, all operators that this process has dispatched for handlers to
-    # drop. There are none, because torch caches no pre-dispatch handlers.
+    # Without this reset, torch would do the following for each operator: search all operators that this process has
+    # dispatched for cached handlers to drop. It would find none, because torch caches no pre-dispatch handlers.
     torch._ops.reset_cached_ops()
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)
@@ -156,7 +159,7 @@ def _has_streams(graph: fx.Graph) -> bool:
 
 
 def _fake(mode: FakeTensorMode, value: object, *, of_module: bool) -> object:
-    """``value`` as a fake tensor of ``mode``: the one that Dynamo made, if any."""
+    """Return ``value`` as a fake tensor of ``mode``: the fake tensor that Dynamo made for it, if there is one."""
     if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
         return value
     context = TracingContext.try_get()
@@ -167,7 +170,7 @@ def _fake(mode: FakeTensorMode, value: object, *, of_module: bool) -> object:
 
 
 def _constants(mode: FakeTensorMode) -> int:
-    """The number of symbolic sizes that have been specialised to a constant."""
+    """Return how many symbolic sizes have been specialised to constants."""
     known = {} if mode.shape_env is None else mode.shape_env.replacements
     return sum(1 for value in known.values() if value.is_number)
 
@@ -182,7 +185,7 @@ def _apart(fakes: Sequence[object]) -> list[object]:
 
 
 def _share_memory(fakes: Sequence[Any], written: Sequence[int]) -> bool:
-    """Whether a written input shares memory with another input, which would not show the write."""
+    """Whether a written input shares memory with another input. The other input would not show the write."""
     storages = Counter(fake.untyped_storage()._cdata for fake in fakes if isinstance(fake, Tensor))
     return any(storages[fakes[place].untyped_storage()._cdata] > 1 for place in written)
 

@@ -1,12 +1,13 @@
-"""Weights that modules hold in plain attributes: tensors that are neither parameters nor buffers.
+"""Finds weights that modules hold in plain attributes, as tensors that are neither parameters nor buffers.
 
-Serving code splits an up-projection once after loading and keeps the halves that way (``self.w_uk = w[:, :N]``). A
-trace cannot tell such a tensor from a cache in an attribute, except by its use in the graph. A weight is only
-multiplied by rows of this call, as a matrix or feature by feature. A cache is written to, concatenated with new
-rows, returned, read by an attention, or multiplied by queries before a softmax and by probabilities after it.
+For example, serving code splits an up-projection once after loading and keeps the halves as attributes
+(``self.w_uk = w[:, :N]``). In a trace, such a tensor differs from a cache in an attribute only by its use in the
+graph. A weight is only multiplied by rows of this call, as a matrix or feature by feature. A cache is written to,
+concatenated with new rows, returned, read by an attention, or multiplied by queries before a softmax and by
+probabilities after the softmax.
 
-A held weight is read anew in every call, like a parameter: each call reads the tensor that the attribute holds at the
-time, and checks values that were computed ahead of time against it.
+Like a parameter, a held weight is read anew in every call. If values were computed from it ahead of time, each call
+checks that they still fit the tensor in the attribute.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from mla_compile.passes.ir.walk import nearest, weight_nodes
 aten = torch.ops.aten
 
 _SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.exp}
-"""The operators that turn scores into probabilities; ``exp`` covers a softmax that is written out."""
+"""The operators that turn scores into probabilities. ``exp`` covers a softmax that is written out."""
 
 
 def is_held(source: object) -> bool:
-    """Whether Dynamo reached an input through a module: as an attribute, as an item of a list in one, and so on."""
+    """Whether Dynamo reached an input through a module, for example as an attribute, or in a list in an attribute."""
     while source is not None:
         if isinstance(source, NNModuleSource):
             return True
@@ -38,10 +39,10 @@ def is_held(source: object) -> bool:
 
 
 def held_weights(graph: fx.Graph, known: Collection[str], held: Mapping[str, torch.Tensor]) -> set[str]:
-    """The inputs among ``held`` that are weights; ``known`` names the inputs that certainly are.
+    """Return the names of the inputs in ``held`` that are weights. ``known`` names inputs that certainly are weights.
 
-    ``held`` are inputs of a fixed size that the graph does not write to. (A graph that writes to one under another name
-    cannot be made functional.)
+    ``held`` has inputs of fixed size that the graph does not write to. (If a graph writes to such a tensor through
+    another input, it cannot be made functional.)
     """
     plain = {name for name, value in held.items() if isinstance(value, FakeTensor) or type(value) is torch.Tensor}
     if not plain:
@@ -56,7 +57,7 @@ def _is_weight(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _readers(node: fx.Node, constant: Collection[fx.Node]) -> Iterable[fx.Node]:
-    """The nodes that are not constant and read ``node``, or a node computed only from it and constants."""
+    """Return the nodes outside ``constant`` that read ``node``, either directly or through nodes in ``constant``."""
     found: dict[fx.Node, None] = {}
     queue = [node]
     for one in queue:
@@ -77,7 +78,7 @@ def _projects(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _scales_features(node: fx.Node, constant: Collection[fx.Node]) -> bool:
-    """Whether ``node`` multiplies each feature of rows by a number of its own, the same for all rows."""
+    """Whether ``node`` multiplies rows feature by feature: each by its own number, which is the same for all rows."""
     if packet(node) is not aten.mul:
         return False
     held = [one for one in node.all_input_nodes if one in constant]
@@ -85,7 +86,7 @@ def _scales_features(node: fx.Node, constant: Collection[fx.Node]) -> bool:
 
 
 def _weigh(rows: fx.Node) -> bool:
-    """Whether a multiplied operand may be probabilities: no product lies between it and a softmax."""
+    """Whether an operand of a product may hold probabilities: no other product lies between it and a softmax."""
     if _is_softmax(rows) or is_contraction(rows):
         return _is_softmax(rows)
     return bool(nearest(rows, lambda n: n.all_input_nodes, _is_softmax, is_contraction)[0])

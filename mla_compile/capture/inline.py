@@ -2,8 +2,8 @@
 
 Two kinds of nested graphs prevent ``aot_export_module(pre_dispatch=True)``: operators that call one nested graph once
 (``torch.utils.checkpoint``, regions marked for compilation), and the levels of ``torch.func`` (vmap), whose batched
-tensors exist only below the dispatcher. The inlined graph computes the same; if nothing is rewritten, the original
-graph is compiled nevertheless.
+tensors exist only below the dispatcher. The inlined graph computes the same results. If the passes rewrite nothing, the
+original graph is compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mla_compile.capture.regions import write_out
 from mla_compile.core.program import copy_graph, graph_module
 from mla_compile.errors import CaptureError
 
-# Operator -> the positions of its nested graph and of its first operand among its arguments.
+# Operator -> the positions, among its arguments, of its nested graph and of its first operand.
 _CALLERS = {"tag_activation_checkpoint": (0, 1), "wrap_activation_checkpoint": (0, 1), "wrap": (0, 1)}
 _CALLERS["invoke_subgraph"] = (0, 2)  # between the two: the name of the region
 # before the graph: the device, the dtype, whether autocast is on, whether casts are cached
@@ -30,7 +30,7 @@ _CALLERS["wrap_with_set_grad_enabled"] = (1, 2)  # before the graph: the mode, w
 
 
 def written_out(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` itself, or a copy of it without nested calls and without levels of ``torch.func``."""
+    """Return a copy of ``gm`` without nested calls and levels of ``torch.func``; ``gm`` itself if it has none."""
     gm = calls_written_out(gm)
     if not any(map(_is_level, gm.graph.nodes)):
         return gm
@@ -49,7 +49,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def calls_written_out(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` itself, or a copy of it without nested calls."""
+    """Return a copy of ``gm`` without nested calls; ``gm`` itself if it has none."""
     if next(_calls(gm, gm.graph), None) is None:
         return gm
     graph = copy_graph(gm.graph)
@@ -63,7 +63,7 @@ def calls_written_out(gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextmanager
 def levels_restored() -> Iterator[None]:
-    """Pop the levels of ``torch.func`` that a failed trace leaves behind."""
+    """After the block, pop the levels of ``torch.func`` that a failed trace has left."""
     functorch = torch._C._functorch
     before = functorch.get_dynamic_layer_stack_depth()
     try:
@@ -74,7 +74,7 @@ def levels_restored() -> Iterator[None]:
 
 
 def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule, Sequence[object]]]:
-    """The nodes that call a nested graph once, with that graph and its operands."""
+    """Yield each node that calls a nested graph once, with the nested graph and its operands."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
@@ -111,7 +111,7 @@ def _write_out_call(graph: fx.Graph, node: fx.Node, nested: fx.GraphModule, oper
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes between entering and leaving each outermost level of ``torch.func``."""
+    """Yield, for each outermost level of ``torch.func``, the nodes from entering to leaving the level."""
     depth = 0
     region: list[fx.Node] = []
     for node in list(graph.nodes):

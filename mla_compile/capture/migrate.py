@@ -16,19 +16,20 @@ from mla_compile.passes.cache.recipe import ColumnBlock, Recipe
 
 
 class Migrated(NamedTuple):
-    """A converted cache: the tuple of rows for each cache input, in order, and the error."""
+    """A converted cache: a tuple of row tensors for each cache input, in order, and the error of the conversion."""
 
     inputs: tuple[tuple[torch.Tensor, ...], ...]
     error: float
 
 
 def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
-    """Recover the rows behind the K and V of an existing cache from the weights that expand them.
+    """Recover the latent rows from the K and V of an existing cache, and from the weights that expand rows to K and V.
 
     The rows are the least-squares solution in float64 over all tensors that are computed from the same rows. The error
-    is the largest relative difference (2-norm) between a given tensor and the one recomputed from its rows. Raises
-    :class:`InputError` if it exceeds ``tolerance`` (64 times the rounding error of the dtype by default) even without
-    rounding rows to float8: these weights did not make the tensor.
+    is the largest relative difference (2-norm) between a given tensor and the tensor recomputed from its rows.
+
+    Raises :class:`InputError` if these weights did not make a tensor: its error exceeds ``tolerance`` even before rows
+    are rounded to float8. The default tolerance is 64 times the rounding error of the dtype.
     """
     if len(cached) != len(change.inputs):
         names = ", ".join(t.name for t in change.inputs)
@@ -58,7 +59,7 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
 
 
 def _in_precision(rows: torch.Tensor, held: torch.dtype, computed: torch.dtype) -> torch.Tensor:
-    """Rows in the dtype in which they are held; packed rows, which are bytes, in the dtype of K and V."""
+    """Return rows in the dtype in which they are held; if they are held packed (as bytes), in the dtype of K and V."""
     return rows.to(held if held.is_floating_point else computed)
 
 
@@ -79,7 +80,7 @@ class _Equation(NamedTuple):
 
 
 def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
-    """The linear equations that one K or V imposes on its rows, one for each range of its columns."""
+    """Return the linear equations that one K or V imposes on its rows, one equation for each range of its columns."""
     recipe, stacked = tensor.recipe, [given]
     for gone, axis in enumerate(recipe.stacked):
         stacked = [x for one in stacked for x in one.unbind(axis - sum(k < axis for k in recipe.stacked[:gone]))]
@@ -89,7 +90,7 @@ def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
 
 
 def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
-    """The equations of a tensor, or of one of the tensors stacked in it."""
+    """Return the equations of a tensor, or of one tensor in a stack."""
     heads, outer = recipe.heads, recipe.outer
     found: list[_Equation] = []
     start = stop = 0
@@ -102,7 +103,7 @@ def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> 
             bias = bias.expand([bias.shape[k] if k != recipe.columns else stop - start for k in range(bias.dim())])
         else:
             bias = b.new_zeros([1] * b.dim())
-        if recipe.is_marked(part.rows):  # a written row ends with a one, whose weight is the bias
+        if recipe.is_marked(part.rows):  # each written row ends with a 1, whose weight is the bias
             column = bias.permute(*outer, *heads, recipe.columns)[(0,) * len(outer)]
             matrix = torch.cat([matrix, column.expand(matrix.shape[:-1]).unsqueeze(-1)], -1)
         else:
@@ -117,12 +118,12 @@ def _equations_of(recipe: Recipe, tensor: CachedTensor, given: torch.Tensor) -> 
 
 
 def _matrix(recipe: Recipe, part: ColumnBlock, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The weight of a block of columns for every head, [heads..., columns, width]."""
+    """Return the weight of a block of columns for every head, [heads..., columns, width]."""
     sizes = [int(recipe.kinds[k]) for k in recipe.heads]
     matrix: torch.Tensor
     if part.weight is None:
         matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)
-        if part.factor is not None:  # its size is 1 along the axes of the rows
+        if part.factor is not None:  # the size of the factor is 1 along the axes of the rows
             factor = evaluate(part.factor, leaves, at_once, {}).double()
             factor = factor.permute(*recipe.outer, *recipe.heads, recipe.columns)
             matrix = matrix * factor[(0,) * len(recipe.outer)].unsqueeze(-1)
@@ -135,7 +136,7 @@ def _matrix(recipe: Recipe, part: ColumnBlock, leaves: Sequence[torch.Tensor]) -
 
 
 def _solve(equations: Sequence[_Equation]) -> dict[int, torch.Tensor]:
-    """Solve the ``equations``; groups that share no unknown are solved separately."""
+    """Solve the ``equations``. Groups of equations that share no unknown are solved separately."""
     solved: dict[int, torch.Tensor] = {}
     left = list(equations)
     while left:

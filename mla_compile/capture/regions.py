@@ -1,6 +1,6 @@
-"""Replaces a part of a Dynamo graph by the operators that it runs below the dispatcher.
+"""Replaces a region of a Dynamo graph by the operators that the region runs below the dispatcher.
 
-It is used for values that exist only below the dispatcher: the batched tensors of ``torch.func``, and DTensors.
+This is needed for values that exist only below the dispatcher: the batched tensors of ``torch.func``, and DTensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def write_out(
 ) -> list[fx.Node]:
     """Replace ``region`` by the operators that it runs, traced on fake values; return the nodes of its results.
 
-    The nodes of ``region`` are in graph order; ``owner`` has the constants of the graph. ``enter`` converts the value
-    of a node outside the region to the value that the region reads, and ``leave`` converts a result of the region to
-    the value that is read outside. The new operators are inserted after the last node of the region. ``sizes``:
+    The nodes of ``region`` are in graph order, and ``owner`` has the constants of the graph. ``enter`` converts the
+    value of a node outside the region to the value that the region reads. ``leave`` converts a result of the region to
+    the value that is read outside. The new operators are inserted after the last node of the region. ``sizes`` are
     symbolic numbers that the new operators may use although the region itself does not read them.
     """
     graph = region[0].graph
@@ -60,15 +60,15 @@ def write_out(
         return tuple(leave(n, value) for n, value in zip(outputs, results, strict=True))
 
     values = [n.meta["example_value"] for n in operands]
-    # The tracing context's mode does not fit: Dynamo makes a new one for the compiler that it calls.
+    # Use the fake mode of the values. The tracing context has another mode, made by Dynamo for the compiler it calls.
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     with next(modes, nullcontext()), torch.no_grad(), fx.traceback.preserve_node_meta():
         try:
             traced = make_fx(run)(*values)
         except RecursionError:
-            # DTensor caches symbolic numbers across traces. If n = s + 1 comes from another trace, a lazily traced read
-            # makes the tracer express s as n - 1 and n by s, which never ends. Tracing numbers eagerly computes n from
-            # the input s. That is only the fallback, because it traces every number, and not all of them can be traced.
+            # DTensor caches symbolic numbers across traces. If n = s + 1 comes from another trace and numbers are
+            # traced lazily, the tracer expresses s as n - 1, then n by s, without end. Eager tracing computes n from
+            # the input s. It is only the fallback, because it traces every number, and some cannot be traced.
             traced = make_fx(functools.partial(run, numbers=nullcontext))(*values)
     results = splice(owner, region[-1], traced, operands)
     for node, result in zip(outputs, results, strict=True):

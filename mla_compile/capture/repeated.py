@@ -1,10 +1,12 @@
-"""Makes a graph functional layer by layer: a repeated stretch is traced once, and each repetition copies its trace.
+"""Makes a graph functional layer by layer: each repeated stretch is traced once, and its trace is copied.
 
 A trace takes milliseconds per operator, and the layers of a model are of only two or three kinds. Equal calls on equal
-inputs (:func:`mla_compile.repeats.find.form`: dtypes, sizes with their symbols, places in memory) make equal traces
-with equal guards. Because stretches are traced separately, a write is visible only in the stretch that writes. Later
-stretches are given the new value instead, so the written value has to be an input of the graph, and no other value
-passed between stretches may share its memory.
+inputs give equal traces with equal guards. :func:`mla_compile.repeats.find.form` defines equality, which includes
+dtypes, sizes with their symbols, and places in memory.
+
+Because stretches are traced separately, a write is visible only in the stretch that writes. Later stretches receive the
+new value instead. This works only if the write is to an input of the graph, and if no other value that is passed
+between stretches shares the memory of that input.
 """
 
 from __future__ import annotations
@@ -31,18 +33,21 @@ _LABELS = ("stack_trace", *_COPY_META_FIELDS)
 
 @dataclass(frozen=True)
 class _Piece:
-    """The trace of a kind of stretch; ``origins``: the position in the stretch of the call that each node came from."""
+    """The trace of a kind of stretch.
+
+    ``origins`` maps a node of the trace to the call that it came from, given by the call's position in the stretch.
+    """
 
     traced: Functional
     origins: dict[fx.Node, int]
 
 
 def traced_by_kind(gm: fx.GraphModule, values: Sequence[object]) -> Functional | None:
-    """The functional graph of ``gm`` for ``values``, one per placeholder; each kind of stretch is traced once.
+    """Return the functional graph of ``gm`` for ``values``, one per placeholder; trace each kind of stretch once.
 
     ``gm`` is as Dynamo or ``torch.export`` makes it, with ``meta["example_value"]`` or ``meta["val"]`` on every call.
-    Returns None if nothing repeats, or if the graph might differ from that of one trace. Raises whatever an operator
-    raises.
+    Returns None if nothing repeats, or if a trace of the whole graph might give a different result. Raises whatever an
+    operator raises.
     """
     given = fake_inputs(gm, values)
     if given is None or gm.graph.find_nodes(op="call_module"):
@@ -68,7 +73,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[object]) -> Functional |
             try:
                 piece = _traced(one)
             except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
-                piece = None  # another stretch may know the value
+                piece = None  # the value may be known in a trace of the whole graph
             if piece is None:
                 return None
             pieces[one.kind] = piece
@@ -78,7 +83,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[object]) -> Functional |
 
 
 def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
-    """The calls that compute sizes from input sizes: Dynamo puts some of them in the first layer that needs them."""
+    """Return the calls that compute sizes from input sizes. Dynamo puts some in the first layer that needs the size."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         of_sizes = all(
@@ -90,7 +95,7 @@ def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
 
 
 def _traced(one: Stretch) -> _Piece | None:
-    """The trace of a stretch; None if it might differ from that part of a trace of the whole graph."""
+    """Return the trace of a stretch; None if a trace of the whole graph might differ in this stretch."""
     module = graph_module({}, alone(one, one.inputs))
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     places = {node.name: place for place, node in enumerate(calls)}
@@ -101,7 +106,7 @@ def _traced(one: Stretch) -> _Piece | None:
     for place, result in zip(one.outputs, results[len(traced.written) :], strict=True):
         made = result.meta["val"] if isinstance(result, fx.Node) else result
         if known_of(made, begins=False) != known_of(one.steps[place].meta["val"], begins=False):
-            return None  # later stretches were analysed for the value that the graph records
+            return None  # later stretches were analysed with the value that the graph records
     origins: dict[fx.Node, int] = {}
     for node in traced.gm.graph.nodes:
         if node.meta.get("nn_module_stack") or "stack_trace" in node.meta:
@@ -112,7 +117,7 @@ def _traced(one: Stretch) -> _Piece | None:
 
 
 class _Unrolled:
-    """Builds the graph of all stretches, in order."""
+    """Builds the functional graph from the traces of all stretches, in order."""
 
     def __init__(
         self, fakes: Sequence[object], inputs: dict[fx.Node, int], sizes: Sequence[fx.Node], found: Sequence[Stretch]
@@ -151,7 +156,7 @@ class _Unrolled:
         returned = Counter(_memory(one.steps[place]) for place in one.outputs)
         for place, value in zip(piece.traced.written, new, strict=False):
             node = one.inputs[place]
-            # Results of this stretch include its write; values in that memory that other stretches receive do not.
+            # The results of this stretch show its write. Values from other stretches that share the memory would not.
             if not self._is_alone(node, returned):
                 return False
             self.values[node] = self.written[self.inputs[node]] = value
@@ -160,7 +165,7 @@ class _Unrolled:
         return True
 
     def _is_alone(self, node: fx.Node, returned: Counter[int | None]) -> bool:
-        """Whether the memory of ``node`` is used only by one input of the graph and results of the current stretch."""
+        """Whether only one input of the graph, and results of the current stretch, use the memory of ``node``."""
         memory = _memory(node)
         if node not in self.inputs or memory is None or not self.told:
             return False
@@ -172,7 +177,7 @@ class _Unrolled:
         return self._labelled(self.graph.node_copy(node, inside.__getitem__), node, one, piece)
 
     def _size(self, node: fx.Node, inside: dict[fx.Node, Any]) -> fx.Node:
-        """The node of a size. As in a trace of the whole graph, a size that follows from input sizes gets one node."""
+        """Return the node of a size. Equal sizes that are computed from input sizes share one, as in a whole trace."""
         size = node.meta["val"].node.expr
         known = all(inside[given] in self.known for given in node.all_input_nodes)
         if known and size in self.sizes:
@@ -208,16 +213,16 @@ class _Unrolled:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """The identity of the memory of a tensor that Dynamo saw, which views share with their base.
+    """Return a key of the memory of a tensor that Dynamo saw. A view and its base have the same key.
 
-    It is unknown for an exported program, whose values may have been serialised and loaded again.
+    Return None for an exported program, whose values may have been serialised and loaded again.
     """
     seen = node.meta.get("example_value")
     return memory_of(seen) if isinstance(seen, Tensor) else None
 
 
 def _as_traced(name: str, value: Any) -> object:
-    """A label of a node as a trace writes it, with names in place of module classes."""
+    """Return a label of a node in the form that a trace writes, with names in place of module classes."""
     if name != "nn_module_stack":
         return value
     return {

@@ -1,8 +1,8 @@
-"""Inputs that are tensor subclasses (quantized weights): makes the plain tensors inside them visible to the passes.
+"""Makes the plain tensors inside inputs that are tensor subclasses (quantized weights) visible to the passes.
 
 A subclass that ``torch.compile`` can trace names its plain tensors and can be rebuilt from them. The graph is traced
-over the plain tensors. Afterwards it reads them from the subclass with ``getattr``, so that callers pass the same
-inputs as before.
+over the plain tensors. Then the graph is changed to read the plain tensors from the subclass with ``getattr``, so that
+callers pass the same inputs as before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Rebuild:
 
 
 def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[object], list[Opened]]:
-    """Make ``gm`` take plain tensors for each subclass among ``values``; return the new values and the subclasses."""
+    """Make ``gm`` take the plain tensors of each subclass in ``values``; return the new values and the subclasses."""
     plain: list[object] = []
     opened: list[Opened] = []
     graph = gm.graph
@@ -79,9 +79,9 @@ def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[
 def close_subclasses(
     graph: fx.Graph, opened: Sequence[Opened], mutated: Sequence[str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Restore the opened inputs and read their plain tensors from them.
+    """Restore the opened inputs, and let the graph read the plain tensors from them.
 
-    Returns for each of these inputs its plain tensors, by the names of the nodes that read them.
+    Returns, for each opened input, its plain tensors by the names of the nodes that read them.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {one.name: {} for one in opened}
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
@@ -108,7 +108,7 @@ def close_subclasses(
 
 
 def _plain(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """The plain tensors in a subclass, with the attribute paths to them."""
+    """Return the plain tensors in a subclass, each with the attribute path to it."""
     names, _ = value.__tensor_flatten__()
     found: list[tuple[tuple[str, ...], torch.Tensor]] = []
     for name in names:

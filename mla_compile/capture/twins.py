@@ -1,4 +1,4 @@
-"""A second input beside each buffer of K or V that must stay as it is, for passes that may turn inputs into rows.
+"""Adds a second input, a twin, for each buffer of K or V that must stay as it is. Passes may turn the twin into rows.
 
 Before::
 
@@ -9,7 +9,7 @@ After, with a ``twin`` that holds the same values::
     new = index_copy(buffer, dim, positions, k);  buffer.copy_(new)
     own = index_copy(twin, dim, positions, k);    twin.copy_(own);  attention(q, own, ...)
 
-The caller's buffer is written to as before, but nothing in the graph reads it, so the twin may be kept as rows.
+The graph writes to the caller's buffer as before. Only the twin is read, so it may be kept as rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WRITES = {
 
 
 def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[str, str]]:
-    """Return a copy of ``program`` with a twin of each written buffer that allows one, and the buffer of each twin."""
+    """Return a copy of ``program`` with a twin for each written buffer that allows it, and a dict: twin -> buffer."""
     program = program.copy()
     graph, named = program.gm.graph, program.named()
     new = dict(zip(program.mutations, program.outputs, strict=False))
@@ -59,9 +59,9 @@ def with_twins(program: Program, buffers: Iterable[str]) -> tuple[Program, dict[
 
 
 def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
-    """Return the writes and views that lead from a buffer to its new value; None if other operators do.
+    """Return the writes and views that lead from a buffer to its new value; None if other operators are needed.
 
-    The written rows may depend on what the buffer held, as the keys of a layer depend on what earlier layers read.
+    The written rows may depend on the old value of the buffer: a layer's keys depend on what earlier layers read.
     """
     if not isinstance(new, fx.Node) or new is buffer or buffer.op != "placeholder":
         return None
@@ -75,7 +75,7 @@ def _writes(buffer: fx.Node, new: object) -> list[fx.Node] | None:
 
 
 def _repeat(graph: fx.Graph, buffer: fx.Node, twin: fx.Node, chain: list[fx.Node]) -> fx.Node:
-    """Write to ``twin`` what is written to ``buffer``, and let readers read it; return the twin's new value."""
+    """Repeat the writes to ``buffer`` on ``twin``, let all readers read the twin, and return the twin's new value."""
     copies = {buffer: twin}
     for node in chain:
         with graph.inserting_after(node):

@@ -1,10 +1,10 @@
-"""Traces loops over the experts that have tokens, which depend on data, as loops over all experts.
+"""Traces a loop over only those experts that have tokens as a loop over all experts.
 
-Mixture-of-experts layers that are written as a loop ask which experts have tokens (``nonzero``), and which tokens each
-of them has (``where``). An export has no values to answer that. An expert without tokens adds nothing, so the loop may
-visit every expert. Products of an expert without tokens have no rows, so code that skips this case may run as if there
-were rows. Neither assumption can be proved from the outside, so a program that is exported in this mode is compared
-with the original.
+A mixture-of-experts layer that is written as a loop computes which experts have tokens (``nonzero``), and which tokens
+each expert has (``where``). Both depend on values, which an export does not have. An expert without tokens adds
+nothing, so the loop may visit every expert. The products of such an expert have no rows, so a test that skips empty
+experts may be traced as if there were rows. Neither assumption can be proved from outside the model, so a program that
+is exported in this mode is compared with the original.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UnrolledExperts(TorchFunctionMode):
             self._every = torch.tensor([[index] for index in range(args[0].shape[0])])
             return self._every
         if func is torch.Tensor.unbind and args[0] is self._every and self._every is not None:
-            # Constants created here keep their values in a trace; parts of a traced tensor do not.
+            # Constants created here keep their values in a trace. Slices of a traced tensor do not.
             return tuple(torch.tensor([index]) for index in range(self._every.shape[0]))
         result = func(*args, **given)
         if func is torch.where and len(args) == 1 and not given:

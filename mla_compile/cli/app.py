@@ -31,7 +31,7 @@ _MOST_CONTEXT = 2**27
 
 
 class _Plain(TyperCommand):
-    """A command whose help is plain text: in the columns of a table, the names of its options would be cut."""
+    """A command whose help is plain text, because the columns of a table would cut the names of its options."""
 
     def format_help(self, *how: Any) -> None:
         self.rich_markup_mode = None
@@ -73,7 +73,7 @@ def demo(
 ) -> None:
     """Optimize a small model in the shape of DeepSeek-V3, compare its tokens with the original's, and time both.
 
-    The model is built from its config with seeded weights: no download.
+    The model is built from its config with seeded weights, so nothing is downloaded.
 
     Exits with 0 if the tokens are the same, 1 if they differ, 2 if the demo cannot run.
     """

@@ -50,7 +50,7 @@ def bench(
 ) -> None:
     """Measure decode steps on this machine: eager PyTorch, Inductor and mla, in turns in one process.
 
-    The model has random weights, few layers and a small vocabulary; caches are filled with random rows, so no prompt is
+    The model has random weights, few layers and a small vocabulary. Caches are filled with random rows, so no prompt is
     run. All variants must give the same logits before anything is timed. Ctrl-C shows the results so far.
 
     Exits with 0 after measuring, 1 if there is nothing to compare (no Multi-head Latent Attention, nothing absorbed,
@@ -88,7 +88,7 @@ def bench(
 
 
 def _run(run: Bench) -> bool:
-    """Measure; return whether it was interrupted."""
+    """Measure, and return whether this was interrupted."""
     try:
         with progress(run.stages()) as stage:
             for name in run.run():

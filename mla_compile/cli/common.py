@@ -46,7 +46,7 @@ _EXTRAS = {
 }
 
 _QUIET = {
-    # torch logs a whole traceback for a failure on tensors without values; our one line already says what failed.
+    # torch logs a whole traceback for a failure on tensors without values; our one-line error already says what failed.
     "torch._subclasses.fake_tensor": logging.CRITICAL,
     # Libraries warn about missing GPUs and about each other's deprecations in the middle of our output.
     "torch.utils.cpp_extension": logging.ERROR,
@@ -59,12 +59,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Turn an error that is not our bug into one line on stderr and an exit code."""
+    """Turn an expected error into one line on stderr and an exit code; a bug of mla_compile keeps its traceback."""
     for name, level in _QUIET.items():
         logging.getLogger(name).setLevel(level)
     try:
         yield
-    except BrokenPipeError:  # the reader of the pipe has closed it; click then ends quietly
+    except BrokenPipeError:  # the reader has closed the pipe; click then ends quietly
         raise
     except TargetError as error:
         raise failed(error, BAD_INPUT) from None
@@ -87,7 +87,7 @@ def ending() -> Iterator[None]:
 
 
 def failed(error: object, code: int) -> typer.Exit:
-    """Print an error in one line, even if its message has several; return the exit to raise."""
+    """Print an error in one line, even if its message has several lines, and return the exit to raise."""
     err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(code)
 
@@ -104,7 +104,10 @@ def say(*lines: str) -> None:
 
 
 def show_table(table: Table) -> None:
-    """Print a table to stdout with every digit: at full width to a file or a pipe, row by row on a narrow terminal."""
+    """Print a table to stdout without cutting numbers.
+
+    A file or a pipe gets the full width. A narrow terminal gets the table row by row.
+    """
     needed = Measurement.get(out, out.options.update(max_width=10_000), table).maximum
     if needed <= out.width:
         out.print(table)
@@ -141,12 +144,12 @@ def progress(total: int) -> Iterator[Stages]:
 
 
 class Stages:
-    """Advances a progress bar; called with the name of each stage as it begins."""
+    """Advances a progress bar when it is called with the name of a stage that begins."""
 
     def __init__(self, bar: Progress, total: int) -> None:
         self._bar, self._task, self._begun = bar, bar.add_task("", total=total), False
 
     def __call__(self, stage: str) -> None:
-        """Advance past the previous stage, and show this one's name."""
+        """Advance past the previous stage, and show the name of this one."""
         self._bar.update(self._task, description=stage, advance=int(self._begun))
         self._begun = True

@@ -41,7 +41,7 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export a model to ONNX, decoding in absorbed form.
+    """Export a model to ONNX, with decoding in absorbed form.
 
     Exits with 0 after writing, 1 if the model cannot be exported, 2 for input that cannot be used. In the last two
     cases nothing is written.

@@ -80,15 +80,15 @@ def plan(
 ) -> None:
     """Plan serving: weights, cache per user, users that fit, floors of a step and of prompts, and what bounds them.
 
-    Weights are counted as the config stores them, plus the dequantized W_kc and W_v that absorbing keeps. With --dtype
-    all weights count in one dtype, and nothing is kept beside them.
+    Weights are counted as the config stores them, plus the dequantized W_kc and W_v that absorption keeps. With
+    --dtype, all weights are counted in one dtype, without dequantized copies.
 
     A floor is the least time that memory, arithmetic and links allow, at the shares of their data sheets that good
-    kernels reach; real steps take longer. Latent attention counts in its absorbed form, plain attention as it is.
-    Prompts count in the form with fewer FLOPs, each read in one pass.
+    kernels reach; real steps take longer. Latent attention is counted in its absorbed form, plain attention as it is.
+    Prompts are counted in the form with fewer FLOPs, each read in one pass.
 
     With --draft-tokens a step verifies the drafts, and tokens/s count the accepted ones. If the config names layers
-    that draft (num_nextn_predict_layers), each counts like the last layer.
+    that draft (num_nextn_predict_layers), each is counted like the last layer.
 
     Exits with 0 if the users fit in at least one layout, 1 if they fit in none, 2 for input that cannot be read.
     """
@@ -194,7 +194,7 @@ def _show(result: DeploymentPlan) -> None:
         table.add_column(name, justify="right")
     rows = result.layouts
     _fits(table, request, rows)
-    if result.fits:  # floors are shown only if something fits
+    if result.fits:  # floors are shown only if the users fit in some layout
         _step(table, request, rows)
         _prompts(table, request, rows)
     show_table(table)

@@ -1,4 +1,4 @@
-"""``mla-compile run``: generate token ids with an exported model and print them as they come."""
+"""``mla-compile run``: generate token ids with an exported model, and print each id as soon as it is known."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(
 ) -> None:
     """Generate token ids with an exported model.
 
-    New ids go to stdout as they come. One prompt gives one line. Several prompts give a line per step with a column per
-    prompt, and a - in the column of a prompt that has ended. Everything else goes to stderr.
+    New ids are printed to stdout as they are generated. One prompt gives one line. Several prompts give a line per step
+    with a column per prompt, and a - in the column of a prompt that has ended. Everything else is printed to stderr.
 
     Exits with 0 after generating, 2 if the model or its options cannot be used.
     """
@@ -53,7 +53,7 @@ def run(
         prompts = [_ids(text) for text in prompt_ids]
         if max_new_tokens > _MOST_TOKENS:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected a whole number from 1 to {_MOST_TOKENS:,}")
-        # Imported on use: they need the extra ``onnx``, which most commands do not.
+        # Imported here, because they need the extra ``onnx``, which most commands do not need.
         from mla_compile.onnx.generation import Generation
         from mla_compile.onnx.sampling import Sampling
         from mla_compile.onnx.session import Session
@@ -97,7 +97,7 @@ def _stream(session: Session, prompts: list[list[int]], steps: Generation, *, qu
     if len(rows) == 1 and not quiet:
         typer.echo()
     first, rest = times[1] - times[0], times[-1] - times[1]
-    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row counts as part of the prompt
+    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row is timed with the prompt
     rate = decoded / rest if decoded else None
     said = f"prompt: {sum(map(len, prompts))} tokens in {first * 1000:.1f} ms"
     if rate is not None:

@@ -23,12 +23,15 @@ def count(text: str, what: str, most: int, least: int = 1) -> int:
 
 
 def counts(text: str, what: str, most: int) -> tuple[int, ...]:
-    """Parse numbers separated by commas; return them sorted, without duplicates. Raises :class:`InputError`."""
+    """Parse numbers separated by commas, and return them sorted, without duplicates. Raises :class:`InputError`."""
     return tuple(sorted({count(part, what, most) for part in text.split(",")}))
 
 
 def dtype(text: str, what: str = "dtype", known: Collection[str] = BYTES.keys()) -> str:
-    """Return the name in ``known`` for a dtype, also for its long name (``bfloat16``). Raises :class:`InputError`."""
+    """Return the name in ``known`` of a dtype, which may be given by its long name (``bfloat16``).
+
+    Raises :class:`InputError` for an unknown dtype.
+    """
     name = _LONG.get(text.lower(), text.lower())
     if name not in known:
         raise InputError(f"{what} is {text!r}, expected one of {', '.join(known)}{nearest(name, known)}")

@@ -1,1 +1,1 @@
-"""Basic records and helpers for every package. Of our other modules, they import only errors, codes and the version."""
+"""Basic records and helpers for every package. Outside this package, they import only errors, codes and version."""

@@ -1,4 +1,4 @@
-"""Structural keys of values: calls with equal keys compute the same function, whatever tensors they are given."""
+"""Structural keys of values. Calls with equal keys compute the same function of the tensors that they are given."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable
 import torch
 
 PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types of constants for which ``==`` of the values is the right comparison."""
+"""Types of constants that can be compared by ``==``."""
 
 
 def known_of(value: object, *, begins: bool = True) -> Hashable:
-    """The key of a value, such as a tensor, a number, or a list of these.
+    """Return the key of a value, such as a tensor, a number, or a list of these.
 
-    A tensor's key has its class, dtype, device, flags, sizes and strides, and with ``begins`` its storage offset.
+    A tensor's key has its class, dtype, device, flags, sizes and strides. With ``begins``, it also has its storage
+    offset.
     """
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
@@ -27,7 +28,7 @@ def known_of(value: object, *, begins: bool = True) -> Hashable:
 
 
 def each(value: object, read: Callable[[object], Hashable]) -> Hashable:
-    """``value`` with every leaf of its nested lists, tuples, dicts and slices replaced by its key from ``read``."""
+    """Return ``value``, in which every leaf of nested lists, tuples, dicts and slices is replaced by ``read(leaf)``."""
     if isinstance(value, (tuple, list)):
         return type(value).__name__, *(each(one, read) for one in value)
     if isinstance(value, dict):
@@ -38,14 +39,21 @@ def each(value: object, read: Callable[[object], Hashable]) -> Hashable:
 
 
 def constant_of(value: object) -> Hashable:
-    """A key that tells 1, 1.0 and True apart and equates NaN with itself; any other object equals only itself."""
+    """Return the key of a constant.
+
+    The keys of 1, 1.0 and True differ, and the key of NaN equals itself. An object that is neither a number nor of a
+    type in :data:`PLAIN` has a key that equals only keys of the same object.
+    """
     if isinstance(value, (float, complex)):
         return type(value), str(value)
     return (type(value), value) if isinstance(value, PLAIN) else Itself(value)
 
 
 class Itself:
-    """The key of one object, equal only to its other keys. It keeps the object, so that no other gets its ``id``."""
+    """The key of one object, equal only to other keys of the same object.
+
+    It keeps the object alive, so that no other object gets the same ``id``.
+    """
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -58,9 +66,9 @@ class Itself:
 
 
 def number_of(value: object) -> Hashable:
-    """The key of a number: the expression of a symbolic one, else its value."""
+    """Return the key of a number: the expression of a symbolic number, or the value of any other."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         expression = value.node.expr
-        # Not the bare expression: SymPy cannot compare one with a tuple that contains a type.
+        # The expression is put in a tuple, because SymPy cannot compare a bare one with a tuple that contains a type.
         return constant_of(int(expression)) if expression.is_Integer else ("expression", expression)
     return constant_of(value)

@@ -1,6 +1,6 @@
-"""The name of the cache argument of causal language models of transformers: ``cache`` since 5.24.
+"""The name of the cache argument of transformers' causal language models.
 
-Before, it was ``past_key_values``.
+It is ``cache`` since transformers 5.24, and was ``past_key_values`` before.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ OLD, NEW = "past_key_values", "cache"
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """The argument of ``forward`` that takes the cache; the older name if its signature has neither."""
+    """Return the name of the cache argument of ``forward``; the older name if ``forward`` has neither argument."""
     return NEW if NEW in inspect.signature(model.forward).parameters else OLD
 
 
 def cache_of(out: object) -> Any:
-    """The cache in the result of ``forward``, or None."""
+    """Return the cache in the result of ``forward``; None if there is none."""
     # Try the newer name first: later releases warn about the older one.
     cache = getattr(out, NEW, None)
     return getattr(out, OLD, None) if cache is None else cache

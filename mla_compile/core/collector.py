@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 def pause() -> None:
-    """Disable the cycle collector until :func:`resume` has been called as often; reference counting goes on."""
+    """Disable the cycle collector until :func:`resume` ends every pause. Reference counting continues."""
     with _lock:
         if not _State.inside:
             _State.ran = gc.isenabled()
@@ -32,7 +32,7 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """End one :func:`pause`; the last one re-enables the collector if it was enabled before the first."""
+    """End one pause. After the last pause, the collector is enabled again if it was enabled before the first."""
     with _lock:
         _State.inside -= 1
         if not _State.inside and _State.ran:

@@ -12,7 +12,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: its meaning, its labels, and the bounds of its buckets (s) if it is a distribution."""
+    """One metric: its meaning, its labels, and, for a distribution, the bounds of its buckets in seconds."""
 
     meaning: str
     labels: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ KINDS: Mapping[str, Metric] = {
     "time_to_first_token_seconds": Metric("From the arrival of a request to its first token.", bounds=_FIRST),
     "inter_token_latency_seconds": Metric("From one token of a request to its next.", bounds=_NEXT),
     "e2e_request_latency_seconds": Metric("From the arrival of a request to its last token.", bounds=_FIRST),
-    # Our own.
+    # mla_compile's own.
     "compilations": Metric("Graphs that code was made for, by what they compute.", ("graph",)),
     "fallbacks": Metric("What ran in a slower way than was meant, by the reason.", ("reason",)),
     "kernels": Metric("Kernels for CPU that were loaded: native, or torch's operators.", ("kind",)),
@@ -69,13 +69,16 @@ def observe(name: str, seconds: float) -> None:
 
 
 def counted() -> dict[str, dict[Labels, float]]:
-    """All counters so far, by their labels."""
+    """Return all counters so far: name -> labels -> count."""
     with _lock:
         return {name: dict(of) for name, of in _counts.items()}
 
 
 def distributed() -> dict[str, tuple[list[tuple[float, int]], float]]:
-    """All distributions so far: the cumulative count up to each bound, infinity last, and the sum of the values (s)."""
+    """Return all distributions so far, by name.
+
+    Each has the cumulative count up to each bound (infinity last), and the sum of its values in seconds.
+    """
     with _lock:
         return {name: (_up_to(one), one.sum) for name, one in _distributions.items()}
 

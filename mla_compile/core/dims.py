@@ -25,10 +25,10 @@ from dataclasses import dataclass
 class Dims:
     """The sizes of one Multi-head Latent Attention site (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    ``Q`` is the input width of the query projection: that of the query latent, or the model width if queries are not
-    compressed. ``D`` is the model width. Either is ``None`` if the graph does not show it. ``A`` of the ``R`` rotary
-    values are added to other columns of a key instead of being concatenated. There are ``G`` groups of ``H`` heads;
-    each group has these sizes and a latent of its own.
+    ``Q`` is the input width of the query projection: the width of the query latent, or the model width if queries are
+    not compressed. ``D`` is the model width. ``Q`` and ``D`` are ``None`` if the graph does not show them. ``A`` of the
+    ``R`` rotary values are added to other columns of a key instead of being concatenated. There are ``G`` groups of
+    ``H`` heads. Each group has these sizes and its own latent.
     """
 
     H: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["attention", "op", "weight", "cache", "latent", "input"]
-"""``input``: computed outside of the drawing. ``latent``: the rows that all heads read."""
+"""``input``: a value computed outside the drawing. ``latent``: the rows that all heads read."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class DrawnNode:
 
     Attributes:
         name: the name of the node in the graph, or of the last node of a chain.
-        label: its operators, or the origin of an input or a weight.
-        shape: its sizes as text, symbols included.
-        dtype: the dtype of its value.
-        role: its role in the attention.
+        label: the node's operators, or the origin of an input or a weight.
+        shape: the sizes of the node's value as text, symbols included.
+        dtype: the dtype of the node's value.
+        role: the node's role in the attention.
         source, code: ``file:line`` and the text of the user's source line, if the trace recorded it.
         blamed: whether this node prevents absorption.
     """
@@ -35,7 +35,7 @@ class DrawnNode:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Nodes, and edges as pairs of node positions: from a value to its reader."""
+    """Nodes, and edges as pairs of positions in ``nodes``: the position of a value, then that of its reader."""
 
     nodes: tuple[DrawnNode, ...]
     edges: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Helpers for writing files, and folders that are written whole or not at all."""
+"""Helpers for writing files, and for writing folders whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mla_compile.errors import TargetError
 
 @contextmanager
 def new_folder(target: Path, mode: int = 0o777) -> Iterator[Path]:
-    """Create a folder beside ``target`` that takes its place if the block ends without an error.
+    """Create a temporary folder next to ``target``, which replaces ``target`` if the block ends without an error.
 
-    If anything fails, the previous contents of ``target`` stay. The folder gets the permissions of ``mode``, less the
-    process's umask.
+    If anything fails, ``target`` keeps its previous contents. The new folder gets the permissions in ``mode``, except
+    for those that the process's umask removes.
 
     Raises:
         TargetError: the folder cannot be written.
@@ -38,12 +38,12 @@ def new_folder(target: Path, mode: int = 0o777) -> Iterator[Path]:
 
 
 def unwritable(target: Path, error: OSError) -> TargetError:
-    """The error for a folder that the operating system does not let us write."""
+    """Return the error for a folder that the operating system does not let this process write."""
     return TargetError(f"{target} cannot be written: {error.strerror or error}")
 
 
 def umask() -> int:
-    """The permissions that new files of this process do not get. The only way to read the mask is to set it."""
+    """Return the permissions that new files of this process do not get. The only way to read them is to set them."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

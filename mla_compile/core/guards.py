@@ -1,8 +1,8 @@
-"""The guards of a graph with dynamic sizes, as a predicate on other sizes.
+"""Turns the guards of a graph with dynamic sizes into a predicate on other sizes.
 
-torch's own ``ShapeEnv.produce_guards_expression`` joins the guards with ``and`` without parentheses. A guard that
-contains ``or`` then splits the whole expression: only the guards before it or those after it have to hold (torch 2.13
-and 2.15).
+torch's own ``ShapeEnv.produce_guards_expression`` is not used, because it joins the guards with ``and`` without
+parentheses (torch 2.13 and 2.15). A guard that contains ``or`` then splits the whole expression: it is enough if the
+guards before the ``or`` hold, or those after it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ Holds = Callable[[Sequence[object]], bool]
 
 
 def guards_of(env: ShapeEnv, placeholders: Sequence[object], *, ignore_static: bool = True) -> Holds:
-    """A predicate: whether values in place of ``placeholders`` (fake tensors or symbolic numbers) satisfy the guards.
+    """Return a predicate: whether values in place of ``placeholders`` satisfy the guards.
 
-    ``ignore_static``: sizes that were constants when the graph was made are not checked.
+    ``placeholders`` are fake tensors or symbolic numbers. With ``ignore_static``, sizes that were constants when the
+    graph was made are not checked.
     """
     sources = [LocalSource(f"t{index}") for index in range(len(placeholders))]
     guards = env.produce_guards(list(placeholders), sources, ignore_static=ignore_static)

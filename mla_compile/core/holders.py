@@ -21,9 +21,9 @@ def is_collection(value: object) -> bool:
 
 
 def is_closure(value: object) -> bool:
-    """Whether a value is a function with variables of an enclosing function.
+    """Whether a value is a function that uses variables of an enclosing function.
 
-    Functions of torch do not count: they belong to compiled code, and hold what that code was made for.
+    torch's functions do not count: they belong to compiled code, and hold the objects that it was compiled for.
     """
     return is_a(value, FunctionType) and value.__closure__ is not None and not is_torchs(value)
 
@@ -34,7 +34,7 @@ def is_torchs(function: FunctionType) -> bool:
 
 
 def variables(function: FunctionType) -> dict[str, Any]:
-    """The variables of enclosing functions that a function uses, by name, without those that are not set yet."""
+    """Return, by name, the variables of enclosing functions that a function uses and that are set already."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -45,7 +45,7 @@ def variables(function: FunctionType) -> dict[str, Any]:
 
 
 def items_of(value: object) -> dict[Any, Any] | None:
-    """The values in a holder, by key; None if ``value`` is not a holder."""
+    """Return the values in a holder, by key; None if ``value`` is not a holder."""
     if is_collection(value):
         return dict(value if is_a(value, dict) else enumerate(value))  # type: ignore[arg-type]
     if is_a(value, MethodType):
@@ -56,7 +56,7 @@ def items_of(value: object) -> dict[Any, Any] | None:
 
 
 def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
-    """A holder of the same kind with other items under the same keys."""
+    """Return a holder of the same kind with other items under the same keys."""
     if is_a(value, MethodType):
         return MethodType(value.__func__, items["__self__"])
     if is_a(value, partial):
@@ -74,9 +74,10 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
 
 
 def _with_variables(function: FunctionType, new: Mapping[str, Any]) -> FunctionType:
-    """A copy of the function with other variables; unchanged ones stay shared with the enclosing functions.
+    """Return a copy of the function with ``new`` values for its variables of enclosing functions.
 
-    A variable that holds the function itself holds the copy instead.
+    Variables that do not change stay shared with the enclosing functions. If a variable holds the function itself, the
+    copy's variable holds the copy.
     """
     now = variables(function)
     changed = {name: CellType(one) for name, one in new.items() if one is function or one is not now[name]}

@@ -1,10 +1,10 @@
-"""Modules within a model that its methods may call directly, and copies of them.
+"""Finds and copies the modules within a model that the model's methods may call directly.
 
-These are models (modules with layers), and any other module that has submodules and is in an attribute that a method
-names. Such a module may also be in a ``ModuleList``, ``Sequential`` or ``ModuleDict``, in a collection or a closure
-(:mod:`mla_compile.core.holders`), or in an object of any other class (:mod:`mla_compile.core.objects`). An attribute
-that a method names may also belong to a module or an object below the method's own, as in ``for layer in self.layers:
-layer.attention(x)``.
+There are two kinds: models (modules with layers), and other modules with submodules that are in an attribute which a
+method names. The attribute may hold the module itself, or hold it in a ``ModuleList``, ``Sequential`` or
+``ModuleDict``, in a collection or a closure (:mod:`mla_compile.core.holders`), or in an object of any other class
+(:mod:`mla_compile.core.objects`). The attribute may belong to the method's own module, or to a module or object below
+that module, as in ``for layer in self.layers: layer.attention(x)``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINE
 def copy_called(
     root: nn.Module, original: nn.Module, model: Callable[[nn.Module], nn.Module], other: Callable[[Any], Any]
 ) -> None:
-    """Within ``root``, a copy of ``original``, replace each module that methods may call directly by a copy.
+    """Replace each module within ``root`` that methods may call directly by a copy. ``root`` is a copy of ``original``.
 
-    ``model`` copies a module with layers, ``other`` any other module. The containers and objects that lead to copies
-    are copied, too; everything else is shared. Attributes that are bound methods of copied modules or objects are bound
-    to the copies instead.
+    ``model`` copies a module with layers, and ``other`` copies any other module. Containers and objects that lead to
+    copies are copied, too; everything else is shared. If an attribute is a bound method of a copied module or object,
+    it is bound to the copy instead.
     """
     copies: dict[int, Any] = {id(original): root, id(root): root}
     found = _Finding.of(root, original)
@@ -58,7 +58,7 @@ def copy_called(
 
 
 def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
-    """Return a method of a copied object, also inside a ``partial``, bound to the copy instead."""
+    """Return ``value``; a method of a copied object, also inside a ``partial``, is replaced by that of the copy."""
     if is_a(value, MethodType) and id(value.__self__) in copies:
         return MethodType(value.__func__, copies[id(value.__self__)])
     if type(value) is partial:
@@ -68,36 +68,36 @@ def _rebound(value: Any, copies: Mapping[int, Any]) -> Any:
 
 
 def called_within(root: nn.Module) -> dict[nn.Module, str]:
-    """The modules that :func:`copy_called` copies, outer ones first, and their paths from ``root``."""
+    """Return the modules that :func:`copy_called` copies, outer modules first, each with its path from ``root``."""
     return _Finding.of(root, root).modules
 
 
 def models_within(root: nn.Module) -> list[nn.Module]:
-    """The modules of :func:`called_within` that have layers."""
+    """Return the modules of :func:`called_within` that have layers."""
     return [module for module in called_within(root) if _has_layers(module)]
 
 
 class _Visit:
-    """Follows what the methods of a module name to the modules that they may call directly."""
+    """Follows the names in a module's methods to the modules that these methods may call directly."""
 
     def __init__(self, roots: tuple[nn.Module, nn.Module]) -> None:
         self.roots = roots
         self.within_functions: list[FunctionType] = []
 
     def module(self, module: nn.Module, path: str, names: Names) -> Any:
-        """The replacement of a called module; ``names``: what the methods of its owners name."""
+        """Return the replacement of a called module. ``names``: the names that the methods of its owners use."""
         raise NotImplementedError
 
     def other(self, value: Any, path: str, names: Names) -> Any:
-        """The replacement of any other object."""
+        """Return the replacement of any other object."""
         raise NotImplementedError
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """The replacement of a container or a holder, with ``items``."""
+        """Return the replacement of a container or a holder, with ``items`` as its contents."""
         raise NotImplementedError
 
     def below(self, owner: nn.Module, path: str, names: Names) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The replacements of the submodules and of the attributes of ``owner`` that are or hold called modules."""
+        """Return the replacements of those submodules and attributes of ``owner`` that are or hold called modules."""
         names = named_by(type(owner), names)
         names |= {name for name, value in vars(owner).items() if is_closure(value) and not name.startswith("_")}
         own = {name: value for name, value in vars(owner).items() if name != "_modules"}
@@ -108,12 +108,15 @@ class _Visit:
         return self.each(modules, path, names), self.each(others, path, names)
 
     def within(self, value: Any, path: str, names: Names) -> dict[Any, Any]:
-        """The replacements of those attributes of an object that are or hold called modules."""
+        """Return the replacements of those attributes of an object that are or hold called modules."""
         names = named_by(type(value), names)
         return self.each({key: (one, key in names) for key, one in attributes(value).items()}, path, names)
 
     def each(self, held: Mapping[Any, tuple[Any, bool]], path: str, names: Names) -> dict[Any, Any]:
-        """The replacements that differ from the values in ``held``: key -> value, whether a method names the key."""
+        """Return the replacements of values in ``held``, by key. Keys whose values stay the same are left out.
+
+        ``held`` maps each key to its value, and to whether a method names the key.
+        """
         made = {
             key: self.replaced(value, f"{path}.{key}" if path else str(key), names, named=named)
             for key, (value, named) in held.items()
@@ -121,9 +124,9 @@ class _Visit:
         return {key: value for key, value in made.items() if value is not held[key][0]}
 
     def replaced(self, value: Any, path: str, names: Names, *, named: bool) -> Any:
-        """``value`` with each called module in it replaced; the same object if there is none.
+        """Return ``value`` with each called module in it replaced; ``value`` itself if there is no called module.
 
-        A ``ModuleDict`` is searched for models even if no method names it.
+        A ``ModuleDict`` is searched for models even if no method names the dict.
         """
         items: Mapping[Any, Any] | None
         if is_a(value, nn.Module):
@@ -137,7 +140,7 @@ class _Visit:
         named = named or type(value) in BOUND
         function = value.__func__ if is_a(value, MethodType) else value
         if is_a(function, FunctionType):
-            if not named or function in self.within_functions:  # the latter: a function that calls itself
+            if not named or function in self.within_functions:  # the second condition: the function calls itself
                 return value
             names |= names_in(function, object)
             self.within_functions.append(function)
@@ -150,8 +153,8 @@ class _Visit:
 def _may_lead(name: str, value: Any, *, named: bool) -> bool:
     """Whether an attribute that is not a module may lead to modules.
 
-    Functions that wrappers keep do not (their names contain ``forward``), nor does a closure in the place of a method
-    of ``nn.Module``.
+    Functions that wrappers keep do not. They are in attributes whose names contain ``forward``. A closure that replaces
+    a method of ``nn.Module`` does not, either.
     """
     if type(value) in BOUND or is_closure(value):
         return "forward" not in name and (type(value) in BOUND or (named and not hasattr(nn.Module, name)))
@@ -163,10 +166,10 @@ class _Finding(_Visit):
 
     Attributes:
         modules: the called modules, with their paths.
-        staying: the identities of objects that are not copied, because something uncopied holds them, too.
-        objects: the objects that lead to called modules, by identity, without those in ``staying``.
-        functions: the closures that lead to called modules, by identity.
-        names: for each module or object, by identity, all names that methods on the ways to it use.
+        staying: the ids of objects that must not be copied, because something uncopied holds them, too.
+        objects: id -> object, for the objects that lead to called modules and are not in ``staying``.
+        functions: id -> closure, for the closures that lead to called modules.
+        names: id of a module or object -> all names that methods on the paths to the module or object use.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module, staying: Collection[int]) -> None:
@@ -179,7 +182,7 @@ class _Finding(_Visit):
 
     @classmethod
     def of(cls, root: nn.Module, original: nn.Module) -> _Finding:
-        """The search from ``root``, without objects that are also held by something uncopied."""
+        """Return the search from ``root`` whose ``staying`` has every object that something uncopied also holds."""
         staying: set[int] = set()
         while True:
             search = cls(root, original, staying)
@@ -190,7 +193,7 @@ class _Finding(_Visit):
             staying |= more
 
     def _all(self) -> None:
-        """Search until nothing new is found: if objects hold each other, one search may miss some of them."""
+        """Search until nothing new is found, because one search may miss objects that hold each other."""
         before = -1
         while len(self.objects) > before:
             before = len(self.objects)
@@ -199,7 +202,7 @@ class _Finding(_Visit):
             self.module(self.roots[0], "", frozenset())
 
     def module(self, module: nn.Module, path: str, names: Names) -> Any:
-        """Note a module, and go on below it."""
+        """Record a module, and search below it."""
         if module in self.roots:
             module, path = self.roots[0], ""
         elif module not in self.modules:
@@ -209,26 +212,26 @@ class _Finding(_Visit):
         return _FOUND
 
     def other(self, value: Any, path: str, names: Names) -> Any:
-        """Note an object if it leads to modules."""
+        """Record an object if it leads to modules."""
         news = id(value) not in self.staying and self._is_news(value, names)
         if news and self.within(value, path, self.names[id(value)]):
             self.objects[id(value)] = value
         return _FOUND if id(value) in self.objects else value
 
     def _is_news(self, value: object, names: Names) -> bool:
-        """Note ``names`` for a value. Return whether it was not visited yet with all of them."""
+        """Record ``names`` for a value. Return whether the value, or any of the names, is new."""
         known = self.names.get(id(value))
         self.names[id(value)] = names | (known or frozenset())
         return known is None or not names <= known
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """Count a holder of something found as found, too, and note it if it is a closure."""
+        """Report that the holder leads to a called module, and record the holder if it is a closure."""
         if is_a(value, FunctionType):
             self.functions[id(value)] = value
         return _FOUND
 
     def _held_elsewhere(self) -> set[int]:
-        """The identities of found objects that are also held by something uncopied, which has to see their state."""
+        """Return the ids of found objects that something uncopied also holds: a copy would hide state from it."""
         copied = {*self.roots, *self.modules}
         own = [value for module in copied for value in vars(module).values()]
         own += [value for one in self.objects.values() for value in attributes(one).values()]
@@ -262,7 +265,7 @@ class _Copying(_Visit):
         self.copy_of_model, self.copy_of_other = model, other
 
     def visit(self, owner: nn.Module, path: str, names: Names) -> None:
-        """Replace the called modules that a copy leads to."""
+        """Replace the called modules that ``owner``, which is a copy, leads to."""
         modules, others = self.below(owner, path, names)
         if modules:
             vars(owner)["_modules"] = copy.copy(owner._modules)
@@ -270,14 +273,14 @@ class _Copying(_Visit):
         vars(owner).update(others)
 
     def module(self, module: nn.Module, path: str, names: Names) -> Any:
-        """The copy of a module."""
+        """Return the copy of a module."""
         if id(module) not in self.copies:
             self.copies[id(module)] = made = (self.copy_of_model if _has_layers(module) else self.copy_of_other)(module)
             self.visit(made, path, self.found.names[id(module)])
         return self.copies[id(module)]
 
     def other(self, value: Any, path: str, names: Names) -> Any:
-        """The copy of an object that leads to modules."""
+        """Return the copy of an object that leads to modules; any other object is returned itself."""
         if id(value) not in self.found.objects:
             return value
         if id(value) not in self.copies:
@@ -286,7 +289,7 @@ class _Copying(_Visit):
         return self.copies[id(value)]
 
     def holder(self, value: Any, items: dict[Any, Any]) -> Any:
-        """A container or holder of the same kind with ``items``."""
+        """Return a container or holder of the same kind with ``items`` as its contents."""
         if isinstance(value, nn.Module):
             container = shallow(value)
             vars(container)["_modules"] = items
@@ -295,24 +298,24 @@ class _Copying(_Visit):
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module without layers may have an attention: it has submodules, and is not a linear layer.
+    """Whether a module without layers may contain an attention: it has submodules, and is not a linear layer.
 
-    A linear layer is not copied, so that its state, such as its active adapter, is always that of the original.
+    A linear layer is never copied, so that changes of its state, such as the active adapter, take effect everywhere.
     """
     product = isinstance(getattr(module, "in_features", None), int)
     return _can_be_copied(module) and any(module.children()) and not product
 
 
 def _can_be_copied(module: nn.Module) -> bool:
-    # FSDP2 gives a module a class with a __new__ of its own, and looks the module up by identity, so no copy would do.
+    # FSDP2 gives a module a class with its own __new__, and looks the module up by identity. A copy would not work.
     return not (isinstance(module, NOT_COPIED) or type(module).__new__ is not object.__new__ or is_parametrized(module))
 
 
 def _has_layers(module: nn.Module) -> bool:
-    """Whether a module is a model: a container in it has modules that have submodules."""
+    """Whether a module is a model: a container in it holds modules that have submodules."""
     if not _can_be_copied(module):
         return False
-    # An adapter's factors and a parametrized module's parametrizations are in containers, too, but are no layers.
+    # Containers may also hold adapters' factors or parametrizations, which are not layers.
     containers = (one for one in module.modules() if isinstance(one, CONTAINERS))
     layers = (one for container in containers for one in container.children())
     return any(any(one.children()) and not isinstance(one, ParametrizationList) for one in layers)

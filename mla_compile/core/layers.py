@@ -1,11 +1,11 @@
-"""Layers that compiled code calls as one operator, because Dynamo cannot trace the forward that runs.
+"""Layers that compiled code calls as one operator, because Dynamo cannot trace their forwards.
 
-``mla_compile::call_layer(rows, weights, layer) -> y`` is the layer's own forward, called with rows [..., in]. It
-returns y [..., out] in the dtype of the rows. ``layer`` is the layer's name in this process. Its tensors are in the
-graph as ``weights``, so that the passes can identify the weight.
+``mla_compile::call_layer(rows, weights, layer) -> y`` runs the layer's own forward on rows [..., in]. It returns
+y [..., out] in the dtype of the rows. ``layer`` is the layer's name in this process. ``weights`` are the layer's
+tensors. They are in the graph so that the compiler passes can identify the weight.
 
-``mla_compile::layer_weight(weights, layer) -> W`` is the rounded weight [out, in] of a layer that rounds it in each
-call. The layer's library computes it: in another precision the result could be rounded differently.
+``mla_compile::layer_weight(weights, layer) -> W`` returns the rounded weight [out, in] of a layer that rounds its
+weight in each call. The layer's library does the rounding, because another precision could round differently.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _called: weakref.WeakValueDictionary[str, CalledLayer] = weakref.WeakValueDictio
 
 
 class CalledLayer:
-    """A layer and its name in graphs. A copy calls a copy of the layer.
+    """A layer that graphs call by its name. A deep copy of this object calls a deep copy of the layer.
 
     Attributes:
-        layer: the library's object, with all its wrappers around the forward. This object is called.
-        plain: a module that holds the same tensors in dicts; the library may hold them in another container.
-        inner: the function below the wrappers that only place tensors; it takes the layer and its rows. None if it is
-            not known: the layer then always computes with its own tensors.
+        layer: the library's module, with all wrappers around its forward. Calls run this module.
+        plain: a module that holds the same tensors in plain dicts; the library may use another container.
+        inner: the forward inside the wrappers that only place tensors, as a function of the layer and its rows. If it
+            is None (unknown), the layer always computes with its own tensors.
         width: the width of the layer's result.
-        parts: for each tensor of a library's own class, by name, the attribute paths to its plain tensors: no operator
-            takes such a tensor directly.
-        rounded: computes the rounded weight of a module like the layer, if the layer rounds its weight in each call.
+        parts: name of a tensor -> attribute paths to its plain tensors, if the tensor's class is a library's own. No
+            operator takes such a tensor directly.
+        rounded: a function that computes the rounded weight of a module like the layer; None if the layer does not
+            round its weight in each call.
     """
 
     rounded: Callable[[nn.Module], Tensor] | None = None
@@ -69,7 +70,7 @@ class CalledLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The current tensors of the layer; a tensor of a library's own class is replaced by its plain tensors."""
+        """The current tensors of the layer, with plain tensors in place of each tensor of a library's own class."""
         named = [(t, self.parts.get(name, ((),))) for name, t in self._named() if t is not None]
         return [functools.reduce(getattr, path, t) for t, paths in named for path in paths]
 
@@ -77,7 +78,7 @@ class CalledLayer:
         return [*self.plain._parameters.items(), *self.plain._buffers.items()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> nn.Module:
-        """A module with the attributes of the layer, the inner forward, and these tensors in place of its own."""
+        """Return a module with the layer's attributes and inner forward, but with ``tensors`` as its tensors."""
         made: nn.Module = object.__new__(type(self.layer))
         vars(made).update(vars(self.layer))
         given = iter(tensors)
@@ -90,7 +91,7 @@ class CalledLayer:
 
     def __deepcopy__(self, memo: dict[int, object]) -> CalledLayer:
         layer, plain = copy.deepcopy((self.layer, self.plain), memo)
-        # parts are passed on: the copies are still incomplete
+        # ``parts`` is not computed again, because the copies are still incomplete.
         return CalledLayer(layer, plain, self.inner, self.width, self.parts)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -98,13 +99,13 @@ class CalledLayer:
 
 
 def is_of_library(tensor: object) -> bool:
-    """Whether a tensor is of a library's own class, made of other tensors. DTensors are torch's and do not count."""
+    """Whether a tensor's class is a library's own and wraps other tensors. For torch's DTensor, this is False."""
     spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # DTensor exists only after its import
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, spread)
 
 
 def _parts(tensor: Tensor) -> Paths:
-    """The attribute paths from a tensor to its plain tensors."""
+    """Return the attribute paths from a tensor to its plain tensors."""
     if not is_of_library(tensor):
         return ((),)
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ def _parts(tensor: Tensor) -> Paths:
 
 
 def _made(tensor: Tensor, given: Iterator[Tensor]) -> Tensor:
-    """A tensor of the same class as ``tensor``, made of the next tensors of ``given``."""
+    """Build a tensor of the class of ``tensor`` from the next tensors in ``given``."""
     if not is_of_library(tensor):
         return next(given)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -122,7 +123,7 @@ def _made(tensor: Tensor, given: Iterator[Tensor]) -> Tensor:
 
 
 def find(name: str) -> CalledLayer:
-    """The layer of that name. Raises :class:`InputError` if it belongs to another process or no longer exists."""
+    """Return the layer ``name``. Raises :class:`InputError` if it belongs to another process or no longer exists."""
     found = _called.get(name)
     if found is None:
         raise InputError(f"{CALL} calls the layer {name}, which is not in this process: optimize the model again here")
@@ -132,7 +133,7 @@ def find(name: str) -> CalledLayer:
 def run(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
     """Implement ``call_layer``."""
     called = find(layer)
-    # A check, for example, passes random values instead of the layer's own tensors.
+    # ``weights`` may differ from the layer's own tensors: a check, for example, passes random values.
     own = called.inner is None or all(
         a.data_ptr() == b.data_ptr() for a, b in zip(called.tensors, weights, strict=True)
     )
@@ -147,7 +148,7 @@ def run(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
 
 
 def fake(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
-    """The shape and dtype of the result of ``call_layer``."""
+    """Return an empty tensor with the shape and dtype of the result of ``call_layer``."""
     return rows.new_empty(*rows.shape[:-1], find(layer).width)
 
 
@@ -160,12 +161,12 @@ def run_weight(weights: list[Tensor], layer: str) -> Tensor:
 
 
 def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
-    """The shape and dtype of the unrounded weight, which is the first tensor."""
+    """Return an empty tensor like the unrounded weight, which is the first of ``weights``."""
     return torch.empty_like(weights[0])
 
 
 def flops(rows: torch.Size, weights: object, layer: str, **_: object) -> int:
-    """Two FLOPs per value of the weight for each row, as torch counts a product."""
+    """Return the FLOPs of ``call_layer`` as torch counts a matrix product: two per weight value and row."""
     count = 2 * find(layer).width
     for size in rows:
         count *= size

@@ -9,7 +9,10 @@ from typing import Any
 
 
 def lazy(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package; ``owners``: name -> the module that has it, or that it names."""
+    """Return ``__getattr__`` and ``__dir__`` for a package.
+
+    ``owners`` maps each name to the module that defines it, and the name of a submodule to that submodule.
+    """
     namespace = vars(sys.modules[package])
 
     def get(name: str) -> object:

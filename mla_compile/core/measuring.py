@@ -1,4 +1,4 @@
-"""Measurement: a description of the machine, calls timed in turns, and statistics of their times."""
+"""Measurement: describes the machine, times calls in turns, and computes statistics of the times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mla_compile.version import __version__
 
 
 def machine() -> dict[str, Any]:
-    """The facts that measurements depend on: processor, threads, versions, the date."""
+    """Return the facts that measurements depend on, such as the processor, threads and versions, and the date."""
     return {
         "cpu": _cpu_name(),
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -42,7 +42,10 @@ def _cpu_name() -> str:
 
 
 def available_bytes(device: torch.device | None = None) -> int:
-    """The free bytes of a CUDA device, or of the machine without swapping; half of its memory if that is unknown."""
+    """Return the free memory of a CUDA device, or of the machine without swapping, in bytes.
+
+    If the machine does not report its free memory, half of its memory is taken as free.
+    """
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -53,7 +56,7 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 
 def require_compiler() -> None:
-    """Raise :class:`InputError` if Inductor, the baseline, has no C++ compiler for the CPU."""
+    """Raise :class:`InputError` if Inductor, the baseline of all comparisons, finds no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # imported on use: loads all of Inductor
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -67,7 +70,7 @@ def require_compiler() -> None:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """The seconds that one call takes."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -80,10 +83,10 @@ def in_turns(
     least: int = 3,
     times: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
-    """The seconds that each of ``calls`` reports, taken in turns, so that a disturbance affects all of them.
+    """Run ``calls`` in turns, and return the seconds that each reports. In turns, a disturbance affects all calls.
 
-    Stops after ``rounds``, or once ``budget_s`` is spent and every call ran ``least`` times. ``times`` is filled as the
-    calls run, for a caller who may be interrupted.
+    The turns end after ``rounds`` rounds, or once ``budget_s`` seconds are spent and every call ran ``least`` times.
+    ``times`` is filled as the calls run, for a caller who may be interrupted.
     """
     times = {} if times is None else times
     times.update({name: [] for name in calls})
@@ -110,12 +113,12 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
-        """The statistics of at least one measurement, given in seconds."""
+        """Return the statistics of one or more measurements, given in seconds."""
         ms = sorted(1e3 * s for s in seconds)
         if len(ms) == 1:
             return cls(ms[0], ms[0], ms[0], ms[0], 1, ms[0], ms[0])
         low, _, high = statistics.quantiles(ms, n=4)
-        # "inclusive": never outside the measured range, however few the samples
+        # "inclusive" keeps the deciles within the measured range, however few the samples are.
         tenths = statistics.quantiles(ms, n=10, method="inclusive")
         return cls(statistics.median(ms), ms[0], low, high, len(ms), tenths[0], tenths[-1])
 
@@ -124,5 +127,5 @@ class Times:
 
 
 def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """The median of a/b over the rounds: values of the same round are compared."""
+    """Return the median of a/b over the rounds. Each ratio compares values of the same round."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))

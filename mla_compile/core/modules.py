@@ -15,10 +15,10 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def shallow(module: Module) -> Module:
-    """A new object of the class of ``module`` with the same attributes, as ``copy.copy`` makes it.
+    """Return a new object of the class of ``module`` with the same attributes, as ``copy.copy`` does.
 
-    ``copy.copy`` calls ``__new__``. FSDP2 gives a module a class whose ``__new__`` returns modules of the original
-    class; such an object is made with ``object.__new__`` instead.
+    ``copy.copy`` itself calls ``__new__``. FSDP2 gives a module a class whose ``__new__`` returns modules of the
+    original class, so ``object.__new__`` is used for such a module.
     """
     if type(module).__new__ is object.__new__:
         return copy.copy(module)
@@ -28,9 +28,10 @@ def shallow(module: Module) -> Module:
 
 
 class Added:
-    """The class of attributes that only an optimized module has, not its original. They lead to no other module.
+    """Base class of attributes that an optimized module has and its original does not. They lead to no other module.
 
-    ``replaced``: the function that the attribute replaces, if that was set on the module object, not on its class.
+    ``replaced`` is the function that the attribute replaces, if that function was set on the module object rather than
+    on its class.
     """
 
     replaced: Callable[..., Any] | None = None
@@ -41,7 +42,7 @@ _originals: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakr
 
 
 def remember_original(made: nn.Module, original: nn.Module) -> None:
-    """Record ``original`` as the module whose layers the copy ``made`` shares."""
+    """Record that ``made`` is a copy of ``original`` and shares its layers."""
     _originals[made] = weakref.ref(original)
 
 
@@ -52,9 +53,9 @@ def is_copy_of(made: nn.Module, module: nn.Module) -> bool:
 
 
 def share_marks(copies: Iterable[nn.Module]) -> None:
-    """Mark each copy and its original as hooked by transformers if either of them is.
+    """Mark each copy and its original as hooked by transformers if one of the two is.
 
-    These hooks record attentions and hidden states. A model installs them on its layers once and marks itself. A copy
+    The hooks record attentions and hidden states. A model installs them on its layers once and marks itself. A copy
     shares the layers but not the mark, so both would install hooks, and everything would be recorded twice.
     """
     for one in copies:
@@ -66,15 +67,15 @@ def share_marks(copies: Iterable[nn.Module]) -> None:
 
 @dataclass
 class HookOf:
-    """A hook in a copy of a module: it runs the original's hook as long as that exists.
+    """A hook on a copy of a module. It runs the original module's hook as long as that hook exists.
 
-    A hook may remove itself from the original.
+    The original module's hook may remove itself.
     """
 
     hooks: dict[int, Callable[..., object]]
     key: int
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """The result of the hook; None, which changes nothing, once the original hook is gone."""
+        """Return the result of the original hook. Once that hook is gone, return None, which changes nothing."""
         hook = self.hooks.get(self.key)
         return None if hook is None else hook(*args, **kwargs)

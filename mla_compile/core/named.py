@@ -1,7 +1,8 @@
-"""The names that the methods of a class use, to find the modules that a method may call directly.
+"""Collects the names that the methods of a class use, to find the modules that a method may call directly.
 
-Only names are read: a method is assumed to reach what an attribute or a global of that name holds, and all submodules
-if it uses certain names (:data:`WAYS`) or operators.
+Only names are read, not the code around them. If a method uses a name, it is assumed to reach what an attribute or a
+global of that name holds. If it uses a name in :data:`WAYS` or certain operators, it is assumed to reach all
+submodules.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Names = frozenset[str]
 
 
 def methods_of(kind: type) -> dict[str, FunctionType]:
-    """The methods of a class, inherited ones included, except those of ``nn.Module``.
+    """Return the methods of a class, including inherited methods, but without those of ``nn.Module``.
 
-    Also left out are a module's ``forward`` and its overrides of special methods of ``nn.Module`` (but ``__call__``),
-    and ``__init__`` and ``__post_init__`` of any other class.
+    For a class of modules, ``forward`` is left out, and so are overrides of the special methods of ``nn.Module`` except
+    ``__call__``. For any other class, ``__init__`` and ``__post_init__`` are left out.
     """
     is_module = issubclass(kind, nn.Module)
     last = kind.__mro__.index(nn.Module if is_module else object)
@@ -42,14 +43,15 @@ def methods_of(kind: type) -> dict[str, FunctionType]:
 
 
 def is_special(name: str) -> bool:
-    """Whether a name is that of a special method, such as ``__getitem__``, which Python calls for an operator."""
+    """Whether ``name`` is the name of a special method such as ``__getitem__``, which Python calls for operators."""
     return name.startswith("__") and name.endswith("__")
 
 
 def is_container(kind: type) -> bool:
     """Whether the methods of a class of modules may reach all submodules by operators, as in ``self[i]``.
 
-    A subclass of torch's containers needs a method of its own: torch's, except ``forward``, call no module.
+    For a subclass of torch's containers, this is so only if it defines methods of its own, because torch's methods,
+    except ``forward``, call no module.
     """
     methods = methods_of(kind)
     if issubclass(kind, CONTAINERS):
@@ -58,22 +60,23 @@ def is_container(kind: type) -> bool:
 
 
 def names_in(method: FunctionType, kind: type) -> Names:
-    """What the code of a method names: attributes and globals; see :func:`functions_of`."""
+    """Return the names of attributes and globals in the code of all :func:`functions_of` a method."""
     return frozenset(name for one in functions_of(method, kind) for name in _names(one))
 
 
 def outside(function: FunctionType) -> Iterator[object]:
-    """The values of the globals, and of the variables of enclosing functions, that a function names."""
+    """Yield the values of all globals, and of all variables of enclosing functions, that a function uses."""
     yield from variables(function).values()
     yield from (function.__globals__[name] for name in _names(function) if name in function.__globals__)
 
 
 def functions_of(method: FunctionType, kind: type) -> list[FunctionType]:
-    """A method of ``kind`` and the functions whose code counts as its own.
+    """Return a method of ``kind``, and the functions whose code is treated as part of the method.
 
-    If the method is a decorator's wrapper, the function inside stands for it. Also returned are functions of the
-    same file that it names or has in its closure, and properties, static and class methods of ``kind`` that it names.
-    Functions of other files are left out: what they name is rarely the model's, and those of torch name all modules.
+    If a decorator wraps the method, the wrapped function is returned in its place. The other functions are those of the
+    same file that the method names or has in its closure. They include properties, static methods and class methods of
+    ``kind``. Functions of other files are left out: the names in them rarely belong to the model, and torch's functions
+    name all modules.
     """
     found, left = list[FunctionType](), [method]
     while left:
@@ -96,7 +99,7 @@ def _names(function: FunctionType) -> set[str]:
 
 
 def _getter(kind: type, name: str) -> object:
-    """The function of the property, or static or class method, with that name; None if there is none."""
+    """Return the function of the property, static method or class method ``name``; None if there is none."""
     found = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
     return found.fget if isinstance(found, property) else getattr(found, "func", getattr(found, "__func__", None))
 
@@ -109,7 +112,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def named_by(kind: type, names: Names) -> Names:
-    """``names``, and the names in a class's public and special methods, and in private methods that are named."""
+    """Return ``names``, plus the names in the public and special methods of a class, and in its private methods.
+
+    A private method is included only if its name is among the returned names.
+    """
     methods = methods_of(kind)
     found = set(names)
     left = [name for name in methods if is_special(name) or not name.startswith("_") or name in names]

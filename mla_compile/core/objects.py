@@ -1,4 +1,4 @@
-"""Plain Python objects that hold modules: their attributes, and whether a shallow copy can take an object's place."""
+"""Plain Python objects that hold modules: their attributes, and whether a shallow copy can replace an object."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MEANT_OTHERWISE = (
     "__setattr__",
     "__getattribute__",
 )
-"""Methods by which a class shows that its objects are special: shared on purpose, proxies, or to be closed once."""
+"""Methods that mark objects as special: shared on purpose, proxies, or to be closed only once."""
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is an object of a class written in Python with ordinary attributes, and no module."""
+    """Whether a value, other than a module, is an object of a class written in Python with ordinary attributes."""
     kind = type(value)
     if kind is SimpleNamespace:
         return True
@@ -35,11 +35,14 @@ def is_plain(value: object) -> bool:
 
 
 def can_be_copied(value: object) -> bool:
-    """Whether a shallow copy of a plain object does what the object does.
+    """Whether a value is a plain object whose shallow copy behaves like the object itself.
 
-    It does not for objects of torch's own classes, which record the modules that they were made for; threads, which run
-    what they were made with; objects of a metaclass with its own ``__call__``, which may allow only one object; and
-    objects of a class with a method of :data:`_MEANT_OTHERWISE`.
+    This is False for:
+
+    * objects of torch's own classes, which record the modules that they were made for,
+    * threads, which run what they were made with,
+    * objects whose metaclass has its own ``__call__``, which may allow only one object,
+    * objects whose class has a method in :data:`_MEANT_OTHERWISE`.
     """
     kind = type(value)
     if kind is SimpleNamespace:
@@ -47,26 +50,27 @@ def can_be_copied(value: object) -> bool:
     if not is_plain(value) or is_a(value, Thread) or kind.__module__.partition(".")[0] == "torch":
         return False
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
-    names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))  # there it only raises
+    # The __setattr__ of a frozen dataclass only raises.
+    names = (name for name in _MEANT_OTHERWISE if not (frozen and name == "__setattr__"))
     ordinary = all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
     return ordinary and type(kind).__call__ is type.__call__
 
 
 def attributes(value: object) -> dict[str, Any]:
-    """The attributes of a plain object, those in slots included, read without running code of its class."""
+    """Return the attributes of a plain object, including slots, without running code of its class."""
     found = {}
     for kind in type(value).__mro__:
         for name, slot in vars(kind).items():
             with suppress(AttributeError):  # a slot that was not set
                 if isinstance(slot, MemberDescriptorType) and name != "__dict__":
                     found[name] = slot.__get__(value)
-    with suppress(AttributeError):  # slots only
+    with suppress(AttributeError):  # an object that has only slots
         found.update(object.__getattribute__(value, "__dict__"))
     return found
 
 
 def shallow_object(value: Any) -> Any:
-    """A new object of the class of ``value`` with the same attributes."""
+    """Return a new object of the class of ``value`` with the same attributes."""
     kind: Any = type(value)
     made = kind.__new__(kind)
     set_attributes(made, attributes(value))
@@ -74,7 +78,7 @@ def shallow_object(value: Any) -> Any:
 
 
 def set_attributes(value: object, new: Mapping[str, Any]) -> None:
-    """Set attributes of a plain object without its class's ``__setattr__`` (which raises in a frozen dataclass)."""
+    """Set attributes of a plain object without calling its ``__setattr__``, which raises in a frozen dataclass."""
     for name, one in new.items():
         slot = inspect.getattr_static(type(value), name, None)
         if isinstance(slot, MemberDescriptorType):

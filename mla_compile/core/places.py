@@ -27,8 +27,8 @@ class Place:
     """A buffer or plain attribute of a module, or an item of a list or dict in such an attribute.
 
     Attributes:
-        modules: the names of the submodules that lead to the module.
-        keys: the name of the attribute, then the keys of the items.
+        modules: the names of the submodules on the path to the module.
+        keys: the name of the attribute, then the keys of the items in it.
     """
 
     modules: tuple[str, ...]
@@ -38,7 +38,10 @@ class Place:
         return ".".join((*self.modules, str(self.keys[0]))) + "".join(f"[{key!r}]" for key in self.keys[1:])
 
     def links(self, model: nn.Module) -> list[Link]:
-        """The links from the model to the tensor; the last has the tensor. If the path is broken, there are fewer."""
+        """Return the links from the model to the tensor, which the last link has as its value.
+
+        If the path is broken, the links end where it breaks, and the last value is None.
+        """
         links: list[Link] = []
         owner = model
         for name in self.modules:
@@ -55,12 +58,12 @@ class Place:
         return links
 
     def tensor(self, model: nn.Module) -> Any:
-        """The tensor at this place; ``None`` if there is nothing."""
+        """Return the tensor at this place; ``None`` if there is nothing."""
         return self.links(model)[-1][2]
 
 
 def item(holder: Holder, key: Any) -> Any:
-    """``holder[key]``; ``None`` where there is no such item."""
+    """Return ``holder[key]``; ``None`` if there is no such item."""
     try:
         return holder[key]
     except (KeyError, IndexError, TypeError):
@@ -68,7 +71,7 @@ def item(holder: Holder, key: Any) -> Any:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Every buffer, and every tensor in a plain attribute of a module, with each place that holds it."""
+    """Yield each place in a model that holds a buffer, or a tensor in a plain attribute, together with the tensor."""
     for name, module in model.named_modules(remove_duplicate=False):
         path = tuple(name.split(".")) if name else ()
         for key, value in module._buffers.items():
@@ -80,7 +83,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
 
 
 def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
-    """The tensors in nested lists and dicts, with the keys that lead to them."""
+    """Yield the tensors in nested lists and dicts, each with the keys that lead to it."""
     left: list[tuple[tuple[object, ...], object]] = [((), value)]
     seen: set[int] = set()
     while left:
@@ -94,22 +97,23 @@ def _items(value: object) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
 
 
 def paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The attribute path to each tensor of a model, by the tensor's id; items of lists and dicts have none."""
+    """Return the attribute path to each tensor of a model, by the tensor's id. Items of lists and dicts have none."""
     own = {(*place.modules, *place.keys): tensor for place, tensor in tensors_of(model) if len(place.keys) == 1}
     named = {tuple(name.split(".")): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     return {id(tensor): path for path, tensor in (own | named).items()}
 
 
 def at_path(model: nn.Module, path: Iterable[str]) -> Any:
-    """The object at the end of an attribute path."""
+    """Return the object at the end of an attribute path."""
     return functools.reduce(getattr, path, model)
 
 
 def only_here(model: nn.Module, places: Iterable[Place]) -> set[Place]:
-    """The ``places`` that are the only way for code of the model to reach their tensors.
+    """Return those of ``places`` that are the only way for the model's code to reach their tensors.
 
-    The tensor spans its whole memory, the modules on the path occur once in the model, and no other path leads to them
-    or to that memory: none through an attribute, a list, a dict, a closure, a bound method, a hook or another object.
+    At such a place, the tensor spans its whole memory, and each module on the path occurs once in the model. No other
+    path leads to these modules or to that memory, whether through an attribute, a list, a dict, a closure, a bound
+    method, a hook or another object.
     """
     modules = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     memory: Counter[int] = Counter()
@@ -132,7 +136,7 @@ def _is_only(model: nn.Module, place: Place, modules: Counter[int], memory: Coun
 
 
 def _memory(value: object) -> tuple[int, ...]:
-    """The identities of a tensor's memory: tensors that share memory have one in common."""
+    """Return keys of a tensor's memory: tensors that share memory have a key in common."""
     if not is_a(value, torch.Tensor):
         return ()
     if is_traceable_wrapper_subclass(value):  # two wrapper tensors may share inner tensors

@@ -1,4 +1,4 @@
-"""The program: a functional pre-dispatch ATen graph with the facts about its inputs, the same for every entry point."""
+"""The program: a functional pre-dispatch ATen graph and facts about its inputs, the same for every entry point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Call = Callable[..., Any]
 
 
 def results_of(graph: fx.Graph) -> tuple[Any, ...]:
-    """The values that a graph returns, in a tuple or list: nodes and constants."""
+    """Return the values (nodes and constants) of a graph whose output is a tuple or a list."""
     return tuple(graph.output_node().args[0])  # type: ignore[arg-type]  # never a single value
 
 
@@ -30,9 +30,9 @@ def results_of(graph: fx.Graph) -> tuple[Any, ...]:
 class FoldedWeight:
     """A product of weights that a graph takes as an extra input instead of computing it in every call.
 
-    ``compute`` maps the live tensors of ``weights`` (names of :attr:`Program.weights`) to the value of ``placeholder``.
-    ``stored`` is set if the value is the dequantized form of quantized weights. It is a key that is equal for equal
-    computations: graphs with equal keys share the value, and detect changes by versions and addresses of the weights.
+    ``compute`` maps the live tensors of ``weights`` (names in :attr:`Program.weights`) to the value of ``placeholder``.
+    ``stored`` is set if that value is a dequantized form of quantized weights. It is then a key of the computation.
+    Graphs with equal keys share the value, and detect changes of the weights by tensor versions and addresses.
     """
 
     placeholder: str
@@ -43,21 +43,21 @@ class FoldedWeight:
 
 @dataclass(frozen=True)
 class Append:
-    """Rows of a cache that a program writes in place instead of returning old and new rows joined.
+    """New rows of a cache, which a program writes in place instead of returning old and new rows concatenated.
 
     Attributes:
-        input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: the
-            cache begins with this call, or grows by any number of rows. The program then returns its rows as before,
-            and its caller allocates the room behind them.
-        output: the position of the cache, old and new rows, among the values that the caller gets; with ``input``, the
-            graph itself no longer returns it. None: the rows are a buffer of the caller, to which the program writes.
+        input: the placeholder of the rows, with capacity for ``count`` more rows at the end of axis ``axis``. None: the
+            cache begins in this call, or grows by any number of rows. The program then returns all rows as before, and
+            its caller allocates spare capacity after them.
+        output: the position of the cache (old and new rows) among the values that the caller receives. If ``input`` is
+            set, the graph itself no longer returns the cache. None: the program writes to a buffer of the caller.
         axis: the axis of the tokens.
         count: the number of rows that a call writes.
-        shared: whether each rank of the program's ``sharing`` keeps its share of the rows. The placeholder then takes
-            as many rows as a rank holds of old and new ones together, and the program writes only the rank's own rows.
-        grows: False: the rows are a buffer of full length, which needs no room.
-        total: the number of rows of a shared buffer that begins with this call; 0 if unknown. The emitted graph returns
-            only this rank's rows, since whole buffers of all layers would take the memory that sharing saves.
+        shared: whether the rows are distributed over the ranks of the program's ``sharing``. The placeholder then has
+            one rank's share of old and new rows together, and the program writes only that rank's rows.
+        grows: whether the cache grows. If not, the rows are a buffer of full length, which needs no spare capacity.
+        total: the number of rows of a shared buffer that begins in this call; 0 if unknown. If it is known, the emitted
+            graph returns only this rank's rows. Whole buffers of all layers would take the memory that sharing saves.
     """
 
     input: str | None
@@ -75,15 +75,16 @@ class Capture:
 
     Attributes:
         original: the captured object, from which the result is emitted.
-        parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
+        parts: name of an input that is a tensor subclass -> name of each node that reads one of its plain tensors ->
+            that plain tensor.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
-        own: placeholder names of the buffers that may be kept as rows: those that an optimized module owns, and that
-            the program writes to or returns with new values.
-        plain: whether K and V are still read from buffers beside which rows are kept.
+        own: placeholder names of the buffers that may be kept as rows. An optimized module owns these buffers, and the
+            program writes to them or returns them with new values.
+        plain: whether K and V are still cached and read, in addition to rows.
         sharing: how the ranks of the program share the rows of caches; None if they do not.
         shared: placeholder names of the inputs whose rows are distributed over the ranks.
-        autocast: whether the graph contains the casts of an autocast that was active in it or around its capture.
-        seconds: the time of the capture.
+        autocast: whether autocast was active in the graph or around its capture. The graph then contains its casts.
+        seconds: how long the capture took.
     """
 
     original: fx.GraphModule | torch.export.ExportedProgram | None = None
@@ -102,20 +103,21 @@ class Program:
     """A captured graph: functional pre-dispatch ATen with ``meta["val"]`` on every node.
 
     Attributes:
-        gm: placeholders in the order of the captured callable's flat inputs; the output node returns one flat tuple,
-            the new values of ``mutations`` first, then the values that the callable returned.
+        gm: the graph. Its placeholders have the order of the captured callable's flat inputs. Its output is one flat
+            tuple: the new values of ``mutations``, then the values that the callable returned.
         mutations: names of the nodes (placeholders, or get_attr of a mutated buffer) whose new values come first in the
             output.
-        weights: node name (placeholder or get_attr) -> live tensor, for parameters, module buffers and constants;
-            ``None`` if there are no values (fake or meta tensors).
+        weights: node name (placeholder or get_attr) -> live tensor, for parameters, module buffers and constants. A
+            fake or meta tensor, which has no values, is given as ``None``.
         fake_mode: the fake tensor mode of the metadata.
-        aliases: index of a returned value -> the mutated input of which it is a view. The view is recomputed from the
-            input after the write, so that the caller gets the input's memory as in the original program.
-        capture: what the capture and its caller know of it.
-        folds: extra placeholders that passes append after all others; whoever runs the program supplies their values.
-        cache: the inputs and outputs that hold the rows of K and V instead of K and V (a ``LatentCache`` of the
-            passes), where a pass has decided that.
-        appends: the caches to which new rows are appended in place, where a pass has decided that.
+        aliases: index of a returned value -> name of the mutated input that the value is a view of. The view is
+            recomputed from the input after the write, so that the caller gets the input's memory as in the original
+            program.
+        capture: what the capture and its caller know of the program.
+        folds: extra placeholders that passes append after all others. Whoever runs the program supplies their values.
+        cache: which inputs and outputs hold rows instead of K and V (a ``LatentCache`` of the passes); None unless a
+            pass has decided to keep rows.
+        appends: the caches to which new rows are appended in place, as a pass has decided.
     """
 
     gm: fx.GraphModule
@@ -129,12 +131,12 @@ class Program:
     appends: tuple[Append, ...] = ()
 
     def copy(self) -> Program:
-        """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
+        """Return a copy whose graph may be rewritten. Nodes and their ``meta`` dicts are new; tensors are shared."""
         gm = graph_module(self.gm, copy_graph(self.gm.graph))
         return replace(self, gm=gm, weights=dict(self.weights), aliases=dict(self.aliases), folds=list(self.folds))
 
     def know(self, **facts: object) -> None:
-        """Replace facts of ``capture``, by the names of its fields."""
+        """Replace fields of ``capture``."""
         self.capture = replace(self.capture, **facts)  # type: ignore[arg-type]
 
     @property
@@ -148,11 +150,11 @@ class Program:
         return results_of(self.gm.graph)
 
     def named(self) -> dict[str, fx.Node]:
-        """The nodes by name, for repeated look-ups."""
+        """Return all nodes by name, for repeated look-ups."""
         return {node.name: node for node in self.gm.graph.nodes}
 
     def node(self, name: str) -> fx.Node:
-        """The node of that name; raises ``KeyError`` if there is none."""
+        """Return the node called ``name``. Raises ``KeyError`` if there is none."""
         found: fx.Node | None = next((node for node in self.gm.graph.nodes if node.name == name), None)
         if found is None:
             raise KeyError(name)
@@ -160,7 +162,7 @@ class Program:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph with the same nodes, names and metadata, whose inputs and outputs are plain positional values."""
+    """Return a copy of a graph, with the same nodes, names and metadata, that takes and returns positional values."""
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     returned = copied.graph_copy(graph, nodes)
@@ -169,13 +171,13 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def graph_module(root: torch.nn.Module | dict[str, object], graph: fx.Graph) -> fx.GraphModule:
-    """A module that generates the Python of ``graph`` on its first run: most are traced or rewritten, never run."""
+    """Return a module that generates the Python code of ``graph`` when it first runs, because most graphs never run."""
     return _LazyGraphModule(root, graph)
 
 
 def view_source(node: object) -> fx.Node | None:
-    """The tensor (or tuple of views) of which ``node`` is directly a view; ``None`` if ``node`` is no view."""
-    # Decided by the schema, not by the passes' decoder: these graphs are as captured, not canonical.
+    """Return the tensor (or tuple of views) that ``node`` is directly a view of; ``None`` if ``node`` is no view."""
+    # The schema decides, not the passes' decoder, which requires canonical graphs.
     if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
         return None
     source = node.args[0]

@@ -1,4 +1,4 @@
-"""What Python objects hold, directly or through others."""
+"""Finds what Python objects hold, directly or through other objects."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _OPAQUE = (
     types.BuiltinFunctionType, torch.dtype, torch.device,
 )  # fmt: skip
 _MANY = 1_000_000
-"""After this many objects, :func:`reached` only yields those that are queued already."""
+"""After this many objects, :func:`reached` yields the objects already queued, and searches no further."""
 
 
 def is_a(value: object, kinds: type[IsA] | tuple[type[IsA], ...]) -> TypeGuard[IsA]:
-    """Whether the type of a value is one of ``kinds`` or a subclass.
+    """Whether the type of a value is one of ``kinds`` or a subclass of one.
 
-    ``isinstance`` also reads the value's ``__class__``: a proxy returns the class of the object for which it stands, or
-    raises if that object is gone.
+    ``isinstance`` is not used, because it also reads the value's ``__class__``. There, a proxy returns the class of its
+    target, or raises if the target is gone.
     """
     return issubclass(type(value), kinds)
 
 
 def reached(values: Iterable[object], *, but: Collection[int] = ()) -> Iterator[object]:
-    """Yield what can be reached from ``values``, themselves included, without passing through a module or a tensor.
+    """Yield ``values``, and everything that can be reached from them without passing through a module or a tensor.
 
     The search is breadth first, through attributes, collections, closures, bound methods, hooks and weak references; it
     does not follow proxies. An object whose ``id`` is in ``but`` is yielded, but not searched.

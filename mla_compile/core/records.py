@@ -1,4 +1,4 @@
-"""Records about an attention site and about a pass: plain frozen data, independent of how it is displayed."""
+"""Records about attention sites and passes: plain frozen data, independent of how they are displayed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Location:
 
     @property
     def source(self) -> str | None:
-        """``folder/file.py:line``: short enough to read, long enough to find; ``None`` if not recorded."""
+        """The source line as ``folder/file.py:line``; ``None`` if it was not recorded."""
         if self.file is None:
             return None
         short = "/".join(self.file.replace("\\", "/").split("/")[-2:])
@@ -65,10 +65,10 @@ class SiteReport:
         where: the attention core.
         verdict: ``absorbed``, ``kept``, ``refused`` or ``not_mla``.
         form: the form in which the site now runs (``expanded``, ``chained``, ``folded``), ``None`` if it has none.
-        code: stable reason; ``mla_compile.codes.section(code)`` is the page that explains it.
+        code: the reason as a stable code; ``mla_compile.codes.section(code)`` returns the path of its documentation.
         reason: the reason in words, for this site.
-        fix: what the user could change; ``None`` means that the code's generic advice applies, an empty text that it
-            does not.
+        fix: what the user could change. ``None`` means that the generic advice for ``code`` applies. An empty text
+            means that there is no advice.
         blame: the node that prevents absorption.
         dims: the sizes, if they were found.
         values_read_before: values per context token that the original attention reads: K and V of all heads,
@@ -76,30 +76,30 @@ class SiteReport:
         values_read_after: values per context token that the absorbed form reads: rows, usually L+R.
         values_held_before: values per token that the model's own cache holds for this attention; ``None`` if the graph
             shows no cache, as in a first call.
-        values_held_after: values per token that the cache holds now.
-        graph: the name of the graph, in a report of several graphs.
-        stands_for: the number of equal attentions of the model that this traced one represents.
-        decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add), or per cached row where
-            heads share rows (``shared_rows``): a row may stand for several tokens. The FLOPs and bytes below are also
-            per token or row.
-        decode_flops_after: the same in the absorbed form.
+        values_held_after: values per token that the cache holds after the rewrite.
+        graph: the name of the graph, if the report covers several graphs.
+        stands_for: how many equal attentions of the model this traced attention represents.
+        decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add). If heads share rows (code
+            ``shared_rows``), this is per cached row instead, because a row may summarise several tokens. The FLOPs and
+            bytes below follow the same rule.
+        decode_flops_after: FLOPs of one decode step per context token in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
-        decode_bytes_after: the same in the absorbed form.
+        decode_bytes_after: bytes moved by one decode step per context token in the absorbed form.
         break_even_S: queries per call below which the absorbed form is cheaper on a long context; ``inf``: always.
-        precision_ratio: error of the rewritten site over that of the original, both against float64.
+        precision_ratio: error of the rewritten site divided by the error of the original site, both against float64.
         fold_error: relative rounding error of the folded weights.
         chosen: the number of keys to which each query of a sparse attention attends; the cost is then independent of
             the context.
         choosing_flops: FLOPs of one decode step per context token to choose these keys. ``None`` if the indexer is not
-            in the graph, or if an earlier report, whose index list this attention reuses, counts it.
-        choosing_bytes: bytes of cached rows that the indexer reads, and of per-head products that it writes and reads;
-            ``None`` as above.
+            in the graph, or if this attention reuses the top-k indices of an earlier site, whose report has the cost.
+        choosing_bytes: bytes moved to choose these keys: the cached rows that the indexer reads, and the per-head
+            products that it writes and reads. ``None`` in the same cases as ``choosing_flops``.
         choosing_fused: whether one operator computes the scores, so that no per-head product goes through memory.
-        parts: the sides that are absorbed (``keys``, ``values``), with the heads if not for all (``heads 0-7 of 16``,
-            ``values of heads 8-15 of 16``); empty for the whole attention.
+        parts: what is absorbed if it is not the whole attention: ``keys`` or ``values``, possibly of some heads only
+            (``heads 0-7 of 16``, ``values of heads 8-15 of 16``). Empty if the whole attention is absorbed.
         kept: the parts of a partly absorbed attention that stay expanded, and why.
         notes: further notes, one line each.
-        drawing: its nodes before and after, from ``explain``; neither compared nor part of the JSON.
+        drawing: the site's nodes before and after the rewrite, from ``explain``. Comparisons and JSON ignore it.
     """
 
     index: int
@@ -144,7 +144,7 @@ class SiteReport:
         return self.verdict != "not_mla" and self.code not in OVER_ROWS
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-serialisable values; an infinite or NaN float becomes the string ``inf`` or ``nan``."""
+        """Return the fields as JSON-serialisable values; infinite and NaN floats become strings such as ``inf``."""
         record = dataclasses.asdict(dataclasses.replace(self, drawing=None))
         del record["drawing"]
         record["code"] = str(self.code)
@@ -156,7 +156,10 @@ class SiteReport:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> SiteReport:
-        """Inverse of ``to_dict``; raises ``TypeError``, ``KeyError`` or ``ValueError`` for anything else."""
+        """Rebuild a report from the result of ``to_dict``.
+
+        Raises ``TypeError``, ``KeyError`` or ``ValueError`` for any other mapping.
+        """
         fields = dict(record)
         fields["where"] = Location(**fields["where"])
         fields["blame"] = None if fields["blame"] is None else Location(**fields["blame"])
@@ -171,7 +174,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one graph: the number of changes it made and its time."""
+    """One run of a pass over a graph: how many changes it made, and how long it took."""
 
     name: str
     changes: int
@@ -187,5 +190,5 @@ _FLOATS = ("break_even_S", "precision_ratio", "fold_error")
 
 
 def plain_float(value: float | None) -> float | str | None:
-    """A number as JSON can hold it: ``inf`` and ``nan`` become strings."""
+    """Return a number in a form that JSON can hold: ``inf`` and ``nan`` become strings."""
     return value if value is None or math.isfinite(value) else str(float(value))

@@ -1,4 +1,4 @@
-"""With which settings a token can be drawn from a model's scores."""
+"""Checks the settings with which tokens are sampled from a model's scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mla_compile.errors import OptionError
 
 
 def check_sampling(temperature: object, top_k: object, top_p: object, seed: object) -> None:
-    """Raise :class:`OptionError` for a setting that means nothing; a temperature of 0 and a seed of None do."""
+    """Raise :class:`OptionError` for an illegal setting. A temperature of 0 (greedy) and a seed of None are legal."""
     if _number("temperature", temperature) < 0:
         raise OptionError(f"temperature is {temperature}, expected 0 (greedy) or more")
     if not 0 < _number("top_p", top_p) <= 1:

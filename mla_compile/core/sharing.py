@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class Sharing:
-    """The rows of a cache over ``size`` ranks, round robin: rank ``t % size`` has token t, as its row ``t // size``.
+    """How ``size`` ranks share a cache's rows, round robin: rank ``t % size`` has token t as its row ``t // size``.
 
-    All ranks hold the same number of rows, of which the last may not belong to a token yet: collectives need equal
-    shapes, and all ranks have to compile for the same shapes.
+    All ranks hold the same number of rows, because collectives need equal shapes and all ranks have to compile for the
+    same shapes. The last row of a rank may thus belong to no token yet.
 
     Attributes:
         group: name of the process group, as functional collectives take it.
@@ -34,15 +34,15 @@ class Sharing:
         return len(self.ranks)
 
     def capacity(self, tokens: Any) -> Any:
-        """The number of rows that each rank holds of ``tokens`` tokens (a number, or a symbolic one)."""
+        """Return how many rows each rank holds if there are ``tokens`` tokens (a number, possibly symbolic)."""
         return (tokens + self.size - 1) // self.size
 
     def owned(self, tokens: Any) -> Any:
-        """The number of this rank's rows that hold one of ``tokens`` tokens."""
+        """Return how many of ``tokens`` tokens this rank holds."""
         return (tokens + self.size - 1 - self.rank) // self.size
 
     def all_rows(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The first ``tokens`` rows [tokens,...], gathered from all ranks; each rank gives equally many rows.
+        """Gather the rows of all ranks, and return the first ``tokens`` [tokens,...]. Each rank gives equally many.
 
         This is a collective: every rank that shares the rows has to call it.
         """

@@ -1,8 +1,8 @@
-"""A lock by which one thread traces at a time.
+"""A lock that lets only one thread trace at a time.
 
-Tracing changes torch for the whole process, such as the call of a module and the fake tensors of a weight. Dynamo
-compiles under a lock for that reason, and so does our backend. All other code here that traces or compiles takes the
-same lock, so that threads wait for each other whichever entry point they use.
+Tracing changes state of the whole process, such as how modules are called and which fake tensors represent weights.
+Dynamo therefore compiles under a lock, and so does mla_compile's backend. All other code of mla_compile that traces or
+compiles takes the same lock, so threads wait for each other whichever entry point they use.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch._guards import TracingContext
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Hold the lock while the block runs; it is reentrant.
+    """Hold the lock while the block runs. The lock is reentrant.
 
-    The caller must not hold another lock that a thread could acquire while it traces.
+    To avoid a deadlock, the caller must not hold any other lock that a tracing thread may acquire.
     """
     from torch._dynamo.convert_frame import compile_lock  # imported on use: loads all of Dynamo
 
@@ -27,7 +27,10 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether another compiler is tracing in this thread; ``is_compiling`` alone is a flag of the whole process."""
+    """Whether another compiler is tracing in this thread.
+
+    ``is_compiling`` alone does not tell, because all threads share its flag.
+    """
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
     return torch.compiler.is_compiling() and TracingContext.try_get() is not None

@@ -1,7 +1,7 @@
 """Loads compiled code from disk only if it is complete and in folders that nobody else can write to.
 
-The dynamic linker runs a library's constructors and maps its file: another user's code would run as this user, and a
-truncated file ends the process with SIGBUS.
+The dynamic linker runs a library's constructors and maps its file into memory. Code of another user would thus run as
+this user, and a truncated file would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class NotWholeError(Exception):
 def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctypes.CDLL:
     """Load a compiled library after checking it.
 
-    With ``built_since`` (s), the library must match its seal, unless it was built after that time (by this process or
-    one that it waited for): then it is sealed now. Raises :class:`PermissionError` for a file that others may write,
-    :class:`NotWholeError` for an older one that does not match its seal or has none, and :class:`OSError` for one that
-    cannot be loaded.
+    With ``built_since`` (seconds since the epoch), the library must match its seal. If it does not, but was built after
+    that time (by this process, or by one that this process waited for), it is sealed now. Raises
+    :class:`PermissionError` for a file that others may have written, :class:`NotWholeError` for an older file without a
+    matching seal, and :class:`OSError` for a file that cannot be loaded.
     """
     if (told := refusal(path)) is not None:
         raise PermissionError(told)
@@ -37,15 +37,15 @@ def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctyp
 
 
 def refusal(path: str | os.PathLike[str]) -> str | None:
-    """The message for a file that :func:`distrust` rejects; ``None`` if it does not."""
+    """Return an error message if :func:`distrust` rejects a file, else ``None``."""
     why = distrust(path)
     return None if why is None else f"{os.fspath(path)} is not loaded, because {why}; have it in a folder of your own"
 
 
 def distrust(path: str | os.PathLike[str]) -> str | None:
-    """Why this user must not run a file, in words; ``None`` if only this user and root can have written it.
+    """Return, in words, why this user must not run a file; ``None`` if only this user and root can have written it.
 
-    Every parent folder counts: whoever can write to one can replace the file.
+    Every parent folder is checked, too: whoever can write to one of them can replace the file.
     """
     file = Path(path).resolve()
     for one in (file, *file.parents):
@@ -54,7 +54,7 @@ def distrust(path: str | os.PathLike[str]) -> str | None:
         status = one.stat()
         if status.st_uid not in (0, os.geteuid()):
             return f"{one} belongs to {_user(status.st_uid)}"
-        # sticky: others cannot replace its entries
+        # Others cannot replace the entries of a sticky folder.
         sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
         if status.st_mode & stat.S_IWOTH and not sticky:
             return f"everybody may write to {one}"
@@ -64,7 +64,7 @@ def distrust(path: str | os.PathLike[str]) -> str | None:
 
 
 def seal(path: str | os.PathLike[str]) -> None:
-    """Write the checksum of a file beside it, for :func:`is_whole`."""
+    """Write the checksum of a file next to it, as its seal, which :func:`is_whole` reads."""
     seal_of, draft = _seal(path), _seal(path).with_suffix(f".{os.getpid()}")
     draft.write_text(_digest(path))
     os.replace(draft, seal_of)
@@ -91,7 +91,7 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 
 def _private(group: int) -> bool:
-    """Whether a group is root's, or has no other member: many systems give each user a group of the same name."""
+    """Whether a group is root's, or has no member but this user: many systems give each user their own group."""
     if group == 0:
         return True
     try:

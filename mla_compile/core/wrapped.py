@@ -1,9 +1,10 @@
-"""Copies of modules without the wrappers that libraries put around their forwards and that Dynamo cannot trace.
+"""Copies modules without the wrappers that libraries put around forwards and that Dynamo cannot trace.
 
-Two kinds of wrappers are removed. Some only place tensors (accelerate's hooks, the offloading of compressed-tensors):
-if everything is on one device already, they move nothing, and the forward below them runs instead. Others compute
-(roundings of compressed-tensors, functions under ``torch.compiler.disable``): a layer of rows (it has ``in_features``
-and ``out_features``) with such a wrapper is called as one operator, :mod:`mla_compile.core.layers`.
+Two kinds of wrappers are removed. The first kind only places tensors (accelerate's hooks, the offloading of
+compressed-tensors). If everything is on one device already, such a wrapper moves nothing, and the forward inside it
+runs instead. The second kind computes (roundings of compressed-tensors, functions under ``torch.compiler.disable``).
+If a layer of rows (a module with ``in_features`` and ``out_features``) has such a wrapper, the layer is called as one
+operator: :mod:`mla_compile.core.layers`.
 
 The originals are not changed. A copy shares the dicts of tensors and hooks with its original, so that a change to
 either affects both.
@@ -26,7 +27,7 @@ from mla_compile.core.modules import Added, shallow
 _CLOSED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule)
 Function = Callable[..., Any]
 IsKnown = Callable[[nn.Module, Function], bool]
-"""Whether the function that replaces a layer's forward is known to be one that Dynamo cannot trace."""
+"""Whether Dynamo is known to be unable to trace the given function, which is the forward of the given layer."""
 IsCaptured = Callable[[Function, Tensor], bool]
 """Whether the forward of a layer of rows, called with the given row, is captured as one graph."""
 
@@ -35,12 +36,12 @@ class OwnForward(Added):
     """The forward of a module that is already a copy."""
 
     def below(self, forward: Function | None) -> None:
-        """Set the module's own forward; None stands for that of its class."""
+        """Set the function that this forward replaces; None stands for the forward of the module's class."""
         raise NotImplementedError
 
     @property
     def __func__(self) -> Function:
-        """A function of the module and its arguments, for libraries that expect a bound method."""
+        """The forward as a function of the module and its arguments, for libraries that expect a bound method."""
 
         def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
             return self(*args, **kwargs)  # type: ignore[operator]
@@ -54,9 +55,8 @@ class Unwrapped:
     """The result of unwrapping a model.
 
     Attributes:
-        device: the device of all tensors, if wrappers that place tensors were removed: inputs have to be there.
-        left: the wrappers that remain and that Dynamo cannot trace, described in words, and the number of modules with
-            each.
+        device: the device of all tensors, on which inputs have to be, if wrappers that place tensors were removed.
+        left: description of a wrapper that remains and that Dynamo cannot trace -> the number of modules with it.
     """
 
     device: torch.device | None = None
@@ -72,11 +72,11 @@ class _Placing:
     """A wrapper that places tensors.
 
     Attributes:
-        inner: the forward below it, which takes the module and its arguments; None if unknown.
+        inner: the forward inside it, which takes the module and its arguments; None if unknown.
         devices: the devices to or from which it moves tensors.
         library: the library that installed it.
         moves: what it does besides placing everything on one device, in words.
-        tensors: the parameters and buffers by name, if it keeps them in another container than a dict.
+        tensors: the dicts ``_parameters`` and ``_buffers``, if the library keeps the tensors in other containers.
     """
 
     inner: Function | None
@@ -87,9 +87,10 @@ class _Placing:
 
 
 def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
-    """Replace wrapped modules below ``root``, itself a copy, by copies; ``root`` gets its own dict of submodules.
+    """Replace wrapped modules below ``root``, which is itself a copy, by unwrapped copies.
 
-    Wrappers around ``root`` itself that only place tensors are removed from its :class:`OwnForward`.
+    ``root`` gets its own dict of submodules. Wrappers around ``root`` itself are removed from its :class:`OwnForward`
+    if they only place tensors.
     """
     found = Unwrapped()
     placing = {m: w for m in root.modules() if (w := _placing(m)) is not None}
@@ -102,7 +103,10 @@ def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
 
 
 def _moves_nothing(placing: Mapping[nn.Module, _Placing], found: Unwrapped) -> bool:
-    """Whether all tensors are already where the wrappers move them. ``found`` gets their device, or what is moved."""
+    """Whether all tensors are already where the wrappers move them.
+
+    If they are, their device is recorded in ``found``; otherwise, what the wrappers move is recorded.
+    """
     tensors = [t for m in placing for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     devices = {d for wrapper in placing.values() for d in wrapper.devices} | {_name(t.device) for t in tensors}
     busy = [w for w in placing.values() if w.moves]
@@ -125,7 +129,7 @@ def _placing(module: nn.Module) -> _Placing | None:
 
 
 def _of_accelerate(hook: Any, below: object) -> _Placing:
-    """The wrapper of ``add_hook_to_module``: a hook before and after the module's former forward."""
+    """Return the wrapper that ``add_hook_to_module`` installed: hooks before and after the module's former forward."""
     devices, moves = set[str](), ""
     for one in getattr(hook, "hooks", (hook,)):
         kind = type(one).__name__
@@ -139,7 +143,10 @@ def _of_accelerate(hook: Any, below: object) -> _Placing:
 
 
 def _of_compressed_tensors(own: Mapping[str, Any]) -> _Placing:
-    """The wrapper of ``offload_module``: tensors move to one device when read, inputs when the module is called."""
+    """Return the wrapper that ``offload_module`` installed.
+
+    It moves tensors to one device when they are read, and inputs when the module is called.
+    """
     caches = {kind: own[kind] for kind in ("_parameters", "_buffers")}
     places = {_name(place) for c in caches.values() for place in (c.onload_device, c.offload_device)}
     tensors = {kind: cache.offloaded_values for kind, cache in caches.items()}
@@ -147,7 +154,7 @@ def _of_compressed_tensors(own: Mapping[str, Any]) -> _Placing:
 
 
 def _name(place: Any) -> str:
-    """The name of a device, with an index (0 by default) except for the CPU; "disk" is not a device of torch."""
+    """Return the name of a device. Devices other than the CPU get an index, 0 by default. "disk" stays as it is."""
     if place == "disk":
         return "disk"
     device = torch.device(place)
@@ -157,7 +164,7 @@ def _name(place: Any) -> str:
 
 
 class _Copier:
-    """Copies of modules, each made once."""
+    """Makes unwrapped copies of modules, at most one of each module."""
 
     def __init__(
         self, placing: Mapping[nn.Module, _Placing], known: IsKnown, captured: IsCaptured, found: Unwrapped
@@ -170,7 +177,7 @@ class _Copier:
         self.followed: dict[object, bool] = {}
 
     def is_wrapped(self, module: nn.Module) -> bool:
-        """Whether the forward that runs may be one that Dynamo cannot trace."""
+        """Whether the forward that a module runs may be one that Dynamo cannot trace."""
         replaced = vars(module).get("forward")
         if replaced is None:
             forward = type(module).forward
@@ -195,14 +202,14 @@ class _Copier:
             vars(module)["_modules"] = children
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """The module, or a copy of it that Dynamo can trace."""
+        """Return the module, or a copy of it that Dynamo can trace."""
         if module not in self.copies:
             self.copies[module] = module  # ends the recursion if the module is its own descendant
             self.copies[module] = self._copied(module)
         return self.copies[module]
 
     def _children(self, module: nn.Module) -> dict[str, nn.Module | None] | None:
-        """The submodules by name, with copies where needed; None if no submodule needs one."""
+        """Return the submodules by name, with copies where needed; None if no submodule needs a copy."""
         new = {name: None if child is None else self.copy(child) for name, child in module._modules.items()}
         return new if any(child is not module._modules[name] for name, child in new.items()) else None
 
@@ -220,7 +227,7 @@ class _Copier:
             if called is None:
                 self.found.note(_who(module, inner or forward))
             return called or module
-        if inner is None:  # its forward may hold the original module, which therefore stays as it is
+        if inner is None:  # the forward may hold a reference to the module, so the module is not copied
             return module
         children = self._children(module)
         if wrapper is None and children is None:
@@ -237,14 +244,14 @@ class _Copier:
         return None if inner is None or inner is type(module).forward else types.MethodType(inner, module)
 
     def _follows(self, module: nn.Module, inner: Function | None) -> bool:
-        """Whether Dynamo can trace the forward of a layer: tried once for each function."""
+        """Whether Dynamo can trace the forward of a module. This is tried once for each function."""
         forward = vars(module).get("forward", inner) if inner is None else inner
         if _is_disabled(forward):
             return False
         if inner is not None and self.known(module, inner):
             return False
         own = _of_library(module)
-        # The trace of the whole model decides about modules that are no layer of rows.
+        # Only layers of rows are tried here. The trace of the whole model decides about all other modules.
         if (inner is type(module).forward and not own) or (rows := _one_row(module)) is None or rows.is_meta:
             return True
         key = type(module), getattr(forward, "__code__", forward), own
@@ -253,7 +260,7 @@ class _Copier:
         return self.followed[key]
 
     def _called(self, module: nn.Module, inner: Function | None, wrapper: _Placing | None) -> nn.Module | None:
-        """A copy that calls ``module`` as one operator; None unless ``module`` is known to be a layer of rows."""
+        """Return a copy that calls ``module`` as one operator; None if ``module`` may not be a layer of rows."""
         width = _width(module)
         if width is None or module._modules:
             return None
@@ -271,7 +278,7 @@ class _WrappedCall:
         self.called = called
 
     def __call__(self, *args: Any, **kwargs: object) -> Any:
-        """Call the operator if Dynamo traces a call on rows, without gradients and autocast; else call the original."""
+        """Call the operator if Dynamo traces a call on rows without gradients or autocast; else call the original."""
         if len(args) != 1 or kwargs or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return self.called.layer.forward(*args, **kwargs)
         (rows,) = args
@@ -281,7 +288,7 @@ class _WrappedCall:
 
 
 def _bare(module: nn.Module, wrapper: _Placing | None) -> nn.Module:
-    """A copy that shares the dicts of tensors and of hooks, without the attributes that mark a wrapper."""
+    """Return a copy without the attributes that mark a wrapper. It shares the dicts of tensors and of hooks."""
     made = shallow(module)
     for name in ("forward", "_hf_hook", "_old_forward", "_original_forward_func"):
         vars(made).pop(name, None)
@@ -291,7 +298,10 @@ def _bare(module: nn.Module, wrapper: _Placing | None) -> nn.Module:
 
 
 def _function(module: nn.Module) -> Function | None:
-    """The module's current forward as a function of the module and its arguments; None if it is not a method of it."""
+    """Return the module's current forward as a function of the module and its arguments.
+
+    Return None if the forward is not a method of the module.
+    """
     own = vars(module).get("forward")
     if own is None:
         forward: Function = type(module).forward
@@ -305,13 +315,13 @@ def _method(module: nn.Module, inner: Function | None) -> Function:
 
 
 def _width(module: nn.Module) -> int | None:
-    """The number of features that a layer of rows returns; None for another module."""
+    """Return the number of features that a layer of rows returns; None for any other module."""
     width = getattr(module, "out_features", None)
     return width if isinstance(width, int) and isinstance(getattr(module, "in_features", None), int) else None
 
 
 def _one_row(module: nn.Module) -> Tensor | None:
-    """A row of zeros for a layer of rows; None for another module, or if the dtype of its rows is unknown."""
+    """Return a row of zeros for a layer of rows; None for any other module, or if the dtype of rows is unknown."""
     dtypes = [t.dtype for t in module.parameters(recurse=False) if t.is_floating_point() and t.dtype.itemsize > 1]
     if _width(module) is None or not dtypes:
         return None
@@ -320,20 +330,20 @@ def _one_row(module: nn.Module) -> Tensor | None:
 
 
 def _maps_a_row(module: nn.Module, inner: Function | None, width: int) -> bool:
-    """Whether a forward really maps one row to ``width`` features of the same dtype, as its attributes say."""
+    """Whether a forward really maps one row to ``width`` features of the same dtype, as the attributes say."""
     rows = _one_row(module)
     if rows is None:
         return False
     try:
         with torch.no_grad():
             y = _method(module, inner)(rows)
-    except Exception:  # noqa: BLE001  the user's layer runs here; one that takes no row is no layer of rows
+    except Exception:  # noqa: BLE001  the user's code runs here; if it takes no row, it is no layer of rows
         return False
     return isinstance(y, Tensor) and y.dtype == rows.dtype and y.shape == (1, width)
 
 
 def _of_library(module: nn.Module) -> tuple[type, ...]:
-    """The library classes among those of its tensors: whether Dynamo can trace a forward may depend on them."""
+    """Return the classes of a module's tensors that are a library's own. They may decide what Dynamo can trace."""
     return tuple(type(t) for t in (*module._parameters.values(), *module._buffers.values()) if is_of_library(t))
 
 
@@ -343,7 +353,7 @@ def _is_disabled(function: object) -> bool:
 
 
 def _who(module: nn.Module, forward: object) -> str:
-    """Describe a wrapper by the module of its code, because ``functools.wraps`` copies the wrapped function's names."""
+    """Describe a wrapper by the Python module of its code: ``functools.wraps`` copies the wrapped function's names."""
     function = getattr(getattr(forward, "__func__", forward), "_torchdynamo_orig_callable", forward)
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", {})

@@ -1,1 +1,1 @@
-"""Everything that uses Dynamo: the backend's compiler, an optimized module's forward, the trace for a report."""
+"""All code that uses Dynamo: the backend's compiler, the forward of optimized modules, and the trace for reports."""

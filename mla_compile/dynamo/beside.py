@@ -1,4 +1,4 @@
-"""Choose the buffers of K and V for which a graph of ``torch.compile`` also keeps rows, beside the buffer."""
+"""Choose the buffers of K and V for which a graph of ``torch.compile`` keeps rows in addition to the buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_compile.runtime.beside import may_have_rows, rows_beside
 from mla_compile.runtime.folds import FoldedWeights
 
 RunPasses = Callable[[Program, Inputs], tuple[Outcome, FoldedWeights | None]]
-"""Applies the passes to a captured program with these example inputs."""
+"""Applies the passes to a captured program and its example inputs."""
 
 _BESIDE = (
     "rows are kept beside {count} buffers of K and V, which torch.compile cannot replace: these are written as before; "
@@ -26,8 +26,8 @@ _BESIDE = (
 class Rewritten:
     """A captured graph with its example inputs, the outcome of the passes, and its folded weights, if any.
 
-    ``twins`` maps each input that was added for rows to the buffer that the rows belong to. The added inputs follow all
-    others.
+    ``twins`` maps each input that was added for rows to the buffer that the rows belong to. The added inputs are the
+    last ones.
     """
 
     captured: Program
@@ -44,9 +44,10 @@ class Rewritten:
 
 
 def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -> Rewritten | None:
-    """Rewrite ``program`` with an added input, a twin, for each buffer that gets rows beside it; None if none does.
+    """Rewrite ``program`` with an added input, a twin, for each buffer that gets rows beside it.
 
-    ``run`` applies the passes, which decide which twins become rows. The other twins are dropped.
+    ``run`` applies the passes, which decide which twins become rows. The other twins are dropped. Returns None if no
+    buffer gets rows.
     """
     given = {node.name: value for node, value in zip(program.placeholders, example_inputs, strict=True)}
     written = {name: given[name] for name in program.mutations if isinstance(given.get(name), torch.Tensor)}
@@ -64,7 +65,7 @@ def with_rows_beside(program: Program, example_inputs: Inputs, run: RunPasses) -
         kept = [] if cache is None else [twin for twin in twins if twin in cache.inputs]
         if len(kept) == len(twins):
             report = outcome.report
-            if not outcome.absorbed:  # K and V are read from the buffers, and rows are only written
+            if not outcome.absorbed:  # K and V are read from the buffers, and the rows are only written
                 made.know(plain=True)
                 outcome, folds = run(made, inputs)
             report = replace(report, messages=(*report.messages, _BESIDE.format(count=len(twins))))

@@ -1,4 +1,4 @@
-"""Finds the inputs of a graph that were computed before a graph break."""
+"""Finds the inputs of a graph whose values were computed before a graph break."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mla_compile.passes.ir.graph import HANDED_OVER
 
 
 def mark_handed_over(gm: fx.GraphModule, placeholders: Sequence[fx.Node]) -> None:
-    """Mark the ``placeholders`` whose values an earlier graph of the same call passes across a graph break.
+    """Mark the ``placeholders`` whose values come across a graph break from an earlier graph of the same call.
 
-    ``placeholders`` correspond to the inputs of Dynamo's graph ``gm``. After a break, generated code is running while
-    Dynamo compiles the rest of a function, or a function that it did not inline. Values cross the break as local
-    variables and items of tuples. A value from a dict or an object may stem from an earlier call, and is not marked.
+    ``placeholders`` correspond to the inputs of Dynamo's graph ``gm``. A graph follows a break if code that Dynamo
+    generated is running while Dynamo compiles the graph. Values cross the break as local variables and items of tuples.
+    A value from a dict or an object may come from an earlier call, so it is not marked.
     """
     if not any(code in output_codes for code in _running()):
         return

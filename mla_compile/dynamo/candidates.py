@@ -1,4 +1,4 @@
-"""A cheap test, before any capture, whether a Dynamo graph could contain an attention, with a softmax or without."""
+"""Check cheaply, before capture, whether a Dynamo graph could contain an attention, with or without a softmax."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ _MAPS = (
     "threshold", "erf", "abs", "maximum", "max",
 )  # fmt: skip
 _REACH = 24
-"""The most nodes searched from one product back to another: scales, masks, casts and a function of the scores."""
+"""The most nodes searched upstream of a product for another product.
+
+Scales, masks, casts and a function of the scores may lie between the two products of an attention.
+"""
 
 
 def has_attention(gm: fx.GraphModule) -> bool:
-    """Whether a graph or a graph nested in it calls something that could be the core of an attention."""
+    """Whether a graph, or a graph nested in it, calls something that could be the core of an attention."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -34,7 +37,7 @@ def has_attention(gm: fx.GraphModule) -> bool:
 
 
 def _takes_three_tensors(target: object) -> bool:
-    """Whether a library's operator takes three tensors first, which could be queries, keys and values."""
+    """Whether a library's operator starts with three tensor arguments, which could be queries, keys and values."""
     packet = getattr(target, "overloadpacket", target)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or packet._qualified_op_name.startswith(("aten::", "prim")):
         return False
@@ -43,9 +46,9 @@ def _takes_three_tensors(target: object) -> bool:
 
 
 def joined_by_a_function(graph: fx.Graph) -> bool:
-    """Whether a product of activations reads the result of another one through an elementwise function.
+    """Whether a product of activations reads the result of another such product through an elementwise function.
 
-    Products with parameters do not count, so the layers of an MLP or a router do not match.
+    Products with parameters are ignored, so the layers of an MLP or a router do not match.
     """
     products = {n for n in graph.nodes if _is_product(n)}
     return len(products) > 1 and any(_behind_a_function(n, products) for n in products)

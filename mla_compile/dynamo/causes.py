@@ -1,4 +1,4 @@
-"""Explains why Dynamo keeps recompiling a function, from the failed guard in its log line."""
+"""Explains why Dynamo keeps recompiling a function. The explanation is parsed from the failed guard in Dynamo's log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE = re.compile(
     r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)"
 )
 _WITHIN = re.compile(r"(?:args\[\d+\]|kwargs\['\w+'\]|(?!(?:args|kwargs)\[)\w+)[.\[]")
-"""Matches the name of a value inside an argument, as opposed to an argument itself."""
+"""Matches the name of a value inside an argument, but not the name of an argument itself."""
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == (?P<number>-?\d+)")
 
@@ -36,14 +36,17 @@ _DYNAMIC = "leave out the option dynamic; without it, values that change are com
 
 @dataclass(frozen=True)
 class Cause:
-    """The value that changes from call to call, and where it is used, as ``file:line in function: code``, if known."""
+    """What changes from call to call, and where it is used (``file:line in function: code``), if known."""
 
     kind: CauseKind
     what: str
     where: str | None
 
     def advice(self, *, optimized: bool, dynamic: bool | None) -> str:
-        """What the user can do. ``optimized``: the module came from ``optimize``, which was given ``dynamic``."""
+        """Return what the user can do.
+
+        ``optimized``: whether ``optimize`` made the module. ``dynamic``: the option that ``optimize`` was given.
+        """
         symbolic = self.kind in ("number", "size")
         if symbolic and not optimized:
             return _OPTIMIZE
@@ -55,8 +58,8 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
 
     Args:
         reason: the text of the log.
-        places: where each tensor is used, for guards that come without a stack.
-        root: the variable of our own entry that holds the model, if any; the message says ``model`` instead.
+        places: where each tensor is used. This is needed for guards that are logged without a stack.
+        root: the variable that holds the model in mla_compile's own entry, if any. The message says ``model`` instead.
     """
     guard = _guard(reason)
     where = place(reason) or _commented(reason)
@@ -75,10 +78,10 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
 
 
 def changed_source(reason: str, *, of_axis: bool = False) -> str | None:
-    """The int attribute or the tensor whose guard failed; ``None`` for any other guard.
+    """Return the int attribute or the tensor whose guard failed; ``None`` for any other guard.
 
-    The result is a regular expression for Dynamo's own name (``L['model'].layers[0].pos``) with any layer number;
-    ``of_axis``: a tensor's name is followed by the axis whose size differed, as ``:1``.
+    The result is a regular expression for Dynamo's name of the value (``L['model'].layers[0].pos``) with any layer
+    number. With ``of_axis``, a tensor's name is followed by the axis whose size differed, such as ``:1``.
     """
     guard = _guard(reason)
     found = _SIZE.match(guard) or _NUMBER.fullmatch(guard)
@@ -89,27 +92,33 @@ def changed_source(reason: str, *, of_axis: bool = False) -> str | None:
 
 
 def pattern(name: str) -> str | None:
-    """A regular expression for Dynamo's name of a value, with any layer number; ``None`` if no setting can name it."""
+    """Return a regular expression for Dynamo's name of a value, with any layer number.
+
+    Returns ``None`` if Dynamo's settings cannot contain the name.
+    """
     if not name.startswith("L[") or {",", " "} & set(name):
         return None
     return re.sub(r"(?<=\\\[)('?)\d+(?=\1\\\])", r"\1\\d+", re.escape(name)) + "$"
 
 
 def drained(reason: str) -> bool:
-    """Whether a tensor that is kept between calls was or became empty along an axis other than the first."""
+    """Whether a guard failed because a tensor that is kept between calls was, or became, empty along an axis.
+
+    The first axis is ignored.
+    """
     found = _SIZE.match(_guard(reason))
     return found is not None and found["axis"] != "0" and is_within(found["name"]) and "0" in found.group("old", "new")
 
 
 def is_within(name: str) -> bool:
-    """Whether a name, spelled as in a guard or in Dynamo's source, names a value inside an argument."""
+    """Whether a name, spelled as in a guard or as in Dynamo's source, names a value inside an argument."""
     return _WITHIN.match(re.sub(r"^L\['(\w+)'\]", r"\1", name)) is not None
 
 
 def failed(reason: str) -> tuple[str, str]:
-    """The source whose guard failed, and the value that code was compiled for; together they identify the guard.
+    """Return the source whose guard failed, and the value that the code was compiled for. Both identify the guard.
 
-    For a guard on anything but a size or a number: its text without digits, and its text.
+    For a guard that tests neither a size nor a number, return its text without digits, and its text.
     """
     guard = _guard(reason)
     if found := _SIZE.match(guard):
@@ -124,12 +133,12 @@ def _guard(reason: str) -> str:
 
 
 def of_layers(count: int) -> Cause:
-    """The cause if ``count`` layers share a function: Dynamo counts the compilations of all of them together."""
+    """Return the cause for ``count`` layers that share a function. Dynamo has one limit for all of them."""
     return Cause("layers", f"{count} layers that share this code were compiled, and Dynamo has one limit for all", None)
 
 
 def place(stack: str) -> str | None:
-    """``file:line in function: code`` of the innermost frame in a stack trace."""
+    """Return the innermost frame of a stack trace as ``file:line in function: code``."""
     frames = list(_FRAME.finditer(stack))
     if not frames:
         return None
@@ -138,13 +147,13 @@ def place(stack: str) -> str | None:
 
 
 def _commented(reason: str) -> str | None:
-    """The place in the comment after a guard, with only the end of the file's path."""
+    """Return the place in the comment after a guard. Dynamo writes only the end of the file's path there."""
     found = _COMMENT.search(reason.partition("\n")[0])
     return None if found is None else "{file}:{line} in {function}: {code}".format(**found.groupdict())
 
 
 def readable(source: str) -> str:
-    """``model.layers.0.cache`` for ``L['model']._modules['layers']._modules['0']._buffers['cache']``."""
+    """Shorten a name: ``L['model']._modules['layers']._modules['0']._buffers['cache']`` -> ``model.layers.0.cache``."""
     source = re.sub(r"^L\['(\w+)'\]", r"\1", source)
     return re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
 

@@ -1,4 +1,4 @@
-"""Code generation for a graph: Inductor, or the graph itself. Each kind of layer is compiled once."""
+"""Generate code for a graph with Inductor, or run the graph itself. Each kind of layer is compiled once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mla_compile.repeats.split import split
 
 
 class CodeGenerator:
-    """Inductor with a user's mode and options, or no code generation with ``codegen="eager"``."""
+    """Compiles graphs with Inductor in a user's mode and options. With ``codegen="eager"``, graphs run as they are."""
 
     def __init__(self, options: Options, mode: str | None, compilations: Compilations) -> None:
         self.options = options
@@ -25,7 +25,7 @@ class CodeGenerator:
         self.compilations = compilations
 
     def whole(self, gm: fx.GraphModule, example_inputs: Inputs, layers: int = 1) -> Call:
-        """Compile the graph as a whole; ``layers``: how many layers of the model it stands for."""
+        """Compile the graph as a whole. ``layers``: how many equal layers of the model run the graph."""
         if self.options.codegen == "eager":
             return gm
         self.compilations.stage("code" if layers == 1 else f"code of {layers} equal layers")
@@ -46,10 +46,10 @@ class CodeGenerator:
         return cast("Call", code)
 
     def by_parts(self, emitted: Callable[[], fx.GraphModule], example_inputs: Inputs) -> Call | None:
-        """Compile the layers of a graph, one per kind, and return the code that calls them.
+        """Compile one layer of each kind in a graph, and return code that calls the compiled layers.
 
-        Returns None if the graph has to be compiled as a whole, and after a failure, with a warning. ``emitted`` makes
-        the graph: ATen with ``meta["val"]`` on every node.
+        Returns None if the graph has to be compiled as a whole, and after a failure (with a warning). ``emitted``
+        returns the graph in ATen, with ``meta["val"]`` on every node.
         """
         if self.options.codegen == "eager" or self.options.layers == "whole" or self._whole_is_asked():
             return None
@@ -61,12 +61,13 @@ class CodeGenerator:
             for name, values in examples.items():
                 layers = len(calls.graph.find_nodes(op="call_module", target=name))
                 code = self.whole(cast("fx.GraphModule", calls.get_submodule(name)), values, layers)
-                # A plain attribute and not a submodule: a user's global module hooks must not see our calls.
+                # The code becomes a plain attribute, not a submodule, because a user's global module hooks must not see
+                # its calls.
                 delattr(calls, name)
                 setattr(calls, name, code.forward if isinstance(code, fx.GraphModule) else code)
-        except RestartAnalysis:  # no failure: Dynamo has to trace again with what it has learnt
+        except RestartAnalysis:  # not a failure: Dynamo traces again with what it has learnt
             raise
-        except Exception as error:  # whatever goes wrong with the parts, the whole graph is untouched
+        except Exception as error:  # any failure is acceptable, because the whole graph is untouched
             if self.options.strict:
                 raise
             message = f"a graph is compiled as a whole instead of layer by layer, because of a failure: {brief(error)}"
@@ -86,7 +87,7 @@ class CodeGenerator:
 
 
 def _inductor_patches(mode: str | None, options: Options) -> dict[str, object]:
-    """The Inductor settings of a mode, overridden by explicit Inductor options."""
+    """Return the Inductor settings of a mode, overridden by explicit Inductor options."""
     patches: dict[str, object] = {}
     if mode is not None and not isinstance(mode, str):
         raise OptionError(f"mode is {mode!r}, expected a string")

@@ -1,9 +1,9 @@
-"""The compiler behind ``backend="mla"``: it absorbs what it can, then gives every graph to Inductor.
+"""The compiler of ``backend="mla"``. It absorbs what it can in a graph, and compiles every graph with Inductor.
 
-A graph that is not rewritten (it has no attention, gradients are needed, nothing can be absorbed, or something failed)
-reaches Inductor unchanged, with the user's mode and Inductor options. There are two exceptions: equal layers are
-compiled once (:mod:`mla_compile.dynamo.code`), and after a run, the first rows of a cache that the graph returns may be
-moved to memory with spare capacity (:mod:`mla_compile.runtime.growing`).
+A graph is not rewritten if it has no attention, if gradients are needed, if nothing can be absorbed, or if something
+failed. Such a graph reaches Inductor unchanged, with the user's mode and Inductor options. There are two exceptions:
+equal layers are compiled once (:mod:`mla_compile.dynamo.code`), and after a run, the first rows of a cache that the
+graph returns may be moved to memory with spare capacity (:mod:`mla_compile.runtime.growing`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Latents = Mapping[str, LatentTensor]
 
 
 class Compiler:
-    """A backend with fixed options that keeps the report of every graph with an attention.
+    """A backend with fixed options. It keeps a report of each graph with an attention that the passes have examined.
 
     Attributes:
         last_break: why and where Dynamo last ended a graph of this process early.
@@ -111,10 +111,10 @@ class Compiler:
         self.failures: list[Exception] = []
         self.code = CodeGenerator(options, mode, self.compilations)
         self.compilations.on_end = self._add_seconds
-        self._timed = 0  # the number of reports that have the seconds of all stages
+        self._timed = 0  # the number of reports that already have the seconds of all stages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        """Compile a graph; after a failure of ours, compile the original instead.
+        """Rewrite and compile a graph. If mla_compile fails, compile the original graph instead.
 
         With ``strict``, or if other ranks rely on the rewritten graph, the failure raises.
         """
@@ -178,7 +178,10 @@ class Compiler:
         shared: Iterable[str],
         sharing: Sharing | None,
     ) -> Rewritten | None:
-        """The captured and the rewritten program; ``None`` after a failure, with a warning unless ``explain_only``."""
+        """Return the captured and the rewritten program.
+
+        After a failure, return ``None``, and warn unless ``explain_only``.
+        """
         self.compilations.stage("capture")
         ranks = None if self.explain_only else meeting(gm, example_inputs, self.options)
         try:
@@ -206,7 +209,7 @@ class Compiler:
                     done = Rewritten(program, example_inputs, *run(program, example_inputs))
         except RankError:
             raise
-        except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
+        except Exception as error:  # after any failure the user's model must run; the original graph is untouched
             if ranks is not None and not isinstance(error, OtherRankFailedError):
                 ranks.failed(error)
             if self.options.strict and not self.explain_only:
@@ -227,7 +230,7 @@ class Compiler:
         return done
 
     def _add_seconds(self) -> None:
-        """Add to a compilation's report the seconds of the stages other than our capture and passes."""
+        """Add the seconds of torch's stages to the report of a compilation that has ended."""
         if len(self.reports) == self._timed:
             return
         self._timed = len(self.reports)
@@ -237,7 +240,7 @@ class Compiler:
             self.on_report()
 
     def _rows_of_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> set[str]:
-        """The inputs that are buffers of the module and that are, or may be, kept as rows."""
+        """Return the inputs that are buffers of the module and that are kept as rows, or may be."""
         known = {name for name, tensor in latents.items() if tensor.is_own and tensor.recipe is not None}
         if self.buffers is not None:
             named = zip(program.placeholders, example_inputs, strict=True)
@@ -257,7 +260,7 @@ class Compiler:
             return pipeline.run(program, without, name, recompiles=True, refused=left), None
 
     def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
-        """The folded weights, computed now: if one cannot be folded, the graph can still be rewritten without folds."""
+        """Compute the folded weights now, while the graph can still be rewritten without folds if a fold fails."""
         if not program.folds or self.explain_only:
             return None
         folds = FoldedWeights(program)
@@ -265,7 +268,7 @@ class Compiler:
         return folds
 
     def _unchanged(self, gm: fx.GraphModule, example_inputs: Inputs, done: Rewritten | None) -> Call:
-        """Compile a graph that was not rewritten, layer by layer if its captured form has repeated layers."""
+        """Compile a graph that was not rewritten. If its captured form has repeated layers, compile it by layers."""
         if done is not None and not is_active():
             with torch.no_grad():
                 call = self.code.by_parts(partial(emit.to_graph_module, done.captured), example_inputs)
@@ -274,16 +277,16 @@ class Compiler:
         return self.code.whole(gm, example_inputs)
 
     def _assembled(self, gm: fx.GraphModule, done: Rewritten, *, alone: bool) -> Call | None:
-        """Compile the rewritten graph; ``None`` after a warning if that fails.
+        """Compile the rewritten graph. If that fails, warn and return ``None``.
 
-        With ``strict`` the failure raises. It also raises unless ``alone`` (no other rank takes part), because the
-        other ranks would go on with the rewritten form or its rows.
+        With ``strict`` the failure raises. It also raises if other ranks take part (``alone`` is False), because they
+        would go on with the rewritten form or its rows.
         """
         try:
             return self._assemble(gm, done)
-        except RestartAnalysis:  # no failure: Dynamo has to trace again with what it has learnt
+        except RestartAnalysis:  # not a failure: Dynamo traces again with what it has learnt
             raise
-        except Exception as error:  # whatever goes wrong in code generation, the original graph is untouched
+        except Exception as error:  # any failure is acceptable, because the original graph is untouched
             if self.options.strict or not alone:
                 raise
             logger.debug("a rewritten graph could not be compiled", exc_info=error)
@@ -300,10 +303,10 @@ class Compiler:
             return None
 
     def _assemble(self, gm: fx.GraphModule, done: Rewritten) -> Call:
-        """One callable of the graph's inputs: the compiled programs and the code that runs around them in each call."""
+        """Return one callable of the graph's inputs: the compiled programs, and the code around them in each call."""
         example_inputs = done.inputs
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
-            native.load()  # built during compilation, not in the first decode step
+            native.load()  # builds the kernel now rather than in the first decode step
         program, base = done.outcome.program, done.outcome.base
         autocast = is_active()
         layouts = layouts_of(program)
@@ -316,12 +319,13 @@ class Compiler:
             inputs = examples_of(one, done.captured, example_inputs, layouts)
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call
-            # Under autocast the captured program, whose casts are explicit, is compiled: it runs with autocast off.
+            # Under autocast, compile the captured program and not ``gm``: its casts are explicit, so it can run with
+            # autocast off.
             if one is done.captured and not autocast:
                 return self.code.whole(gm, example_inputs)
             return self.code.whole(emitted(), inputs)
 
-        # This is no training graph: even if gradients are enabled outside, no result needs them (`wants_gradients`).
+        # Gradients may be enabled outside, but no result of this graph needs them (`wants_gradients`).
         with torch.no_grad(), without_autocast():
             call = generate(program if done.changed else done.captured)
             if done.folds is not None:
@@ -330,7 +334,7 @@ class Compiler:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(done.outcome.long))
             if program.appends or program.capture.shared:
                 call = with_room(call, program)
-        if autocast:  # Dynamo guards on it: this code runs only with autocast on, other code only with it off
+        if autocast:  # Dynamo guards on autocast, so this code runs only while autocast is on
             call = _outside_autocast(call)
         if base.cache is not None:
             names = [node.name for node in done.captured.placeholders]
@@ -342,7 +346,7 @@ class Compiler:
 
 
 def _outside_autocast(call: Call) -> Call:
-    """``call`` with autocast off: its graph contains the casts, and products that are float32 on purpose stay so."""
+    """Run ``call`` with autocast off. Its graph contains the casts, and its float32 products have to stay float32."""
 
     def outside(*inputs: object) -> object:
         with without_autocast():
@@ -352,15 +356,16 @@ def _outside_autocast(call: Call) -> Call:
 
 
 def _carrying(gm: fx.GraphModule, example_inputs: Inputs, kind: type[_Carrier]) -> dict[str, _Carrier]:
-    """The inputs of a graph that carry rows in a tensor of class ``kind``, by the name of their placeholder."""
+    """Return the inputs of a graph that are tensors of class ``kind``, which carry rows, by placeholder name."""
     named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return {node.name: value for node, value in named if isinstance(value, kind)}
 
 
 def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
-    """Whether the graph will be differentiated, as AOTAutograd decides it.
+    """Whether the graph will be differentiated, by the same test as AOTAutograd.
 
-    An input has to require gradients, and so does an output; an output whose value is unknown is assumed to.
+    At least one input and one output have to require gradients. An output whose value is unknown is assumed to require
+    them.
     """
     if not torch.is_grad_enabled():
         return False
@@ -372,7 +377,10 @@ def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """The error without tracebacks, whose frames would keep the model alive as long as torch keeps the backend."""
+    """Remove the tracebacks from an error and its causes, and return it.
+
+    The frames would keep the model alive as long as torch keeps the backend.
+    """
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

@@ -23,23 +23,24 @@ _numbers = itertools.count()
 
 
 def compiled_entry(compiler: Callable[..., object], package: Any = None, **settings: Any) -> Callable[..., object]:
-    """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class; ``compiler``: a backend.
+    """Return a compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class.
 
-    If ``package`` is given, Dynamo reports to it everything that it compiles, as to its own ``CompilePackage``.
+    ``compiler`` is a backend. If ``package`` is given, Dynamo records in it everything that is compiled, as in a
+    ``CompilePackage`` of torch.
 
-    Dynamo counts recompilations per code object. All models of a library may enter through the same one (a decorator's
+    Dynamo counts recompilations per code object. All models of a library may run through one code object (a decorator's
     wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore gets its own code
-    object. Where torch supports it (2.13 and later), functions called after a graph break are counted per entry, too.
+    object. In torch 2.13 and later, functions called after a graph break are counted per entry, too.
     """
 
     def entry(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], forward: Any = None) -> object:
         comptime(_begin)
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
-    # A copy of a code object equals the original, and a dict takes both for one key, so the name has to differ.
+    # A copy of a code object compares equal to the original and would be the same key of a dict, so its name differs.
     code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
     own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
-    # The entry's compiled graphs refer back to it through C, in a cycle that the garbage collector does not see.
+    # The entry's compiled graphs refer to the entry through C, in a cycle that the garbage collector does not see.
     weakref.finalize(own, reset_code, code).atexit = False
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True
@@ -47,7 +48,7 @@ def compiled_entry(compiler: Callable[..., object], package: Any = None, **setti
         package.begin(own)
         settings["package"] = package
     settings["nopython"] = settings.pop("fullgraph", False)
-    # Not torch.compile(): while any thread is inside torch.export, it returns the function uncompiled, for good.
+    # torch.compile() would not do: if any thread is inside torch.export, it returns the function uncompiled, for good.
     compiled: Callable[..., object] = torch._dynamo.optimize(compiler, **settings)(own)
     return compiled
 

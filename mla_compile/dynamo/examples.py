@@ -1,4 +1,4 @@
-"""Example inputs of rewritten programs, from which code is generated."""
+"""Example inputs of rewritten programs, for code generation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mla_compile.runtime.latent_calls import example_in_order
 def examples_of(
     program: Program, captured: Program, example_inputs: Inputs, layouts: Mapping[str, Sequence[int]]
 ) -> list[object]:
-    """Example inputs of a rewritten program: those of the captured one, and fake tensors for added inputs.
+    """Return example inputs of a rewritten program: those of the captured program, and fake tensors for added inputs.
 
-    ``layouts``: the memory order of the axes of inputs that another graph made.
+    ``layouts`` has the memory order of the axes of inputs that another graph made.
     """
     given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
     grown = {one.input for one in program.appends if one.input is not None}
     for name in grown.intersection(given):
-        del given[name]  # the program takes more rows than the caller passes
+        del given[name]  # the program's input has more rows than the caller passes
     for node in program.placeholders:
         if (order := layouts.get(node.name)) is not None:
             given[node.name] = example_in_order(node.meta["val"], order)
@@ -30,7 +30,7 @@ def examples_of(
 
 
 def _as_sizes_say(value: object) -> object:
-    """A symbolic number in the symbols that remain: guards replace other symbols, which Inductor then does not know."""
+    """Rewrite a symbolic number without symbols that guards have replaced, because Inductor does not know those."""
     if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
         return value
     now: object = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
@@ -38,9 +38,9 @@ def _as_sizes_say(value: object) -> object:
 
 
 def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The memory order of the axes, slowest first, of each tensor of rows that a program neither grows nor writes to.
+    """Return the memory order of the axes (slowest first) of each rows tensor that a program neither grows nor writes.
 
-    Another graph made these rows. If it left spare capacity, they are stored token by token.
+    Another graph made these rows. If that graph left spare capacity, they are stored token by token.
     """
     if program.cache is None:
         return {}

@@ -1,7 +1,7 @@
-"""Remembers, during one trace, an operator's result on fake tensors, for the same operator in the next layer.
+"""Reuses an operator's result on fake tensors for the same operator in the next layer, within one trace.
 
-Dynamo runs each operator on fake tensors to learn the sizes of its result. That takes a millisecond per operator, a
-quarter of Dynamo's time, and the layers of a model repeat the same operators on the same sizes.
+Dynamo runs each operator on fake tensors to learn the sizes of its result. That takes a millisecond per operator, and a
+quarter of Dynamo's time. The layers of a model repeat the same operators on the same sizes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 from mla_compile.core.alike import PLAIN, each, known_of, number_of
 
 _Made = Callable[[list[FakeTensor]], object]
-"""Makes the result of an operator from its tensor arguments."""
+"""Makes an operator's result from the tensors among its arguments."""
 
 
 def remember_results(output: Any) -> None:
-    """From now on, the trace that writes into Dynamo's ``output`` runs equal operators on equal tensors once."""
+    """Make the trace that writes into Dynamo's ``output`` run equal operators on equal tensors only once."""
     known: dict[Hashable, _Made | None] = {}
     run = dynamo_utils.run_node
 
@@ -52,7 +52,10 @@ def remember_results(output: Any) -> None:
 
 
 def _key(node: torch.fx.Node, args: object, kwargs: object) -> tuple[Hashable | None, list[FakeTensor]]:
-    """Return what determines a result's metadata (None if more might matter), and the tensors among the arguments."""
+    """Return a key of everything that determines the result's metadata, and the tensors among the arguments.
+
+    The key is None if the metadata might depend on something else.
+    """
     if not _is_of_torch(node) or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
         return None, []
     values: list[object] = []
@@ -65,7 +68,7 @@ def _key(node: torch.fx.Node, args: object, kwargs: object) -> tuple[Hashable | 
 
 
 def _is_of_torch(node: torch.fx.Node) -> bool:
-    """Whether a call is a function of torch, or a method of a tensor, that writes to none of its arguments."""
+    """Whether a node calls a function of torch or a tensor's method, and the call writes to none of its arguments."""
     target: Any = node.target
     if node.op == "call_method":
         return not target.endswith("_")
@@ -76,7 +79,7 @@ def _is_of_torch(node: torch.fx.Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value's key describes it fully: a plain fake tensor without known values, or a number or constant."""
+    """Whether a key can describe a value fully: a number, a constant, or a plain fake tensor without known values."""
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided and not value.is_quantized
         return type(value) is FakeTensor and value.constant is None and strided
@@ -84,7 +87,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _kernels() -> Hashable:
-    """The attention kernels that torch may choose; the strides of an attention's result depend on the choice."""
+    """Return which attention kernels torch may choose. The strides of an attention's result depend on that choice."""
     kinds = torch.backends.cuda
     return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
 
@@ -95,7 +98,7 @@ def _read(values: list[object], value: object) -> Hashable:
 
 
 def _maker(result: object, given: list[FakeTensor]) -> _Made | None:
-    """Return a function that makes the same result from other tensors; None if metadata do not determine it."""
+    """Return a function that makes the same result from other tensors; None if metadata do not determine the result."""
     leaves, tree = pytree.tree_flatten(result)
     if not leaves or not all(isinstance(one, torch.Tensor) and _is_plain(one) for one in leaves):
         return None
@@ -104,7 +107,7 @@ def _maker(result: object, given: list[FakeTensor]) -> _Made | None:
     fresh: set[int] = set()
     for one in leaves:
         memory, shared = _memory(one), memories.count(_memory(one))
-        offset = one.storage_offset()  # comparing a symbolic one with 0 would add a guard, and so a graph per answer
+        offset = one.storage_offset()  # comparing a symbolic offset with 0 would add a guard, and so more graphs
         whole = isinstance(offset, int) and offset == 0 and memory not in fresh
         if any(one is tensor for tensor in given) or shared > 1 or (not shared and not whole):
             return None
@@ -122,9 +125,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _like(one: FakeTensor, place: int | None) -> _Made:
-    """Return a function that makes a tensor like ``one``, in new memory or in that of the given tensor at ``place``.
+    """Return a function that makes a tensor like ``one``, in new memory or in the memory of argument ``place``.
 
-    torch's cache of fake tensors does the same. The metadata is read now, because a method that writes may later change
+    torch's cache of fake tensors does the same. The metadata is read now, because a later in-place method may change
     the shape of ``one``.
     """
     mode, env, dtype, device = one.fake_mode, one.fake_mode.shape_env, one.dtype, one.device

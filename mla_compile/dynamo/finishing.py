@@ -1,7 +1,7 @@
-"""Handles libraries that finish a model in its first call, which then runs uncompiled.
+"""Handles libraries that replace weights in a model's first call. That call runs uncompiled.
 
-bitsandbytes packs 4-bit weights when a layer first runs on a CPU (``weight.data = packed``). A functional graph cannot
-express that, and code that is compiled for the loaded weights fits no later call.
+For example, bitsandbytes packs 4-bit weights when a layer first runs on a CPU (``weight.data = packed``). A functional
+graph cannot express that, and code that is compiled for the weights as loaded fits no later call.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ logger = logging.getLogger("mla_compile")
 
 
 class UnfinishedError(CaptureError):
-    """The first call of a traced copy would replace weights that the copy shares with the user's model."""
+    """A traced copy's first call would replace weights, and the copy shares its weights with the user's model."""
 
 
 class Finishing:
-    """The weights of a model that its calls have replaced.
+    """Keeps track of the weights that calls of a model have replaced.
 
     Attributes:
         allowed: whether weights may be replaced.
-        happened: whether any were replaced since this was last set to False.
+        happened: whether any weights were replaced since this attribute was last set to False.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The forward of an optimized module: the original's forward, compiled with our backend, with its own Dynamo cache."""
+"""The forward of an optimized module: the original forward, compiled by the ``mla`` backend in its own Dynamo cache."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _GLOBAL_HOOKS = (
 
 
 class CompiledForward(OwnForward):
-    """The ``forward`` of an optimized module; it survives ``copy.deepcopy`` and pickling of the module.
+    """The ``forward`` of an optimized module.
 
-    A deep copy and an unpickled copy are optimized with the same options, and compile anew.
+    The module can be deep-copied and pickled. The copies are optimized with the same options, and compile anew.
 
-    ``outer``: the optimized module that contains ``module``. If a method of ``outer`` calls ``module`` directly
-    (``generate()`` of a wrapper), ``module`` is compiled separately. Within a call of ``outer``, the plain forward of
+    ``outer``: the optimized module that contains ``module``. If a method of ``outer`` (``generate()`` of a wrapper)
+    calls ``module`` directly, ``module`` is compiled separately. Within a call of ``outer``, the plain forward of
     ``module`` runs.
     """
 
@@ -68,7 +68,7 @@ class CompiledForward(OwnForward):
         self.options = options
         self.mode = mode
         self.settings = settings
-        # torch keeps every backend until Dynamo is reset; a strong reference here would also keep the weights alive.
+        # torch keeps every backend until Dynamo is reset, so a strong reference here would keep the weights alive.
         report = weakref.WeakMethod(self._report)
 
         def tell() -> None:
@@ -88,7 +88,7 @@ class CompiledForward(OwnForward):
         self.unseen = Unseen(tell)
         self.left_out: list[str] = []
         self._warned: set[str] = set()
-        # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
+        # A forward that was set on the object itself (a patch or wrapper) is part of the model, so it is compiled, too.
         self.replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
         functools.update_wrapper(self, function)
@@ -101,7 +101,8 @@ class CompiledForward(OwnForward):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the module's forward.
 
-        It runs compiled, unless gradients are needed, a trace runs, a global hook exists, or ``outer`` is being called.
+        It runs uncompiled if gradients are needed, if a trace runs, if a global hook exists, or within a call of
+        ``outer``.
         """
         if is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
@@ -125,9 +126,10 @@ class CompiledForward(OwnForward):
         return [self.module, *models_within(self.module)]
 
     def _device_of_all(self) -> torch.device | None:
-        """The device to which removed wrappers moved inputs; None if no wrapper that places tensors was removed.
+        """Remove wrappers from forwards, and return the device to which these wrappers moved inputs.
 
-        Wrappers are removed in the first call and not earlier, because libraries finish a model in hooks of that call.
+        Returns None if no removed wrapper placed tensors. Wrappers are removed in the first call and not earlier,
+        because the hooks of some libraries complete a model in its first call.
         """
         if self.outer is not None:
             outer = vars(self.outer).get("forward")
@@ -139,7 +141,7 @@ class CompiledForward(OwnForward):
 
     @one_at_a_time()
     def _take_off(self) -> None:
-        if self._unwrapped is None:  # another thread may have done it meanwhile
+        if self._unwrapped is None:  # another thread may have removed them meanwhile
             found = take_off(self.module)
             for part in (self, *self._parts):
                 part.compiler.wrapped = found
@@ -157,7 +159,8 @@ class CompiledForward(OwnForward):
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             done = self._run(self.module, args, kwargs, self.replaced)
-        if self.compiler.finishing.happened:  # else Dynamo would treat the sizes of the replaced weights as dynamic
+        # A new entry, because the old one would treat the sizes of the replaced weights as dynamic.
+        if self.compiler.finishing.happened:
             self.compiler.finishing.happened = False
             self._run = compiled_entry(self.compiler, **self.settings)
         return done
@@ -175,7 +178,7 @@ class CompiledForward(OwnForward):
     def use(self, run: Callable[..., object], *, buffers: bool = False) -> None:
         """From now on, call ``run(module, args, kwargs, forward)`` instead of the code that Dynamo compiled.
 
-        ``buffers``: rows may still replace buffers of K and V; finding these may require a trace of a call.
+        ``buffers``: whether rows may still replace buffers of K and V. Finding such buffers may require a trace.
         """
         self._run = run
         self._buffers = self._buffers if buffers else None
@@ -186,7 +189,7 @@ class CompiledForward(OwnForward):
         return self._buffers is not None and self._buffers.keeps
 
     def install(self) -> None:
-        """Make this the forward of its module, whose ``mla_report`` is updated after each compilation."""
+        """Make this object the forward of its module. The module's ``mla_report`` is updated after each compilation."""
         if self.outer is None and not hasattr(self.module, "mla_report"):
             self._report()
         vars(self.module)["forward"] = self
@@ -197,11 +200,12 @@ class CompiledForward(OwnForward):
             vars(self.module)["warm_up"] = self.warm_up
 
     def warm_up(self, batch: int = 1, prompt: int = 16, context: int | None = None) -> None:
-        """Compile the graphs that ``generate()`` needs for ``batch`` prompts of about ``prompt`` tokens, by generating.
+        """Compile the graphs that ``generate()`` needs for ``batch`` prompts of about ``prompt`` tokens.
 
-        Sizes that differ between these calls are dynamic afterwards. ``context``: also use prompts of this length, for
-        which another form may be cheaper. This is ``warm_up`` of an optimized language model of transformers, unless
-        its class has a method of that name. Raises :class:`InputError` for numbers below 1.
+        This method calls ``generate()`` with prompts of different lengths. Sizes that differ between these calls are
+        dynamic afterwards. ``context``: the length of further prompts, for which another form may be cheaper. Optimized
+        language models of transformers have this method, unless their class has its own ``warm_up``. Raises
+        :class:`InputError` for numbers below 1.
         """
         lengths = [prompt, prompt + 1, *(() if context is None else (context,))]
         if batch < 1 or min(lengths) < 1:
@@ -216,24 +220,24 @@ class CompiledForward(OwnForward):
             model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
     def below(self, forward: Callable[..., object] | None) -> None:
-        """Set the forward that this one compiles; None stands for that of the module's class."""
+        """Set the forward to compile; None is the forward of the module's class."""
         self.replaced = forward
         self._buffers = self._own_buffers()
 
     def _own_buffers(self) -> OwnBuffers | None:
-        # A forward that was set on the object is bound to the original, and would read the original's buffers.
+        # A forward that was set on the object is bound to the original module, and would read its buffers.
         if self.compiler.options.cache != "latent" or self.replaced is not None:
             return None
         return OwnBuffers(self.module, self._plain, _kept_buffers(replace(self.options, verify=False)))
 
     def _plain(self) -> torch.nn.Module:
-        """The module as it was before optimization: the same weights, buffers and submodules."""
+        """Return the module as it was before optimization, with the same weights, buffers and submodules."""
         plain = shallow(self.module)
         self.uninstall(plain)
         return plain
 
     def uninstall(self, module: torch.nn.Module) -> None:
-        """Restore the previous forward in a copy of the module."""
+        """Restore the previous forward in ``module``, a copy of this forward's module."""
         del vars(module)["forward"]
         if self.replaced is not None:
             vars(module)["forward"] = self.replaced
@@ -267,11 +271,11 @@ class CompiledForward(OwnForward):
         return [one for one in found if is_a(one, CompiledForward) and one is not self]
 
     def _is_within(self) -> bool:
-        """Whether the call comes from the outer model, whose compiler then handles it."""
+        """Whether ``outer`` makes the current call. Its compiler then handles the call."""
         return self.outer is not None and running() is not None
 
     def call_module(self, *_: object) -> Callable[..., object]:
-        """Replaces ``get_compiled_call`` of transformers, so that ``generate()`` does not compile a second time."""
+        """Return the module's call. This replaces transformers' ``get_compiled_call``, which would compile it again."""
         return self.module.__call__
 
     def _trains(self) -> bool:
@@ -288,14 +292,14 @@ class CompiledForward(OwnForward):
         return True
 
     def tell_left_out(self, message: str) -> None:
-        """Tell once, in a warning and in the report, that a method runs an attention uncompiled."""
+        """Say once, in a warning and in the report, that a method runs an attention uncompiled."""
         if message not in self.left_out:
             self.left_out.append(message)
             self._report()
             warn(message)
 
     def compile_method(self, name: str) -> None:
-        """Compile a method of the module's class as the forward is compiled, from its next call on."""
+        """Compile a method of the module's class from its next call on, in the same way as the forward."""
         shown = self.compilations.show
         made = CompiledMethod(self.module, name, self.options, self.mode, dict(self.settings), progress=shown)
         made.compiler.wrapped, made.compiler.told = self.compiler.wrapped, self.compiler.told
@@ -320,7 +324,7 @@ class CompiledForward(OwnForward):
 
 
 def _kept_buffers(options: Options) -> FindKept:
-    """A function that finds, by a trace with these options, the buffers that may be kept as rows."""
+    """Return a function that traces a call with these options and finds the buffers that may be kept as rows."""
 
     def kept(
         module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], empty: Collection[Place]
@@ -329,19 +333,19 @@ def _kept_buffers(options: Options) -> FindKept:
             return trace(module, args, kwargs, options, empty).kept
         except InputError:
             raise
-        except PassFailedError as error:  # the call compiles other graphs, which may well succeed
+        except PassFailedError as error:  # the graphs that the call itself compiles may still succeed
             if options.strict:
                 raise
             warn(f"buffers of K and V stay as they are, because of a failure: {error}")
             return []
-        except MlaCompileError:  # the compilation of the call reports the reason
+        except MlaCompileError:  # when the call is compiled, the reason is reported
             return []
 
     return kept
 
 
 class CompiledMethod(CompiledForward):
-    """A method of an optimized module, other than its forward, whose code runs an attention itself."""
+    """A compiled method of an optimized module that is not its forward and runs an attention in its own code."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Find state that a call leaves behind and that later calls change: counters, and tensors that have no rows yet.
+"""Find state that outlives a call and that later calls change: counters, and tensors that have no rows yet.
 
-Dynamo makes a number or a size symbolic once it has seen it change. If each row stands for 128 tokens, the number of
-rows first changes after 128 tokens, and by then the step that makes a row has been compiled for 0 rows. The trace shows
-earlier what is going to change.
+Dynamo makes a number or a size symbolic only after it has changed. If each row represents 128 tokens, the number of
+rows first changes after 128 tokens. By then, the step that makes a row has been compiled for 0 rows. The trace shows
+earlier which state is going to change.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kept:
-    """The state that a function keeps, as regular expressions for Dynamo's names, for ``torch.compiler.config``.
+    """The state that a function keeps between its calls.
+
+    ``counts``, ``empty`` and ``rows`` are regular expressions for Dynamo's names, for ``torch.compiler.config``. In
+    ``empty`` and ``rows``, each name is followed by an axis, such as ``:1``. An axis of an n-axis tensor is called
+    *resized* if the code changed the size of any kept n-axis tensor along this axis.
 
     Args:
-        counts: ints that the traced code writes into objects, dicts and lists that outlive it.
-        empty: tensors that the code leaves empty along an axis other than the first, with ``:axis``.
-        rows: tensors that the code reads or writes, with ``:axis`` for each axis along which it resized a kept tensor
-            with as many axes.
-        left: the sizes, after the code has run, of the tensors that it reads or writes, by Dynamo's names.
-        waits: whether the code made a tensor that is empty along an axis on which it resized a kept tensor, so that its
-            rows come only in some calls.
+        counts: ints that the traced code writes into objects, dicts and lists that outlive the call.
+        empty: tensors that the code leaves empty along the axis. The axis is not the first.
+        rows: tensors that the code reads or writes, with each of their resized axes.
+        left: Dynamo's name of each tensor that the code reads or writes -> its sizes after the code has run.
+        waits: whether the code made a tensor that is empty along a resized axis. Such a tensor gets rows only in some
+            calls.
     """
 
     counts: frozenset[str]
@@ -48,11 +51,11 @@ class Kept:
 
 
 _known: WeakKeyDictionary[fx.GraphModule, Kept] = WeakKeyDictionary()
-"""The kept state of each graph that is being compiled, computed once for two callers."""
+"""Graph that is being compiled -> its kept state, which two callers need."""
 
 
 def kept(gm: fx.GraphModule) -> Kept:
-    """Return what the traced code keeps; to be called inside a backend."""
+    """Return the state that the traced code keeps. Call this inside a backend."""
     if gm not in _known:
         _known[gm] = _kept(gm)
     return _known[gm]
@@ -92,7 +95,7 @@ def _axes(shapes: Mapping[str, Shape], wanted: Callable[[Shape, int], bool]) -> 
 
 
 def _read(gm: fx.GraphModule) -> Iterator[tuple[str, Shape]]:
-    """Yield Dynamo's name and the sizes in this call of each tensor inside an argument, except parameters."""
+    """Yield the name and the sizes in this call of each tensor inside an argument, except parameters."""
     for node in gm.graph.find_nodes(op="placeholder"):
         source, value = getattr(node, "_dynamo_source", None), node.meta.get("example_value")
         if source is None or not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
@@ -108,20 +111,20 @@ def _shape(value: object) -> Shape | None:
 
 
 def seen(size: int | torch.SymInt) -> int:
-    """A size in this call; -1 if it depends on data."""
+    """Return the value of a size in this call; -1 if the size depends on data."""
     return size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else -1
 
 
 def _written(effects: SideEffects, var: VariableTracker) -> Iterator[tuple[str, VariableTracker]]:
-    """Yield the names and values that the code wrote into one object, without values that it stored unchanged."""
+    """Yield the names and values that the code wrote into one object, except values from outside stored unchanged."""
     for name, value in _held(effects, var):
-        # Reading a value that the code itself has not read would add the value to the graph.
+        # A lazy value is one that the code has not read. Reading it here would add it to the graph.
         if not issubclass(type(value), LazyVariableTracker) and value.source is None:
             yield name, value
 
 
 def _held(effects: SideEffects, var: VariableTracker) -> Iterator[tuple[str, VariableTracker]]:
-    """Yield the names and values that an object from outside of the trace holds, if the code wrote to the object."""
+    """Yield the names and values that an object from outside the trace holds, if the code wrote to the object."""
     if getattr(var, "source", None) is None or not effects.is_modified(var):
         return
     try:
@@ -145,5 +148,5 @@ def _is_int(value: VariableTracker) -> bool:
 
 
 def source_name(source: Any) -> str:
-    """Return Dynamo's name of a value, which is a method in torch 2.11 and an attribute later."""
+    """Return Dynamo's name of a value. ``name`` is a method in torch 2.11 and an attribute in later releases."""
     return str(source.name() if callable(source.name) else source.name)

@@ -9,8 +9,8 @@ from torch.fx.experimental.symbolic_shapes import uninteresting_files
 
 
 def remember_lines(output: Any) -> None:
-    """Make nodes of Dynamo's ``output`` get the ``stack_trace`` that torch would write, from cached lines."""
-    # The code object is kept with its line, because a new object could get the ``id`` of a deleted one.
+    """Give the nodes of Dynamo's ``output`` the same ``stack_trace`` as torch would, but from cached lines."""
+    # Each entry also holds the code object, because a new object could get the ``id`` of a deleted one.
     known: dict[object, tuple[str, object]] = {}
     tracer = output.current_tracer
     create = tracer.create_node
@@ -30,7 +30,7 @@ def remember_lines(output: Any) -> None:
 
 
 def _line(frame: Any) -> str:
-    """A frame as in a traceback; empty for a frame in one of torch's own modules, which torch leaves out."""
+    """Format a frame as a traceback does. The result is empty for frames in torch's own files, as torch omits them."""
     summary = frame.frame_summary()
     if frame.is_co_filename_from_nn_modules() or summary.filename in uninteresting_files():
         return ""

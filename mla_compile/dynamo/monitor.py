@@ -1,8 +1,9 @@
 """Warns when Dynamo gives up on code that this package compiled.
 
-Dynamo keeps a limited number of compiled variants of a function (8 by default), and beyond that runs the function
-uncompiled. Results stay the same, decode becomes slow, and only a log line says so. Dynamo has no hook for this, so a
-handler on its logger serves as one. If logging is off, the warning comes with the last variant that the limit allows.
+Dynamo keeps a limited number of compiled variants of a function (8 by default). Beyond the limit it runs the function
+uncompiled: results stay the same, but decode becomes slow, and only a log line says so. Dynamo has no hook for this
+event, so this module adds a handler to Dynamo's logger. If that logger is off, the warning is given when the last
+variant within the limit is compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _logger = logging.getLogger("torch._dynamo.convert_frame")
 
 @dataclass(frozen=True)
 class _Function:
-    """What is known of one function: whether a graph had an attention, where inputs are used, which layers ran it."""
+    """Facts about one function: whether any graph had an attention, where inputs are used, and which layers ran it."""
 
     attention: bool = False
     places: dict[str, str] = field(default_factory=dict)
@@ -42,18 +43,18 @@ class _Function:
 
 
 _ours: OrderedDict[str, _Function] = OrderedDict()
-"""Function, as Dynamo's log spells it -> facts about its compilations."""
+"""Function (spelled as in Dynamo's log) -> facts about its compilations."""
 
 _attention = threading.Event()
 """Whether any graph so far had an attention."""
 
 
 def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attention: bool) -> int:
-    """Called inside a backend: warn if Dynamo later gives up on the function that it is compiling now.
+    """Warn if Dynamo later gives up on the function that it is compiling now. Call this inside a backend.
 
-    A function without attention counts as soon as any graph has one, because Dynamo also gives up on the functions
-    called by a function that it gives up on. Returns the number of layers or models for which the function was compiled
-    so far.
+    When Dynamo gives up on a function, the functions called by that function run uncompiled, too. Therefore a function
+    without an attention is also watched, once any graph has had an attention. Returns the number of layers or models
+    for which the function was compiled so far.
     """
     if attention:
         _attention.set()
@@ -85,8 +86,8 @@ class _LimitHandler(logging.Handler):
             return
         known = _ours.get(str(function), _Function())
         why = cause(str(reason), known.places, "module" if running() else None)
-        # Each layer needs at least one variant for a prompt and one for decoding, so the number of layers alone can be
-        # the cause.
+        # Each layer needs at least two variants, one for a prompt and one for decoding. With enough layers, this alone
+        # reaches the limit.
         count = len(known.layers)
         if running() is None and count > 1 and 2 * count >= int(str(value)):
             why = of_layers(count)
@@ -111,7 +112,7 @@ def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
 
 
 def _named(function: str) -> str:
-    """A function as Dynamo names it, or the user's forward if it is the entry to an optimized module."""
+    """Return the name of a function: Dynamo's name, or the user's forward for the entry to an optimized module."""
     module = running()
     return module.function if module is not None and f"({_ENTRY}:" in function else function
 
@@ -121,7 +122,7 @@ def _spelled(code: CodeType) -> str:
 
 
 def _places(gm: fx.GraphModule) -> dict[str, str]:
-    """The source line where each input of a graph is first used."""
+    """Return the source line where each input of a graph is first used."""
     places: dict[str, str] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)

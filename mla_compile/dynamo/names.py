@@ -1,7 +1,8 @@
-"""Lets a trace read the name of a class, by which libraries recognise their own classes of tensors.
+"""Lets a trace call string methods on the name of a class.
 
-``type(weight).__module__.startswith(...)`` breaks Dynamo's graph where ``weight`` is an ordinary ``nn.Parameter``:
-Dynamo knows the class, but does not call methods of its attributes (torch 2.13 and 2.14).
+Libraries recognise their own tensor classes by name. ``type(weight).__module__.startswith(...)`` breaks Dynamo's graph
+even if ``weight`` is an ordinary ``nn.Parameter``: Dynamo knows the class, but does not call methods of the class's
+attributes (torch 2.13 and 2.14).
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Any
 from torch._dynamo.variables import ConstantVariable, GetAttrVariable
 
 FIX = "call mla_compile.optimize(model), which reads the name of a class without a graph break"
-"""What to do if :func:`is_of_a_name` holds: :func:`read_names` changes only traces that this package starts."""
+"""Advice for breaks found by :func:`is_of_a_name`: :func:`read_names` affects only traces that this package starts."""
 
 _BREAK = re.compile(r"method `\w+` of class `str`")
 
 
 def is_of_a_name(why: str) -> bool:
-    """Whether ``why`` is Dynamo's message about a graph break at a method of a string that Dynamo did not read."""
+    """Whether ``why`` is Dynamo's message about a graph break at a method of a string."""
     return _BREAK.search(why) is not None
 
 
 def read_names(output: Any) -> None:
-    """From now on, the trace that writes into Dynamo's ``output`` can call methods of a class's string attributes."""
+    """Let the trace that writes into Dynamo's ``output`` call methods of a class's string attributes."""
     call = GetAttrVariable.call_method
 
     def call_method(self: GetAttrVariable, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -38,7 +39,7 @@ def read_names(output: Any) -> None:
 
 
 def _text(attribute: GetAttrVariable) -> Any:
-    """The value of an attribute of a class, if it is a string; else None."""
+    """Return the value of a class's attribute if it is a string, else None."""
     owner = getattr(attribute.obj, "value", None)
     value = getattr(owner, attribute.name, None) if isinstance(owner, type) else None
     return ConstantVariable.create(value) if type(value) is str else None

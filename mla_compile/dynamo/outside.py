@@ -1,4 +1,4 @@
-"""Warn if no compiled graph has an attention and Dynamo left code out of its graphs, where an attention may run."""
+"""Warn if no compiled graph has an attention, but one may run in code that Dynamo left out of its graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mla_compile.errors import warn
 from mla_compile.report.report import UNSEEN
 
 _DISABLED = re.compile(r"Skip (?:calling|inlining) function `?<function (\S+) at 0x\w+>`? since it was wrapped with")
-"""Dynamo's message about a function under ``torch.compiler.disable``; the group is the function's qualified name."""
+"""Dynamo's message about a function under ``torch.compiler.disable``. The group is the function's qualified name."""
 
 _TORCH = Path(torch.__file__).parent
 
@@ -34,15 +34,15 @@ def breaks() -> Mapping[str, int]:
 
 
 def broken_since(before: Mapping[str, int]) -> tuple[str, ...]:
-    """The reasons for which Dynamo has broken graphs since ``before``, one line each."""
+    """Return the reasons for Dynamo's graph breaks since ``before``, one line each."""
     return tuple(_one_line(reason) for reason in Counter(counters["graph_break"]) - Counter(before))
 
 
 class Unseen:
-    """Tells once that no graph of a model has an attention, after a call in which Dynamo left code out.
+    """Warns once that no graph of a model has an attention, after a call in which Dynamo left code out of its graphs.
 
     Attributes:
-        message: what was told; None until then.
+        message: the warning; None until it was given.
     """
 
     def __init__(self, on_told: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class Unseen:
 
     @contextmanager
     def call(self, seen: Callable[[], object]) -> Iterator[None]:
-        """Surround a call of the model; ``seen`` returns whether a graph with an attention was compiled for it."""
+        """Surround a call of the model. ``seen`` returns whether any graph of the model has an attention."""
         if self.message is not None or seen():
             yield
             return
@@ -65,16 +65,16 @@ class Unseen:
 
 
 def end_of(gm: fx.GraphModule) -> str | None:
-    """Why and where Dynamo ended a graph early; None if it did not."""
+    """Return why and where Dynamo ended a graph early; None if it did not."""
     why: GraphCompileReason | None = getattr(gm, "compile_subgraph_reason", None)
     return None if why is None or not why.graph_break else _one_line(why.reason) + _place(why.user_stack)
 
 
 def told_in_a_later_call(call: Call, gm: fx.GraphModule, told: set[str], seen: Callable[[], object]) -> Call:
-    """``call`` with a warning in a later call of the model, if Dynamo ended ``gm`` early and ``seen()`` is still false.
+    """If Dynamo ended ``gm`` early, wrap ``call``: a later call of the model warns if ``seen()`` is still false.
 
-    A backend does not learn when a model's call ends, and until then other graphs may be compiled. ``told`` holds what
-    users have been told about graphs of this model.
+    The warning has to wait for a later call, because the present call of the model may still compile other graphs, and
+    a backend does not learn when that call ends. ``told`` holds what users have been told about graphs of this model.
     """
     end = end_of(gm)
     if end is None:
@@ -94,7 +94,7 @@ def told_in_a_later_call(call: Call, gm: fx.GraphModule, told: set[str], seen: C
 
 
 def outermost_call() -> FrameType | None:
-    """The frame of the outermost module that is being called; None outside of modules."""
+    """Return the frame of the outermost module call that is running; None if no module is being called."""
     found: FrameType | None = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -109,10 +109,10 @@ class _Mark:
 
 
 def _this_call() -> Callable[[], object]:
-    """Return a function that says whether the present outermost call of a module is still running.
+    """Return a function that says whether the outermost module call that is running now is still running.
 
     A mark is kept among the keyword arguments of that call, which nothing reads any more. If no module is being called
-    (a function was compiled), only the first query counts as within the call.
+    (a function was compiled), only the first query returns a true value.
     """
     mark, frame = _Mark(), outermost_call()
     if frame is None:
@@ -122,7 +122,7 @@ def _this_call() -> Callable[[], object]:
 
 
 def _place(stack: Sequence[FrameSummary]) -> str:
-    """The innermost line of a stack that is not torch's."""
+    """Return the innermost line of a stack that is not in torch's files."""
     lines = [line for line in stack if not Path(line.filename).is_relative_to(_TORCH)]
     return f" ({lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line})" if lines else ""
 
@@ -132,7 +132,7 @@ def _message(left_out: str) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """Dynamo's reason for a graph break without its hints: the headline and, if there is one, the explanation."""
+    """Return Dynamo's reason for a graph break without its hints: the headline, and the explanation if there is one."""
     if disabled := _DISABLED.search(reason):
         return f"{disabled[1]} is under torch.compiler.disable"
     if reason.startswith("generic_jump"):

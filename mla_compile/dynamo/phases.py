@@ -1,18 +1,18 @@
-"""What the variants of a function are compiled for, and whether their number will stop growing."""
+"""Judges, from failed guards, whether the number of a function's compiled variants will stop growing."""
 
 from __future__ import annotations
 
 from mla_compile.dynamo.causes import drained, failed
 
 PHASES = 4
-"""A guard that failed for more values than this counts as one that fails in every call.
+"""If a guard failed for more values than this, it is taken for a guard that fails in every call.
 
-A tensor that fills and drains has four kinds of length: empty, one row, full, and anything between. Several of them
-together need several times as many graphs as Dynamo's limit allows, all within the first tokens."""
+A tensor that fills and drains has four kinds of length: empty, one row, full, and any length between. Several such
+tensors together need several times as many graphs as Dynamo's limit allows, all within the first tokens."""
 
 
 class Phases:
-    """The guards that made Dynamo compile one function again, and the values that it had been compiled for."""
+    """The guards that made Dynamo recompile one function, and the values that it had been compiled for."""
 
     def __init__(self) -> None:
         self.drains = False
@@ -25,6 +25,6 @@ class Phases:
         self.drains |= drained(reason)
 
     def room(self, limit: int) -> int:
-        """Return how many variants are allowed if the user allows ``limit``: more for buffers that fill and drain."""
+        """Return how many variants to allow if the user's limit is ``limit``: more for buffers that fill and drain."""
         settles = self.drains and all(len(values) <= PHASES for values in self._values.values())
         return limit * PHASES if settles else limit

@@ -1,4 +1,4 @@
-"""Runs generators and coroutines with each piece (up to the next yield or await) within a context of ours."""
+"""Wraps generators and coroutines so that each piece, up to the next yield or await, runs within a given context."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 Around = Callable[[Any], AbstractContextManager[object]]
-"""Makes the context for one piece of a method; its argument is the object that the method is called on."""
+"""Makes the context for one piece of a method. The argument is the object that the method is called on."""
 
 
 def runs_in_pieces(function: Callable[..., Any]) -> bool:
-    """Whether a call of a function returns before its code has run."""
+    """Whether a function is a generator or coroutine, so that a call returns before the function's code runs."""
     return (
         inspect.isgeneratorfunction(function)
         or inspect.iscoroutinefunction(function)
@@ -23,7 +23,7 @@ def runs_in_pieces(function: Callable[..., Any]) -> bool:
 
 
 def in_pieces(function: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Wrap a generator or coroutine method, also an asynchronous generator: each piece runs within ``around(self)``."""
+    """Wrap a generator, coroutine or asynchronous generator method: each piece runs within ``around(self)``."""
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
@@ -61,7 +61,7 @@ def in_pieces(function: Callable[..., Any], around: Around) -> Callable[..., Any
 
 @types.coroutine
 def driven(steps: Any, around: Around, owner: object) -> Generator[Any, Any, Any]:
-    """Do what ``steps`` (a generator or an awaitable) does, with each piece within ``around(owner)``."""
+    """Run ``steps`` (a generator or an awaitable) with each piece within ``around(owner)``."""
     send, value = steps.send, None
     while True:
         try:

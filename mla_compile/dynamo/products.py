@@ -1,8 +1,8 @@
-"""Keeps traces of products from specialising on a dynamic size that is 1.
+"""Keeps traces of matrix products from specialising on a dynamic size that is 1.
 
-A product of batched operands reshapes them, and whether an operand may be reshaped in place depends on its layout. A
-transposed operand is contiguous with one column but not with two, so a step with one row in a cache would have a graph
-of its own. Operands are copied, because a copy is contiguous whatever its sizes are.
+A batched product reshapes its operands, and an operand's layout decides whether it can be reshaped without a copy. A
+transposed operand is contiguous with one column but not with two, so a step with one row in the cache would need a
+separate graph. Operands are therefore copied, because a copy is contiguous for all sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PRODUCT = torch.ops.aten.matmul.default
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """In this context, traces of batched ``matmul`` copy an operand with a symbolic size that is 1 in this call."""
+    """Within this context, traces of batched ``matmul`` copy operands with a symbolic size that is 1 in the call."""
     product: Any = _PRODUCT
     given = product.py_kernels[DispatchKey.CompositeImplicitAutograd]
 

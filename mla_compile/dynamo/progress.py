@@ -1,7 +1,7 @@
-"""Progress of compilations: what is being compiled, the time so far, and the time of each stage.
+"""Shows the progress of compilations: what is being compiled, the time so far, and the time of each stage.
 
-The stages follow one another: ``trace`` (Dynamo), ``capture`` and ``passes`` (ours), ``code`` (Inductor), ``guards``
-(Dynamo again). Code for a kind of layers is a stage of its own (``code of 60 equal layers``).
+The stages are, in this order: ``trace`` (Dynamo), ``capture`` and ``passes`` (mla_compile), ``code`` (Inductor) and
+``guards`` (Dynamo again). Code for a kind of layers is a separate stage (``code of 60 equal layers``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ALL_KEPT = (
     "capture",
     "passes",
     "guards",
-)  # the cycle collector rests in these stages, which keep most objects; code generation makes and drops tensors
-_TOLD_SECONDS = 1.0  # no line is printed for compilations that were faster
+)  # the cycle collector is paused in these stages, because they keep most objects; code generation drops many tensors
+_TOLD_SECONDS = 1.0  # no line is printed for faster compilations
 
 
 class Compilations:
@@ -41,8 +41,8 @@ class Compilations:
 
     Args:
         name: the name of the compiled function.
-        show: whether stderr shows a spinner with the stage and a line at the end; without a terminal, only the line.
-            ``None``: only on a terminal.
+        show: whether stderr shows a spinner with the stage (on a terminal only) and a line at the end. ``None`` shows
+            both on a terminal, and nothing elsewhere.
 
     Attributes:
         seconds: the time of each stage of the last compilation.
@@ -63,7 +63,7 @@ class Compilations:
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Follow what Dynamo compiles in the block."""
+        """Follow the compilations that Dynamo starts within this context, in the current thread."""
         thread = threading.get_ident()
 
         def started(what: CallbackArgs) -> None:
@@ -79,7 +79,7 @@ class Compilations:
         try:
             yield
         finally:
-            if self._thread == thread:  # needed if a reset of Dynamo within the call dropped the callbacks
+            if self._thread == thread:  # a reset of Dynamo within the call may have dropped the callbacks
                 self.end()
             for callbacks, ours in (
                 (callback_handler.start_callbacks, started),
@@ -90,7 +90,7 @@ class Compilations:
 
     @contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """Record the block as a compilation of one stage."""
+        """Record the code within this context as a compilation with one stage."""
         self.begin(stage)
         try:
             yield
@@ -98,7 +98,7 @@ class Compilations:
             self.end()
 
     def begin(self, stage: str) -> None:
-        """Begin a compilation with this stage."""
+        """Begin a compilation. ``stage``: its first stage."""
         self.end()
         self.count += 1
         self.seconds = {}
@@ -109,7 +109,7 @@ class Compilations:
         self._describe()
 
     def stage(self, name: str) -> None:
-        """Enter another stage; does nothing outside of a compilation."""
+        """Enter the next stage. This does nothing outside of a compilation."""
         if not self._stage:
             return
         now = time.perf_counter()
@@ -119,13 +119,13 @@ class Compilations:
         self._describe()
 
     def _collect(self, *, wanted: bool) -> None:
-        """Resume the cycle collector if it is ``wanted`` in the next stage, or pause it."""
+        """Resume the cycle collector if it is ``wanted`` in the next stage, else pause it."""
         if wanted == self._paused:
             (collector.resume if wanted else collector.pause)()
             self._paused = not wanted
 
     def end(self) -> None:
-        """End the compilation, which may have failed."""
+        """End the compilation, whether it succeeded or failed."""
         if not self._stage:
             return
         self.stage("")
@@ -143,7 +143,7 @@ class Compilations:
         return f"{self.name}, graph {self.count}"
 
     def _visible(self) -> bool:
-        stream: object = sys.stderr  # a program may have set it to None, or to an object that lacks methods of a file
+        stream: object = sys.stderr  # a program may have set stderr to None, or to an object without ``isatty``
         if self.show is False or stream is None or getattr(stream, "closed", False):
             return False
         return self.show is True or (hasattr(stream, "isatty") and stream.isatty())

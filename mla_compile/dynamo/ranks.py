@@ -1,10 +1,11 @@
 """Agreement between the ranks of a distributed program when they compile a graph.
 
-An attention is absorbed only if every rank absorbs it: each rank verifies it with its own part of the weights, and may
-come to another verdict. Ranks exchange their decisions through the store of torch.distributed. A collective would not
-do: a rank may compile because only its own guards failed, and the others would answer with a collective of the model.
+Each rank verifies an attention with its own shard of the weights, so ranks may reach different verdicts. An attention
+is absorbed only if every rank absorbs it. Ranks exchange their decisions through the store of torch.distributed. A
+collective would not do: if only one rank's guards fail, only that rank compiles, and its collective would be matched
+with one that the other ranks' models run.
 
-Ranks exchange decisions only about graphs with collectives or tensors of several ranks, or if the option
+Ranks exchange decisions only about graphs with collectives or with tensors that several ranks hold, or if the option
 ``context_parallel`` is set.
 """
 
@@ -41,21 +42,21 @@ _SLICE = timedelta(seconds=5)
 """The longest single wait on the store, during which Python handles no signal."""
 
 _met: WeakKeyDictionary[object, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""Store -> how often the ranks of each group have met."""
+"""Store -> the number of past meetings of each group of ranks."""
 _lock = threading.Lock()
 
 
 class OtherRankFailedError(RuntimeError):
-    """Another rank could not rewrite the graph, so this rank leaves it as it is, too."""
+    """Another rank could not rewrite the graph, so this rank does not rewrite it either."""
 
 
 def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Meeting | None:
-    """The meeting of the ranks that run this graph together; None if one rank runs it, or with ``ranks="alone"``."""
+    """Return the meeting of the ranks that run this graph together; None for a single rank or ``ranks="alone"``."""
     return _meeting(_groups(gm, example_inputs), options)
 
 
 def meeting_of(model: torch.nn.Module, options: Options) -> Meeting | None:
-    """The meeting of the ranks that together hold the weights of a model; None if one rank holds all of them."""
+    """Return the meeting of the ranks that together hold a model's weights; None for a single rank."""
     return _meeting(_groups_of(model), options)
 
 
@@ -73,16 +74,16 @@ def _meeting(of: Iterable[dist.ProcessGroup], options: Options) -> Meeting | Non
 
 
 def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Sharing | None:
-    """How this rank shares rows with those of ``options.context_parallel``; None if rows are not shared.
+    """Return how this rank shares rows with the ranks of ``options.context_parallel``; None if rows are not shared.
 
-    Ranks that share tensors or collectives of the graph may compute different heads. For other ranks, a comparison of
-    the weights decides whether they do (:meth:`Meeting.alike`).
+    Ranks that share tensors or collectives of the graph are assumed to compute different heads. For other ranks,
+    :meth:`Meeting.alike` compares the weights to decide whether they do.
     """
     return _sharing(_groups(gm, example_inputs), options)
 
 
 def sharing_of_model(model: torch.nn.Module, options: Options) -> Sharing | None:
-    """Like :func:`sharing_of`, for a whole model: ranks that share its weights may compute different heads."""
+    """Like :func:`sharing_of`, but for a whole model. Ranks that share its weights may compute different heads."""
     return _sharing(_groups_of(model), options)
 
 
@@ -100,12 +101,12 @@ def _groups_of(model: torch.nn.Module) -> Iterator[dist.ProcessGroup]:
 
 
 def ranks_of(options: Options) -> tuple[int, ...]:
-    """The ranks of ``options.context_parallel``."""
+    """Return the global ranks of ``options.context_parallel``."""
     return tuple(dist.get_process_group_ranks(options.context_parallel.get_group()))
 
 
 def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.ProcessGroup]:
-    """The groups of ranks that hold inputs of a Dynamo graph together, or that its operators name."""
+    """Yield the groups of ranks over which inputs of a Dynamo graph are spread, and those that its operators name."""
     for value in example_inputs:
         if isinstance(value, dist.ProcessGroup):
             yield value
@@ -121,10 +122,11 @@ def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.Process
 
 
 class Meeting:
-    """The ranks that compile one graph: ``groups`` share its collectives, in the order in which the graph names them.
+    """An exchange between the ranks that compile one graph.
 
-    Each rank sends its decision to its first group, then everything it has received so far to the next one. The groups
-    of a program are the axes of a mesh, so after the last group all ranks have heard from all others.
+    ``groups`` are the groups of ranks that share collectives, in the order in which the graph names them. Each rank
+    sends its decision to the first group, then everything that it has received so far to the next group. The groups of
+    a program are the axes of a mesh, so after the last group every rank has heard from all others.
     """
 
     def __init__(self, groups: list[tuple[int, ...]], rank: int, options: Options) -> None:
@@ -135,19 +137,20 @@ class Meeting:
             "mla_compile": __version__,
             "torch": torch.__version__,
             **{name: repr(value) for name, value in vars(options).items() if name != "context_parallel"},
-            # Only the size is compared: each group of the mesh shares rows of its own.
+            # Only the size is compared, because each group of the mesh shares its own rows.
             "context_parallel": repr(options.context_parallel and options.context_parallel.size()),
         }
 
     def refused(self, outcome: Outcome) -> dict[str, str] | None:
-        """The attentions (names in ``outcome.sites``) to leave, with what the other ranks decided; None if all agree.
+        """Exchange decisions, and return the attentions that this rank must not absorb; None if all ranks agree.
 
-        The dict is empty if only other ranks have to leave an attention. All ranks get None in the same round. Until
-        then, each has to call again with its new decisions.
+        The result maps names in ``outcome.sites`` to what the other ranks decided. It is empty if only other ranks have
+        to change a decision. All ranks receive None in the same round. Until then, each rank has to call this method
+        again with its new decisions.
 
         Raises:
             OtherRankFailedError: another rank failed.
-            RankError: on all ranks, if they compile different programs or one of them does not come.
+            RankError: ranks compile different programs, or a rank does not take part; raised on all ranks.
         """
         sites = [_said_of(site) for site in outcome.report.sites]
         told = self._heard({"sites": sites, "rows": list(outcome.warnings)})
@@ -166,26 +169,26 @@ class Meeting:
         return left if again else None
 
     def failed(self, error: Exception) -> None:
-        """Tell the other ranks that this one leaves the graph as it is."""
+        """Tell the other ranks that this rank does not rewrite the graph, because of ``error``."""
         self._exchange({"program": self.program, "problem": brief(error)})
 
     def ready(self) -> None:
-        """Return when all ranks have reached this point.
+        """Wait until all ranks have reached this point.
 
-        Raises the errors of :meth:`refused`.
+        Raises the same errors as :meth:`refused`.
         """
         self._heard({})
 
     def alike(self, program: Program, group: tuple[int, ...]) -> bool:
         """Whether the ranks of a group have the same weights, judged by a few values of each weight.
 
-        Raises the errors of :meth:`refused`.
+        Raises the same errors as :meth:`refused`.
         """
         told = self._heard({"weights": _mark(program.weights.values())})
         return len({told[rank]["weights"] for rank in group}) == 1
 
     def _heard(self, mine: dict[str, object]) -> Told:
-        """The messages of all ranks; raises if one of them failed."""
+        """Return the messages of all ranks. Raise an error if a rank failed."""
         told = self._exchange({"program": self.program, "problem": None, **mine})
         problems = {rank: one["problem"] for rank, one in told.items() if one["problem"] is not None}
         if problems:
@@ -216,7 +219,7 @@ class Meeting:
         return told
 
     def _wait(self, store: Any, keys: Mapping[int, str]) -> None:
-        """Wait for the messages of all ranks, at most for the timeout of the store."""
+        """Wait for the messages of all ranks, but no longer than the store's timeout."""
         end = time.monotonic() + store.timeout.total_seconds()
         missing = list(keys)
         while missing := [rank for rank in missing if not store.check([keys[rank]])]:
@@ -228,11 +231,11 @@ class Meeting:
                     f"it within {store.timeout}: it ended, or its call needed no compilation; ranks that compile at "
                     'different points need the option ranks="alone"'
                 )
-            with suppress(RuntimeError):  # all stores raise it on timeout
+            with suppress(RuntimeError):  # every kind of store raises RuntimeError on timeout
                 store.wait([keys[rank] for rank in missing], min(left, _SLICE))
 
     def _check(self, told: Told) -> None:
-        """Raise, on all ranks alike, if they compiled different programs."""
+        """Raise an error if the ranks compile different programs. All ranks then raise the same error."""
         _same({rank: len(one["sites"]) for rank, one in told.items()}, "attentions in the graph")
         for index in range(len(told[self.rank]["sites"])):
             _same({rank: one["sites"][index]["source"] for rank, one in told.items()}, f"attention {index}")
@@ -242,7 +245,7 @@ class Meeting:
 
 
 def _mark(weights: Iterable[torch.Tensor | None]) -> str:
-    """A fingerprint of a few values of each weight, which differs for the weights of other heads."""
+    """Return a fingerprint of a few values of each weight. Weights of different heads have different fingerprints."""
     found = hashlib.sha256()
     for weight in weights:
         if weight is not None and not weight.is_meta and weight.layout is torch.strided:
@@ -271,7 +274,7 @@ def _same(found: Mapping[int, object], what: str) -> None:
 
 
 def _each(found: Mapping[int, object]) -> str:
-    """The message of each rank; ranks with equal messages are listed together."""
+    """Format the message of each rank. Ranks with equal messages are listed together."""
     by_text: dict[str, list[int]] = {}
     for rank, said in sorted(found.items()):
         by_text.setdefault(str(said), []).append(rank)

@@ -1,12 +1,13 @@
 """Keeps an optimized module within Dynamo's recompile limit, beyond which the original code runs uncompiled.
 
 Some decode state changes in every step: int attributes of modules (``self.pos += 1``), and the sizes of registered
-buffers that grow by ``cat``. Under torch's own settings Dynamo takes both for constants and recompiles each time. While
-an optimized module runs, both are treated like any other size: constant until seen to change, then symbolic.
+buffers that grow by ``cat``. With torch's default settings, Dynamo treats both as constants and recompiles in every
+step. While an optimized module runs, both are treated like other sizes: they are constants until they change, then
+symbolic.
 
-Code that several layers share after a graph break does settle, but may be compiled once per layer, so that a deep model
-exceeds the limit before its first token. Each layer therefore gets the full limit. Layers that are compiled one by one
-with ``torch.compile`` get it, too, without a change of the user's settings (:func:`guard_module`).
+After a graph break, several layers may share code that is compiled once per layer, so that a deep model exceeds the
+limit before its first token. Each layer therefore gets the full limit. Layers that are compiled one by one with
+``torch.compile`` get the full limit, too, without a change of the user's settings (:func:`guard_module`).
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shape
 """Dynamo settings that let int attributes and the sizes of buffers become symbolic."""
 
 HOOKS = {"skip_nnmodule_hook_guards": False}
-"""Makes compiled code notice a hook that is added later; by default torch skips that check to save guards."""
+"""Makes compiled code notice hooks that are added later. By default torch skips that check to save guards."""
 
 _ACCUMULATED = "accumulated_recompile_limit"
 
 
 def parameters_of(gm: fx.GraphModule, example_inputs: Inputs) -> list[torch.nn.Parameter]:
-    """The parameters that a graph is compiled for; layers that run the same code differ in them."""
+    """Return the parameters that a graph is compiled for. They tell apart the layers that run the same code."""
     return [value for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)]
 
 
 def guard_module(gm: fx.GraphModule) -> None:
-    """Called inside a backend: guard the identity of the module whose parameters the graph reads.
+    """Guard the identity of the module whose parameters the graph reads. Call this inside a backend.
 
-    Dynamo has one limit for all modules that share a function, unless their identity is guarded: then each has a limit
-    of its own.
+    Without such a guard, Dynamo has one limit for all modules that share a function. With the guard, each module has a
+    separate limit.
     """
     context = TracingContext.try_get()
     sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
@@ -61,9 +62,9 @@ def guard_module(gm: fx.GraphModule) -> None:
 
 
 def _module_of(source: object) -> LocalSource | None:
-    """The local variable that holds the module in which Dynamo found an input."""
+    """Return the local variable that holds the module in which Dynamo found an input; None if there is none."""
     while isinstance(source, ChainedSource):
-        # Any other container, such as a dict of arguments, may hold another module in each call.
+        # Other containers, such as a dict of arguments, may hold a different module in each call.
         if isinstance(source, UnspecializedNNModuleSource) and isinstance(source.base, LocalSource):
             return source.base
         source = source.base
@@ -78,27 +79,27 @@ _thread = _ThreadRecompiles()
 
 
 def running() -> Recompiles | None:
-    """The counts and settings of the optimized module that this thread is calling; ``None`` outside of such a call."""
+    """Return the counts and settings of the optimized module that this thread is calling; ``None`` if there is none."""
     return _thread.running
 
 
 def why_again() -> str | None:
-    """Dynamo's reason for the current recompilation; ``None`` for a first compilation."""
+    """Return Dynamo's reason for the current recompilation; ``None`` for a first compilation."""
     reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
     return reason if isinstance(reason, str) else None
 
 
 class Recompiles:
-    """Dynamo's settings during the calls of one optimized module, and the compilations for each of its layers.
+    """Sets Dynamo's settings during the calls of one optimized module, and counts the graphs of each of its layers.
 
     Args:
-        dynamic: as for ``torch.compile``. ``True`` makes every int attribute symbolic from the start, numbers of heads
-            too; ``False`` never makes one symbolic. Either is the user's choice and is not overridden.
+        dynamic: as for ``torch.compile``. ``True`` makes every int attribute symbolic from the start, even a number of
+            heads. ``False`` makes none symbolic. Either value is the user's choice and is not overridden.
         function: the name of the module's forward in messages.
         on_note: called when Dynamo gives up on code of the module.
 
     Attributes:
-        drains: whether a tensor that the module keeps fills and drains, so that later calls will find other sizes.
+        drains: whether the module keeps a tensor that fills and drains, so that later calls will find other sizes.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Recompiles:
             if reason is not None:
                 self._phases.add(reason)
             graphs = self._graphs.setdefault(traced[0], Counter())
-            graphs[layer] += 1  # layers that run the same code differ in their parameters
+            graphs[layer] += 1
             self._layers = max(self._layers, len(graphs))
             self._most = max(self._most, graphs[layer])
         change(self._limits())
@@ -154,19 +155,19 @@ class Recompiles:
             logger.warning("%s", note)
 
     def given_up(self, note: str) -> bool:
-        """Record that Dynamo gave up on code, and why; return whether this is the first time."""
+        """Record that Dynamo gave up on code, and why. Return whether this is the first time."""
         self.notes.append(note)
         if self.on_note is not None:
             self.on_note()
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        """The user's limit times the layers that share code, or more for buffers that fill and drain."""
+        """Return the limits to set: the user's times the number of layers, and more for buffers that fill and drain."""
         given = user_value("recompile_limit")
         limit = self._phases.room(given)
         if limit == given and self._layers == 1:
             return {}
-        # A layer above the limit never settles: from then on the user's limit applies, and compiled variants stay in
-        # use.
+        # A layer that exceeds its limit will go on recompiling, so the user's limit applies from then on. Variants that
+        # are already compiled stay in use.
         room = limit * self._layers if self._most <= limit else given
         return {"recompile_limit": room, _ACCUMULATED: max(room, user_value(_ACCUMULATED))}

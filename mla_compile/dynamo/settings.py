@@ -1,9 +1,9 @@
 """Sets Dynamo settings while an optimized module runs, and only then.
 
-Newer releases of torch keep the settings per thread, older ones (2.11) per process. If they are per process, several
-threads can be inside at once, so the first one to enter saves the values that the last one to leave restores.
-``torch._dynamo.config.patch`` would not work: a thread that enters second would save our settings as if they were the
-user's, and would leave them set.
+Newer releases of torch keep the settings per thread, older releases (2.11) per process. In the latter case, several
+threads may run optimized modules at once: the first thread to start saves the user's values, and the last thread to
+finish restores them. ``torch._dynamo.config.patch`` would not work: the second thread to start would save the values of
+:func:`held` as if they were the user's, and would leave them set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _lock = threading.RLock()
 
 
 class _Nesting:
-    """The number of callers inside, and the settings before the first of them entered."""
+    """The number of open :func:`held` contexts, and the settings before the first of them."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -33,7 +33,7 @@ class _OfThread(threading.local, _Nesting):
 
 @contextmanager
 def held(wanted: Mapping[str, object]) -> Iterator[None]:
-    """Set ``wanted`` for the block, and restore the user's values after it, whatever happens inside."""
+    """Within this context, set ``wanted``. The user's values are restored afterwards, also after an exception."""
     state = _state()
     with _lock:
         state.inside += 1
@@ -50,7 +50,7 @@ def held(wanted: Mapping[str, object]) -> Iterator[None]:
 
 
 def change(wanted: Mapping[str, object]) -> None:
-    """Change settings from here on; call it only inside :func:`held`."""
+    """Change settings until the outermost :func:`held` ends. Call this only inside :func:`held`."""
     state = _state()
     with _lock:
         for name, value in wanted.items():
@@ -59,14 +59,14 @@ def change(wanted: Mapping[str, object]) -> None:
 
 
 def user_value(name: str) -> Any:
-    """The user's own value of a setting, inside :func:`held` and outside."""
+    """Return the user's own value of a setting. This works inside and outside of :func:`held`."""
     with _lock:
         return _state().outside.get(name, getattr(config, name))
 
 
 @cache
 def _state() -> _Nesting:
-    """The saved values: per thread if torch keeps settings per thread, which is tested once."""
+    """Return the saved values. They are per thread if torch keeps settings per thread, which is tested once."""
     changed, seen = threading.Event(), []
 
     def read() -> None:
@@ -74,7 +74,7 @@ def _state() -> _Nesting:
         seen.append(config.recompile_limit)
 
     reader = threading.Thread(target=read)
-    reader.start()  # before the change, because a thread may start with a copy of the settings
+    reader.start()  # before the setting is changed, because a new thread may get a copy of the settings
     before = config.recompile_limit
     config.recompile_limit = before + 1
     changed.set()

@@ -1,18 +1,19 @@
-"""Declares dynamic what caused recompilations of functions with attention, for ``optimize`` and ``torch.compile``.
+"""Stops repeated recompilations of functions with attention, by declaring dynamic what caused them.
 
 Dynamo takes int attributes of modules and the sizes of buffers for constants, compiles a step eight times, and then
-runs it uncompiled. An optimized module prevents that by other settings during its own calls. With ``torch.compile`` the
-settings belong to the user, so the sources that caused a recompilation of a function with attention are declared
-dynamic only while Dynamo compiles that function. For both entry points, ints that the function writes are declared,
-too, before they have changed.
+runs it uncompiled. An optimized module prevents this by other settings during its own calls. With ``torch.compile`` the
+settings belong to the user. The sources that caused a recompilation of a function with attention are therefore declared
+dynamic only while Dynamo compiles that function. With ``optimize`` and with ``torch.compile``, ints that the function
+writes are declared dynamic as well, even before they change.
 
-Tensors that fill and drain (tokens that wait to be compressed) are empty in some calls and have one row in others.
-Dynamo specialises on both sizes, in combination with every size of every other such tensor. Once such a tensor has been
-seen, 0 and 1 are treated like other sizes for both entry points, sizes share a symbol only if they were equal in all
-graphs so far, and the limit allows several times as many variants. An optimized module also declares the axes along
-which kept tensors are empty or change, and raises the limit during its own calls. With ``torch.compile`` the limit is
-raised when Dynamo asks its hooks for the context of a recompilation, just before the check of the limit, and restored
-right after that check.
+Some tensors fill and drain, such as a buffer of tokens that wait to be compressed. They are empty in some calls and
+have one row in others. Dynamo specialises on both sizes, in combination with every size of every other such tensor.
+Once such a tensor has been seen, three things change. Sizes of 0 and 1 are treated like other sizes. Sizes share a
+symbol only if they were equal in all graphs so far. The limit allows several times as many variants.
+
+An optimized module also declares the axes along which kept tensors are empty or change, and raises the limit during its
+own calls. With ``torch.compile`` the limit is raised just before Dynamo checks it, in a hook that Dynamo calls for
+every recompilation, and restored right after the check.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from mla_compile.dynamo.sizes import History
 class _Settling:
     """What made Dynamo recompile a function, or is expected to.
 
-    Three sets have names to declare dynamic. ``counts``: ints that the function keeps. ``rows``: axes of tensors that
-    it keeps, used only if a tensor drains. ``changed``: what caused a recompilation. ``sizes`` has the inputs' sizes in
-    each graph.
+    Three sets hold names to declare dynamic: ``counts`` holds ints that the function keeps, ``rows`` holds axes of
+    tensors that it keeps (used only if a tensor fills and drains), and ``changed`` holds what caused a recompilation.
+    ``sizes`` holds the inputs' sizes in each graph.
     """
 
     phases: Phases = field(default_factory=Phases)
@@ -56,7 +57,7 @@ class _Settling:
 
 
 _functions: dict[str, _Settling] = {}
-"""Dynamo's number of each function with attention -> what is known of it."""
+"""Dynamo's number of each function with attention -> what is known about the function."""
 
 
 class _ThreadPatch(threading.local):
@@ -68,9 +69,10 @@ _thread = _ThreadPatch()
 
 
 def settle(gm: fx.GraphModule) -> None:
-    """Called inside the backend, for a graph with attention: watch later recompilations of the function.
+    """Watch later recompilations of the function from which ``gm``, a graph with an attention, was traced.
 
-    Raises ``TensorifyScalarRestartAnalysis``, so that Dynamo traces again, if the settings have to change now.
+    Call this inside the backend. If the settings have to change now, this function raises
+    ``TensorifyScalarRestartAnalysis``, so that Dynamo traces again.
     """
     current = CompileContext.current_compile_id()
     if current is None:
@@ -91,14 +93,14 @@ def settle(gm: fx.GraphModule) -> None:
     reason = why_again()
     if not (known.phases.drains and reason is not None and config.automatic_dynamic_shapes):
         return
-    # Trace again with the new settings, because the sizes of this graph will not come again.
+    # Trace again with the new settings, because a graph for exactly these sizes would not be used again.
     if not drained_before or (module is not None and known.rows > rows_before):
         _open(known, reason)
         raise TensorifyScalarRestartAnalysis("what the traced code keeps fills and drains")
 
 
 def sizes_so_far() -> History | None:
-    """Return the sizes in all graphs of the function being compiled, if it keeps a buffer that fills and drains."""
+    """Return the sizes in all graphs of the current function; None if it keeps no tensor that fills and drains."""
     known = _current()
     return known.sizes if known is not None and known.phases.drains else None
 
@@ -118,7 +120,7 @@ def _number(compile_id: str) -> str:
 
 
 def _forget_others(compile_id: str) -> str:
-    """Return the number of the function; drop the state of another that had this number before a reset of Dynamo."""
+    """Return the number of the function. Drop the state of a function that had this number before Dynamo was reset."""
     function = _number(compile_id)
     if compile_id.endswith("/0"):
         _functions.pop(function, None)
@@ -126,7 +128,7 @@ def _forget_others(compile_id: str) -> str:
 
 
 def _asked() -> str:
-    """Called when Dynamo is about to compile, before it checks its limit."""
+    """Raise the limit if needed. Dynamo calls this hook when it is about to compile, before it checks the limit."""
     _close("room")
     current, reason = CompileContext.current_compile_id(), why_again()
     known = None if current is None else _functions.get(_forget_others(str(current)))
@@ -134,7 +136,7 @@ def _asked() -> str:
         return ""
     known.phases.add(reason)
     allowed, variants = variants_allowed(), current.frame_compile_id or 0
-    # Raise the limit only where Dynamo then compiles, because the start of that compilation restores it.
+    # Raise the limit only if Dynamo then compiles, because the raised limit is restored when that compilation starts.
     if config.recompile_limit <= variants < min(allowed, config.accumulated_recompile_limit):
         _thread.room = ExitStack()
         _thread.room.enter_context(config.patch(recompile_limit=allowed))
@@ -153,7 +155,7 @@ def _started(what: CallbackArgs) -> None:
 
 
 def _open(known: _Settling, reason: str) -> None:
-    """Apply the settings for what is known of a function, until the compilation ends."""
+    """Apply the settings for what is known about a function until the compilation ends."""
     _close("patch")
     patches = ExitStack()
     if known.phases.drains:
@@ -161,13 +163,13 @@ def _open(known: _Settling, reason: str) -> None:
         patches.enter_context(sizes.patch(backed_size_oblivious=True, use_duck_shape=False))
         patches.enter_context(of_any_size())
     module = running()
-    # If sizes may be 0, only the axis that changed becomes dynamic, not the whole tensor: torch would not concatenate
-    # tensors of symbolic width 0.
+    # If sizes may be 0, only the axis that changed becomes dynamic and not the whole tensor, because torch cannot
+    # concatenate tensors whose width is symbolic and 0.
     found = changed_source(reason, of_axis=known.phases.drains) if module is None else None
     if found is not None:
         known.changed.add(found)
-    # Only for calls of our own entry: its trace (`begin_apart`) keeps an argument's size of 1 (one token) constant,
-    # although other sizes of 1 become symbolic.
+    # `rows` are used only in an optimized module, whose trace (`begin_apart`) keeps an argument's size of 1 (one token)
+    # constant while other sizes of 1 become symbolic.
     rows = known.rows if known.phases.drains and module is not None else set[str]()
     names = sorted(known.counts | rows | known.changed)
     if names and (module is None or module.dynamic is None):

@@ -1,7 +1,7 @@
-"""Gives caches that grow together one symbol for their length.
+"""Gives the lengths of caches that grow together one common symbol.
 
-Dynamo gives the length of each layer's cache its own symbol. Everything that is computed from a size is then computed
-anew in each layer, from Dynamo's fake tensors to the end of the passes, and lengths are compared again and again.
+Dynamo gives the length of each layer's cache its own symbol. Everything that depends on a length is then computed again
+in each layer, from Dynamo's fake tensors to the end of the passes, and lengths are compared again and again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from mla_compile.passes.ir.graph import argument
 
 
 def begin_apart(ctx: ComptimeContext, history: History) -> None:
-    """Make the layout of a tensor that fills and drains as dynamic as its length; for ``comptime``, before it is read.
+    """Make the layout of tensors that fill and drain as dynamic as their length.
 
-    A tensor that was partly drained is a view with an offset and the strides of the whole. Dynamo takes the strides in
-    this call for those of all lengths, and an offset of 0 or 1 for a constant, so each layout would have a graph of its
-    own. The first row of a batch keeps the layout in which it was made, and later ones are stored token by token, so
-    the stride along the length is dynamic, too. A size of 1 of an argument (one token, one request) stays a constant.
+    This runs as a ``comptime`` function, before the trace reads a tensor. A partly drained tensor is a view with an
+    offset, and its strides are those of the whole tensor. Dynamo would infer the strides from the sizes and treat an
+    offset of 0 or 1 as a constant, so each layout would need a separate graph. The stride along the length is dynamic,
+    too: the first row of a batch keeps the layout in which it was made, and later rows are stored token by token. If an
+    argument has a size of 1 (one token, one request), that size stays constant.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -57,7 +58,7 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
             return fake(tensor, **given)
         name = source_name(given["source"])
         for axis in axes:
-            # Models test whether there is any row, so a size of 0 stays constant until the tensor has had one.
+            # Models test whether a tensor has rows, so a size of 0 stays constant until the tensor has had a row.
             if tensor.shape[axis] == 0 and not history.filled(name, axis):
                 context.dynamic_sizes[axis], context.constraint_sizes[axis] = DimDynamic.STATIC, None
         for axis in range(max(axes) + 1):
@@ -73,7 +74,7 @@ def begin_apart(ctx: ComptimeContext, history: History) -> None:
 
 
 def _loose_axes(tensor: Tensor) -> list[int]:
-    """The axes whose strides are not those of a contiguous tensor, as in a window cut from a larger tensor."""
+    """Return the axes whose strides differ from a contiguous tensor's, as in a window cut from a larger tensor."""
     found, step = [], 1
     for axis in reversed(range(tensor.dim())):
         if tensor.stride(axis) != step:
@@ -83,11 +84,12 @@ def _loose_axes(tensor: Tensor) -> list[int]:
 
 
 def begin_with_one(ctx: ComptimeContext) -> None:
-    """Give lengths that are equal in this call one symbol; for ``comptime``, before the trace reads a tensor.
+    """Give lengths that are equal in this call one common symbol.
 
-    torch does the same with ``dynamic=True``, guard included. Here it applies to floating-point inputs with exactly one
-    dynamic axis; only inputs with equal numbers of axes share a symbol, and only for the same axis.
-    After the trace, :func:`share_lengths` compares the symbolic sizes of all floating-point inputs.
+    This runs as a ``comptime`` function, before the trace reads a tensor. torch does the same with ``dynamic=True``,
+    and adds the same guard. Here it applies only to floating-point inputs with exactly one dynamic axis. Two inputs
+    share a symbol only if they have equal numbers of axes and the same axis is dynamic. After the trace,
+    :func:`share_lengths` compares the symbolic sizes of all floating-point inputs.
     """
     mode = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().fake_mode
     if mode is None or mode.shape_env is None:
@@ -109,7 +111,7 @@ def begin_with_one(ctx: ComptimeContext) -> None:
 
 
 def _opened(context: object) -> int | None:
-    """Let the only dynamic axis of a tensor share its symbol; return the axis, or None unless it is the only one."""
+    """If a tensor has exactly one dynamic axis, let that axis share a symbol with others and return it; else None."""
     if not isinstance(context, StatefulSymbolicContext):
         return None
     inner = context.inner_contexts.values() if isinstance(context, SubclassSymbolicContext) else ()
@@ -123,7 +125,7 @@ def _opened(context: object) -> int | None:
 
 
 def _open_axes(context: StatefulSymbolicContext) -> list[int]:
-    """The axes of dynamic size, without those that the user marked."""
+    """Return the axes of dynamic size, except those that the user marked as dynamic."""
     asked = zip(context.dynamic_sizes, context.constraint_sizes, strict=True)
     return [
         axis
@@ -141,7 +143,7 @@ class History:
         self._left: list[Mapping[str, tuple[int, ...]]] = []
 
     def add(self, gm: fx.GraphModule) -> None:
-        """Note the sizes before and after a graph."""
+        """Record the sizes before and after a graph."""
         values = ((node, node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder"))
         sizes = {
             _name(node): tuple(map(seen, value.shape)) for node, value in values if isinstance(value, torch.Tensor)
@@ -154,7 +156,7 @@ class History:
         return any(sizes[name][axis] for sizes in self._graphs if axis < len(sizes.get(name, ())))
 
     def of(self, node: fx.Node, axis: int) -> tuple[int | None, ...]:
-        """The sizes of an input along one axis, before and after each graph; ``None`` for a graph without it."""
+        """Return the sizes of an input along one axis before and after each graph; ``None`` where a graph lacks it."""
         shapes = (sizes.get(_name(node), ()) for sizes in (*self._graphs, *self._left))
         return tuple(shape[axis] if axis < len(shape) else None for shape in shapes)
 
@@ -165,12 +167,12 @@ def _name(node: fx.Node) -> str:
 
 
 def share_lengths(gm: fx.GraphModule, history: History | None = None) -> None:
-    """Guard that sizes which are equal in this call stay equal, so that they have one symbol from then on.
+    """Add guards that sizes which are equal in this call stay equal, so that they have one symbol from then on.
 
-    Sizes are compared between floating-point inputs with equal numbers of axes, along the same axis. If such sizes
-    diverge later, as the length of a full window does from that of the text, the guard fails once, and the graph is
-    compiled with a symbol for each. With a ``history``, sizes have to be equal in all graphs so far: where tensors fill
-    and drain, every step finds other sizes that happen to be equal.
+    Sizes are compared along the same axis, between floating-point inputs with equal numbers of axes. Two such sizes may
+    differ later: a full sliding window stops growing, while the text grows. The guard then fails once, and the graph is
+    recompiled with a symbol for each. With a ``history``, only sizes that were equal in all graphs so far are guarded,
+    because tensors that fill and drain often have equal sizes by chance.
     """
     first: dict[tuple[int, int, Any], torch.SymInt] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -181,7 +183,7 @@ def share_lengths(gm: fx.GraphModule, history: History | None = None) -> None:
             if isinstance(size, torch.SymInt) and size.node.expr.is_symbol and size.node.has_hint():
                 sizes = size.node.hint if history is None else history.of(node, axis)
                 bool(first.setdefault((value.dim(), axis, sizes), size) == size)  # true here, and adds a guard
-    # Keys and values of an attention have equal lengths, which torch's meta kernel does not guard.
+    # Keys and values of an attention have equal lengths, but torch's meta kernel adds no guard for that.
     for node in gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         key, value = (_length(argument(node, i, name)) for i, name in ((1, "key"), (2, "value")))
         if key is not None and value is not None and seen(key) == seen(value):
@@ -189,7 +191,7 @@ def share_lengths(gm: fx.GraphModule, history: History | None = None) -> None:
 
 
 def _length(rows: Any) -> int | torch.SymInt | None:
-    """The length of keys or values, if it is known in this call."""
+    """Return the length of keys or values; None if it is not known in this call."""
     value = rows.meta.get("example_value") if isinstance(rows, fx.Node) else None
     length = value.shape[-2] if isinstance(value, torch.Tensor) and value.dim() > 1 else None
     return length if isinstance(length, int) or (length is not None and length.node.has_hint()) else None

@@ -1,4 +1,4 @@
-"""Finds, among the calls that are running, a method of a module that could be compiled with its attention."""
+"""Finds, on the Python call stack, the method of a module that should be compiled together with its attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mla_compile.dynamo.pieces import runs_in_pieces
 
 
 def frames_below(watches: Collection[CodeType]) -> list[FrameType]:
-    """The frames called from the outermost frame that runs code of ``watches``, outer ones first."""
+    """Return the frames called from the outermost frame that runs code of ``watches``, outer frames first."""
     found, below, frame = list[FrameType](), 0, sys._getframe(1)
     while frame is not None:
         if frame.f_code in watches:
@@ -26,18 +26,19 @@ def frames_below(watches: Collection[CodeType]) -> list[FrameType]:
 
 
 def modules_called(frames: list[FrameType]) -> list[nn.Module]:
-    """The modules whose calls are among ``frames``."""
+    """Return the modules whose calls are among ``frames``."""
     return [one.f_locals["self"] for one in frames if one.f_code is nn.Module._call_impl.__code__]
 
 
 def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
-    """The name of the method of ``module`` among ``frames`` that makes one step, or None.
+    """Return the name of the method of ``module`` among ``frames`` that computes one step; None if there is none.
 
-    This is the outermost of the module's methods below all running loops, because compiling a method that loops over
-    steps would unroll the loop. Loops below its innermost method do not count. A generator or coroutine is no step.
+    Compiling a method that loops over steps would unroll the loop. The step is therefore the outermost of the module's
+    methods that is called inside all running loops. Loops in frames below the module's innermost method are ignored. A
+    generator or coroutine is never a step.
     """
     methods = {inspect.unwrap(method).__code__: name for name, method in methods_of(type(module)).items()}
-    methods = {code: name for code, name in methods.items() if not is_special(name)}  # Python finds these on the class
+    methods = {code: name for code, name in methods.items() if not is_special(name)}  # Python calls those of the class
     numbers = [n for n, one in enumerate(frames) if one.f_code in methods and _has(one, module)]
     if not numbers:
         return None
@@ -48,12 +49,12 @@ def step_among(frames: list[FrameType], module: nn.Module) -> str | None:
 
 
 def _has(frame: FrameType, module: nn.Module) -> bool:
-    """Whether the module is among a frame's variables, by identity: ``==`` would run the variables' own code."""
+    """Whether a frame has a variable that is the module. ``==`` is not used, as it would run code of the variables."""
     return any(value is module for value in frame.f_locals.values())
 
 
 def _is_in_a_loop(frame: FrameType) -> bool:
-    """Whether a backward jump encloses the instruction that the frame is executing."""
+    """Whether a frame is executing an instruction inside a loop, which ends with a backward jump."""
     jumps = {*dis.hasjrel, *dis.hasjabs}
     targets = ((one.argval, one.offset) for one in dis.get_instructions(frame.f_code) if one.opcode in jumps)
     return any(target <= frame.f_lasti < offset for target, offset in targets)

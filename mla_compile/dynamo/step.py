@@ -1,8 +1,8 @@
-"""Trace a step of a model whose weights are spread over ranks. This takes Dynamo: ``torch.export`` takes no DTensors.
+"""Trace a step of a model whose weights are spread over ranks. Dynamo is used, since ``torch.export`` takes no DTensor.
 
-The result is like that of :func:`mla_compile.capture.capture.from_exported` for other models: a graph of this rank's
-part, with its collectives. The inputs are tokens, positions, caches and this rank's tensors of the weights; sizes are
-no separate inputs.
+The result is a graph of this rank's share of the step, with its collectives. It has the same structure as the result of
+:func:`mla_compile.capture.capture.from_exported` for other models. The inputs are tokens, positions, caches and this
+rank's shards of the weights. Sizes are not separate inputs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _ANY = {
     size: least + sympy.Symbol(name, integer=True, nonnegative=True)
     for size, name, least in ((BATCH, "batch", 2), (QUERY, "query", 2), (PAST, "past", 0))
 }
-"""Size in the trace -> the expression of its possible values."""
+"""Size in the trace -> an expression for all values that the size may have."""
 
 
 class _CapturedError(Exception):
-    """Ends the traced call before any of it runs."""
+    """Ends the traced call before any of its code runs."""
 
 
 def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
-    """Trace this rank's part of a step, like :func:`mla_compile.capture.causal_step.export_step`, without other ranks.
+    """Trace this rank's share of a step, like :func:`mla_compile.capture.causal_step.export_step`.
 
-    Raises :class:`CaptureError` for a model that cannot be traced that way, or only for some sizes.
+    The trace needs no other ranks. Raises :class:`CaptureError` if the model cannot be traced, or only for some sizes.
     """
     step, inputs, opened = step_to_trace(lm, one_token=one_token)
     tensors = [*inputs[:2], *inputs[2]]
@@ -55,8 +55,8 @@ def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
         return _end
 
     name = type(lm.model).__name__
-    # Some conditions on sizes only select an implementation (do the ranks divide the requests evenly?). They have to be
-    # decided for all sizes, not by the sizes of the trace.
+    # Some conditions on sizes only select an implementation (can the requests be divided evenly among the ranks?). They
+    # have to be decided for all sizes, not by the sizes of the trace.
     sizes = sizes_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     try:
         with torch.no_grad(), evaluating(lm.model), UnrolledExperts(), sizes:
@@ -79,7 +79,7 @@ def _names(caches: int) -> list[str]:
 
 
 def _like_exported(program: Program, values: Sequence[object], named: Mapping[int, str]) -> Program:
-    """Give ``program`` the inputs of an exported one: weights as plain tensors first, then those in ``named``."""
+    """Give ``program`` the inputs of an exported program: first weights as plain tensors, then those in ``named``."""
     if program.mutations:
         raise CaptureError(f"a step writes to {', '.join(program.mutations)}")
     if len(program.outputs) != 1 + len(named) - len(INPUTS):
@@ -120,7 +120,7 @@ def _like_exported(program: Program, values: Sequence[object], named: Mapping[in
 
 
 def _take(graph: fx.Graph, name: str, old: fx.Node) -> fx.Node:
-    """A new input that replaces ``old``, named ``name`` if that is free."""
+    """Replace ``old`` by a new input, and return the new input. It is called ``name``, unless this name is taken."""
     new = graph.placeholder(name)
     new.target = new.name
     new.meta = dict(old.meta)
@@ -130,7 +130,7 @@ def _take(graph: fx.Graph, name: str, old: fx.Node) -> fx.Node:
 
 
 def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: fx.Node) -> None:
-    """Replace a number that Dynamo passes in by an equal size of an input."""
+    """Replace ``size``, an input that is a number, by reading the equal size of an input tensor."""
     expr = size.meta["val"].node.expr
     for node in inputs:
         value = node.meta.get("val")
@@ -145,7 +145,7 @@ def _read_size(graph: fx.Graph, size: fx.Node, inputs: Sequence[fx.Node], last: 
 
 
 def _check_sizes(program: Program, opened: Mapping[str, Mapping[int, int]]) -> None:
-    """Raise if tracing assumed anything about sizes except that some of them are equal."""
+    """Raise an error if the trace made any assumption about sizes other than that some are equal."""
     assert program.fake_mode is not None
     env = program.fake_mode.shape_env
     assert env is not None

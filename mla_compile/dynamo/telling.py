@@ -1,4 +1,4 @@
-"""Tells users what became of a graph: log records, warnings, and an artifact for tlparse."""
+"""Tells users what was done with a graph, by log records, warnings, and an artifact for tlparse."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("mla_compile")
 
 
 def tell(report: Report, told: set[str]) -> None:
-    """Log a line about a graph at INFO and the report at DEBUG; warn if it has attentions and none was absorbed.
+    """Log a line about a graph at INFO and its report at DEBUG. Warn if no attention of the graph was absorbed.
 
-    There is no warning if all were left by choice. ``told`` holds the warnings about other graphs of the model, which
-    are not repeated.
+    There is no warning if the graph has no attention, or if all were left by choice. ``told`` holds the warnings that
+    were given about other graphs of the model; they are not repeated.
     """
     count_sites(report)
     logger.info("%s", report.summary())
@@ -39,7 +39,7 @@ def tell(report: Report, told: set[str]) -> None:
 
 
 def add_to_trace(report: Report) -> None:
-    """Add the report to this compilation's trace, for tlparse; does nothing unless torch writes a trace."""
+    """Add the report to the compilation's trace for tlparse. This does nothing unless torch writes a trace."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "mla_compile_report", "encoding": "json"},
@@ -48,7 +48,7 @@ def add_to_trace(report: Report) -> None:
 
 
 def _all_kept_by_choice(report: Report) -> bool:
-    """Whether each site was left by choice: it is cheaper so, the user asked for it, or it has nothing to absorb."""
+    """Whether each site was left by choice: this is cheaper, the user asked for it, or nothing can be absorbed."""
     choices = (
         Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, *OVER_ROWS,
     )  # fmt: skip

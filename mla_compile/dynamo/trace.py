@@ -1,6 +1,6 @@
-"""Traces a module's forward for its report, on copies, so that no tensor of the user is written to.
+"""Traces a module's forward for its report. The trace uses copies, so that no tensor of the user is written to.
 
-The copies are fake, so that nothing is computed, unless the trace needs values.
+The copies are fake tensors, so that nothing is computed. Only if the trace needs values are the copies real.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Copies = Callable[[CallArguments], AbstractContextManager[CallArguments]]
 
 
 class PassFailedError(CaptureError):
-    """A pass failed on a traced graph: a bug of this library."""
+    """A pass failed on a traced graph, which is a bug of this library."""
 
 
 def explain_module(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
 ) -> Report:
-    """The report on one forward.
+    """Return the report on one forward.
 
     Raises :class:`InputError` if the inputs do not fit, and :class:`CaptureError` if tracing fails.
     """
@@ -62,7 +62,7 @@ class Trace:
 
     @property
     def kept(self) -> list[KeptBuffer]:
-        """The buffers of the module that can be kept as rows; raises :class:`PassFailedError` as :meth:`check` does."""
+        """The buffers of the module that can be kept as rows. Raises :class:`PassFailedError`, like :meth:`check`."""
         self.check()
         return [] if self.compiler.buffers is None else self.compiler.buffers.kept
 
@@ -73,11 +73,11 @@ class Trace:
                 raise PassFailedError(f"{type(failure).__name__}: {failure}") from failure
 
     def report(self) -> Report:
-        """The report on the attentions of the traced forward."""
+        """Return the report on the attentions of the traced forward."""
         report = Report.merged(self.compiler.reports)
         problems = tuple(f"a graph could not be examined: {failure}" for failure in self.compiler.failures)
-        # An attention that a break cuts in two, or that runs in a frame that Dynamo skips, is in no graph and so not
-        # among the sites.
+        # An attention that a break cuts in two, or that runs in a frame that Dynamo skips, is not in any graph. It is
+        # therefore missing from the sites.
         broken = tuple(f"Dynamo broke the graph: {reason}" for reason in self.breaks)
         return replace(report, messages=report.messages + problems + broken)
 
@@ -90,7 +90,7 @@ def trace(
     options: Options,
     empty: Collection[Place],
 ) -> Trace:
-    """Trace one forward in which the buffers ``empty`` hold zeros; raises the errors of :func:`explain_module`."""
+    """Trace one forward. The buffers at ``empty`` hold zeros. Raises the same errors as :func:`explain_module`."""
     module, wrapped = _unwrapped(module)
     try:
         inspect.signature(type(module).forward).bind(module, *args, **kwargs)
@@ -111,7 +111,7 @@ def trace(
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
             if copies is _real_copies and isinstance(getattr(error, "inner_exception", error), UnfinishedError):
                 attempts.append(_own_copies)
-            # The trace may need values (a branch, an index): try again with real ones if there are any.
+            # The trace may need values (for a branch or an index): try again with real copies, unless on meta.
             if copies is not attempts[-1]:
                 continue
             if isinstance(error, CaptureError):
@@ -129,7 +129,7 @@ def trace(
 
 
 def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
-    """The module, or a copy without wrappers that Dynamo cannot trace; and what is known of the wrappers."""
+    """Return the module, or a copy without wrappers that Dynamo cannot trace, and what is known about the wrappers."""
     made = shallow(module)
     if isinstance(vars(made).get("forward"), OwnForward):  # it is bound to the original module
         del vars(made)["forward"]
@@ -138,7 +138,7 @@ def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
 
 
 def _why_not(given: CallArguments, copies: Copies, error: Exception) -> MlaCompileError:
-    """The error for a failed capture: it blames the inputs if the model does not run on them uncompiled either."""
+    """Return the error for a failed capture. It blames the inputs if the uncompiled model fails on them, too."""
     name = type(given[0]).__name__
     try:
         with copies(given) as (copied, positional, keywords), torch.no_grad():
@@ -154,7 +154,7 @@ def _why_not(given: CallArguments, copies: Copies, error: Exception) -> MlaCompi
 
 
 def _traced_line(error: Exception) -> str:
-    """The line of the model at which Dynamo gave up, if known."""
+    """Return the line of the model at which Dynamo gave up; an empty string if it is unknown."""
     frames = getattr(error, "real_stack", None)
     if not frames:
         return ""
@@ -164,7 +164,7 @@ def _traced_line(error: Exception) -> str:
 
 @contextmanager
 def _fake_copies(given: CallArguments) -> Iterator[CallArguments]:
-    """Fake copies, inside their fake mode. Tensors that module and inputs share stay shared."""
+    """Make fake copies, and enter their fake mode. Tensors that the module and the inputs share stay shared."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = _copied(given)
@@ -174,13 +174,13 @@ def _fake_copies(given: CallArguments) -> Iterator[CallArguments]:
 
 @contextmanager
 def _real_copies(given: CallArguments) -> Iterator[CallArguments]:
-    """Copies of everything that a forward may write to; parameters are shared."""
+    """Copy everything that a forward may write to. Parameters are shared with the original."""
     yield _copied(given, {id(parameter): parameter for parameter in given[0].parameters()})
 
 
 @contextmanager
 def _own_copies(given: CallArguments) -> Iterator[CallArguments]:
-    """Copies of everything, for a forward that replaces parameters."""
+    """Copy everything, parameters too, for a forward that replaces parameters."""
     yield _copied(given)
 
 
@@ -189,7 +189,7 @@ def _copied(given: CallArguments, shared: dict[int, torch.nn.Parameter] | None =
     memo: dict[int, object] = {**(shared or {})}
     try:
         return copy.deepcopy((module, tuple(args), dict(kwargs)), memo)
-    except Exception as error:  # a class may refuse a copy with any error, as those of fully_shard do
+    except Exception as error:  # a class may refuse to be copied with any error; those of fully_shard do
         name = type(module).__name__
         raise CaptureError(
             f"{name} cannot be copied, and only a copy is traced ({brief(error)}); explain it before it is sharded"

@@ -1,8 +1,8 @@
-"""Finds the attentions that a method of an optimized module runs outside of everything that is compiled.
+"""Finds attentions that methods of an optimized module run uncompiled.
 
-A module that a method calls is compiled if the method's code names attributes that lead to it
-(:mod:`mla_compile.core.inner`). If the code of the module's own methods runs an attention, the method that makes one
-step is compiled from the next call on. Any other attention runs uncompiled, and a warning says so.
+An inner module that a method calls is compiled if the method's code names the attributes that lead to the inner module
+(:mod:`mla_compile.core.inner`). If the optimized module's own methods run an attention in their code, the method that
+computes one step is compiled from the next call on. Any other attention runs uncompiled, and a warning says so.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from mla_compile.dynamo.stack import frames_below, modules_called, step_among
 from mla_compile.report.report import LEFT_OUT
 
 _CALLS = 8
-"""How many calls of a method are watched. If none of them runs an attention, later ones are not expected to."""
+"""How many calls of a method are watched. If none of them runs an attention, later calls are not expected to either."""
 
 _NEAR = 1000
-"""How many of the objects that a value holds are searched for a module."""
+"""How many of the objects that are reached from a value are searched for a module."""
 
 _left: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 """Module -> method -> how many more of its calls are watched."""
@@ -54,7 +54,7 @@ _thread = _ThreadWatch()
 
 
 class OwnMethod(Added):
-    """A method of an optimized module, set on the object; it calls the method of the module's class."""
+    """Replaces a method on an optimized module. It calls the method of the module's class, and watches the call."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         function = getattr(type(module), name)
@@ -76,7 +76,7 @@ class OwnMethod(Added):
 
 
 def _watching(module: nn.Module, name: str) -> AbstractContextManager[None]:
-    """Watch a call of a method, or a piece of one, unless it is part of a call that is watched or compiled already."""
+    """Watch a call of a method, or a piece of a call, unless it runs inside a call that is watched or compiled."""
     is_within = is_traced() or _thread.within or running() is not None
     return nullcontext() if is_within else _watched(module, name)
 
@@ -105,10 +105,10 @@ def _watched(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def _compile_or_tell(module: nn.Module, name: str, ran: Sequence[nn.Module], step: str | None) -> bool:
-    """Compile the method that is a step, or say what ran in ``name``; return whether to watch the next call.
+    """Compile the method ``step``, or warn about what ran in ``name``. Return whether to watch the next call.
 
-    The step is compiled from the next call of ``name`` on, not from the next step on: the cache of the present call
-    does not have the form that compiled steps give a cache.
+    The step is compiled from the next call of ``name`` on, not already from the next step. The present call has a cache
+    that uncompiled steps made, and compiled steps expect it in another form.
     """
     forward: Any = vars(module)["forward"]
     can = step is not None and isinstance(vars(module).get(step), (OwnMethod, NoneType))
@@ -120,7 +120,7 @@ def _compile_or_tell(module: nn.Module, name: str, ran: Sequence[nn.Module], ste
 
 
 def _is_within_forward(module: nn.Module) -> bool:
-    """Whether the forward of the class calls the method: the caller then chose to run this forward uncompiled."""
+    """Whether the forward of the class calls the method. The caller then chose to run the forward uncompiled."""
     forward, frame = inspect.unwrap(type(module).forward), sys._getframe()
     while frame.f_back is not None and frame.f_code is not getattr(forward, "__code__", None):
         frame = frame.f_back
@@ -128,10 +128,11 @@ def _is_within_forward(module: nn.Module) -> bool:
 
 
 def watch_methods(module: nn.Module) -> None:
-    """Watch the methods of an optimized module whose code names something that holds modules, or another such method.
+    """Watch the methods of an optimized module whose code names a holder of modules, or another watched method.
 
-    The holder may be an attribute of the object or of its class, a global, or a variable of another function. If the
-    class has operators, such as ``self[i]``, all methods are watched, because code runs an operator without its name.
+    A holder may be an attribute of the object or of its class, a global, or a variable of another function. If the
+    class has operators, such as ``self[i]``, all methods are watched, because code can use an operator without naming
+    it.
     """
     of_class = ChainMap(*(dict(vars(kind)) for kind in type(module).__mro__))
     holding = {"forward", *module._modules, *(name for name, value in vars(module).items() if _holds_a_module(value))}
@@ -164,7 +165,7 @@ _IN_PIECES = "_mla_in_pieces"
 
 
 def unwatch(module: nn.Module) -> None:
-    """Undo :func:`watch_methods`, and remove the methods that were compiled since."""
+    """Undo :func:`watch_methods`, and remove the methods that were compiled after it."""
     for name, value in list(vars(module).items()):
         later = is_a(value, MethodType) and hasattr(value.__func__, _IN_PIECES)
         if name != "forward" and (later or is_a(value, (OwnMethod, OwnForward))):
@@ -173,7 +174,7 @@ def unwatch(module: nn.Module) -> None:
 
 @contextmanager
 def compiled() -> Iterator[None]:
-    """Surrounds a call of something compiled, so that the watched method that calls it, if any, is not reported."""
+    """Surround a call of compiled code, so that the watched method that makes the call, if any, is not reported."""
     watch, within = _thread.current, _thread.within
     _thread.current, _thread.within = None, True
     try:
@@ -186,14 +187,14 @@ def compiled() -> Iterator[None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the functions of torch that a method calls.
+    """Watches the functions of torch that a method calls.
 
     Attributes:
-        wanted: whether the forward calls the method.
-        compiled: whether something compiled was called.
-        ran: the modules, outer ones first, in whose forwards an attention ran (empty: in none); None before the first
-            attention.
-        step: the method of ``module`` to compile if the attention ran in no forward; None if there is none.
+        wanted: whether the module's forward calls the method.
+        compiled: whether the method called anything compiled.
+        ran: the modules, outer ones first, in whose forwards the first attention ran. The list is empty if it ran in no
+            forward. None before the first attention.
+        step: the method of ``module`` to compile if the attention ran in no forward; None if there is no such method.
     """
 
     def __init__(self, module: nn.Module, *, wanted: bool) -> None:
@@ -206,7 +207,7 @@ class _Watch(TorchFunctionMode):
         self._weights: set[torch.Size] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Call the function, and note whether it is an attention."""
+        """Call the function. If it is the first attention, record where it ran."""
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling() and self.ran is None and self._is_attention(func, args, result):
             frames = frames_below((OwnMethod.__call__.__code__, driven.__code__))
@@ -215,7 +216,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _is_attention(self, func: Any, args: Sequence[Any], result: Any) -> bool:
-        """Whether a function is an attention, or a product with a tensor that has the shape of a softmax's result."""
+        """Whether a function is an attention, or a product of a tensor that has the shape of an earlier softmax."""
         name = str(getattr(func, "__name__", "")).lower()
         if "softmax" in name and isinstance(result, Tensor) and result.dim() > 2:
             self._weights.add(result.shape)
@@ -246,10 +247,10 @@ def _message(module: nn.Module, name: str, ran: Sequence[nn.Module]) -> str:
 
 
 def _holds_a_module(value: object) -> bool:
-    """Whether a value is or holds a module: in a collection, an object, a bound method or a variable of a function."""
+    """Whether a value is a module or holds one in a collection, object, bound method or variable of a function."""
     return any(is_a(one, nn.Module) for one in reached([value]))
 
 
 def _is_near_a_module(value: object) -> bool:
-    """Like :func:`_holds_a_module`, but for the first objects only: loggers and the like hold much of a program."""
+    """Like :func:`_holds_a_module`, but search only the first objects, as a logger may hold most of a program."""
     return any(is_a(one, nn.Module) for one in islice(reached([value]), _NEAR))

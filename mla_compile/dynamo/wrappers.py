@@ -1,4 +1,4 @@
-"""Removes wrappers around forwards that Dynamo cannot trace, and reports those that remain."""
+"""Removes wrappers that Dynamo cannot trace from the forwards of modules, and reports wrappers that remain."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mla_compile.report.report import Report
 
 
 def take_off(module: torch.nn.Module) -> Unwrapped:
-    """Apply :func:`mla_compile.core.wrapped.unwrap` to ``module``, a copy."""
+    """Apply :func:`mla_compile.core.wrapped.unwrap` to ``module``, which has to be a copy of the user's module."""
     return unwrap(module, is_known, _is_captured)
 
 
 def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
     def backend(gm: fx.GraphModule, example_inputs: Inputs) -> Callable[..., object]:
-        if replaced_weights(gm, example_inputs):  # torch 2.14 traces it, but the model would run uncompiled
+        if replaced_weights(gm, example_inputs):  # torch 2.14 traces this, but the model would run uncompiled
             raise CaptureError("a layer gives its weight other memory")
         capture.from_dynamo(gm, example_inputs)
         return gm
@@ -34,16 +34,16 @@ def _is_captured(forward: Callable[..., object], rows: torch.Tensor) -> bool:
     try:
         with torch.inference_mode(mode=False), torch.no_grad():
             torch.compile(forward, backend=backend, fullgraph=True)(rows)
-    except Exception:  # noqa: BLE001  a library's code is traced here, and then runs
+    except Exception:  # noqa: BLE001  a library's code is traced and run here, and may raise anything
         return False
     return True
 
 
 def told(report: Report, left: Mapping[str, int], last: str | None, *, optimized: bool) -> Report:
-    """The report, where each attention that a graph break cut off names the wrappers that remain.
+    """Add the cause to each attention in the report that a graph break cut off.
 
-    ``left``: wrapper -> its number of modules. If it is empty, the report names ``last``, the last break, instead.
-    ``optimized``: the graph comes from ``optimize``.
+    The wrappers that remain are the cause (``left``: wrapper -> its number of modules). If there are none, the cause is
+    ``last``, Dynamo's last graph break. ``optimized``: whether the graph comes from ``optimize``.
     """
     who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
     code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK

@@ -1,21 +1,21 @@
-"""Corrects queries whose keys are all hidden by a large finite number, for attention that reads only listed keys.
+"""Corrects sparse attention for queries whose keys are all hidden by a large finite number.
 
-If a model hides keys with its dtype's lowest number instead of minus infinity, a query without a visible key weighs all
-T keys alike, since all scores are the same number. An attention that reads only the keys of a list gives another result
-there, which is corrected afterwards. With the summed rows ``v`` [B,T,Lv]:
+Some models hide keys with their dtype's lowest number instead of minus infinity. A query without a visible key then
+gives all T keys the same weight, because all its scores are the same number. Attention that reads only listed keys
+gives another result for such a query, and this module corrects it. With the summed rows ``v`` [B,T,Lv]:
 
     out[b,s,h,:] = 1/T sum_t v[b,t,:]     where lse[b,s,h] <= lowest, a bound below any score of a visible key
 
-In addition there may be a ``mask`` [B,H,S,T] from the caller. Its values are arbitrary, and the greatest one decides:
+The caller may also have a ``mask`` [B,H,S,T] of arbitrary values. Only the keys with the greatest value have weight:
 
     n[b,h,s,t] = mask[b,h,s,t] where indices[b,s] name t, else fill;     m[b,h,s] = max_t n[b,h,s,t]
     out[b,s,h,:] = the mean of v[b,t,:] over t with n[b,h,s,t] = m[b,h,s]
 
-because two different numbers of that magnitude are so far apart that the smaller one gets weight 0.
+The other keys have weight 0, because two different numbers of that magnitude are very far apart.
 
-Such queries are usually padding, and most calls have none, so ``v`` is read only if a call has one. On a CPU a check
-comes first. On a GPU the kernel itself checks, so that nothing waits for the device. (With a mask, in float64 or
-without Triton, a GPU always reads ``v`` for now.)
+Queries without a visible key are usually padding. Most calls have none, so ``v`` is read only if a call has one. On a
+CPU, a check comes first. On a GPU, the kernel itself checks, so that the host does not wait for the device. (For now, a
+GPU always reads ``v`` with a mask, in float64, or without Triton.)
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def weigh_alike(
     indices: Tensor | None = None,
     fill: float = 0.0,
 ) -> Tensor:
-    """Copy ``out`` [B,S,H,Lv], but with the mean of ``values`` [B,T,Lv] where ``lse`` [B,S,H] is at most ``lowest``.
+    """Copy ``out`` [B,S,H,Lv], with the mean of ``values`` [B,T,Lv] wherever ``lse`` [B,S,H] is at most ``lowest``.
 
     ``out`` and ``values`` may have different floating dtypes; the mean is computed in float32 (float64 for float64).
-    ``mask`` [B,H,S,T] of floats (B, H, S may be 1) requires ``indices`` int32 [B,S,k], with -1 for no key, and
-    ``fill``.
+    ``mask`` [B,H,S,T] of floats (B, H, S may be 1) requires ``indices`` int32 [B,S,k], where -1 names no key. Keys that
+    are not listed then have the mask value ``fill``.
 
-    Raises :class:`InputError`: shapes that do not fit together, or ``values`` of another width than ``out``.
+    Raises :class:`InputError` if shapes do not fit together.
     """
     check(out, lse, values, mask, indices)
     hidden = lse <= lowest
@@ -70,7 +70,7 @@ def mean_of(values: Tensor) -> Tensor:
 
 
 def _greatest(values: Tensor, mask: Tensor, indices: Tensor, fill: float) -> Tensor:
-    """Return the mean of the rows whose number ``n`` (see the module) is the greatest, [B,S,H|1,Lv]."""
+    """Return the mean of the rows with the greatest ``n`` (see the module's docstring), [B,S,H|1,Lv]."""
     (B, S, k), T = indices.shape, values.shape[1]
     given = mask.expand(B, mask.shape[1], S, T)
     others = torch.full_like(given, fill)
@@ -105,7 +105,7 @@ def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, 
 
 
 def _means(values: Tensor, wanted: Tensor) -> Tensor:
-    """Return :func:`mean_of` for the ``wanted`` batch entries, and 0 for other entries, whose rows are not read."""
+    """Return :func:`mean_of` for the ``wanted`` batch entries, and 0 for the others, whose rows are not read."""
     from mla_compile.kernels.triton.mean_triton import BLOCK_T, BLOCK_V, means
 
     B, T, width = values.shape

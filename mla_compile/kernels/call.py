@@ -1,4 +1,4 @@
-"""The arguments of one call of an operator, as records that ops, checks, reference, CPU and GPU kernels share."""
+"""Records of the arguments of one operator call, used by ops, checks, the reference, and the CPU and GPU kernels."""
 
 from __future__ import annotations
 
@@ -29,38 +29,41 @@ class CallLetters(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """Attention of H query heads over one shared row ``[latent, rope]`` per token, which is summed as ``latent``.
+    """A call of decode attention. H query heads share one key ``[latent, rope]`` and one value ``latent`` per token.
 
     =============  ==================================================================================================
-    query          [B,S,H,L+R] absorbed queries: columns 0..L meet the latent, L..L+R the rotary key. In the cache's
-                   dtype (with fp8 in half precision), or float32 if the cache is half precision or fp8 (an absorbed
-                   query can exceed float16)
+    query          [B,S,H,L+R] absorbed queries. Columns 0..L are multiplied by the latent, columns L..L+R by the
+                   rotary key. The dtype is the cache's (half precision for an fp8 cache). Float32 is also allowed if
+                   the cache is half precision or fp8, because an absorbed query can exceed float16
     latent         [B,T,L], any strides (never copied): float16, bfloat16, float32, float64, float8_e4m3fn
-    rope           [B,T,R] or None (R = 0); latent's dtype, with fp8 also half precision (on a CPU float32, too)
-    values         [B,T,Lv] or None: the latent rows are the values
+    rope           [B,T,R], or None if R = 0. The dtype is latent's. If latent is fp8, half precision is also allowed
+                   (on a CPU float32, too)
+    values         [B,T,Lv], or None if the latent rows are the values
     mask           bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
-    seq_lens       int32 [B]: keys from this position on are hidden; a length above T counts as T. None: T
-    sinks          float [H]: a score without a value, in the softmax's denominator only
+    seq_lens       int32 [B]: keys from this position on are hidden. A length above T is treated as T. None: T
+    sinks          float [H]: one more score per head, which has no value and enters only the softmax's denominator
     kv_scale       float32 [], [B,T] or [B,T,G], any strides: the factor of fp8 rows (of rope only if it is fp8, too).
-                   With G, each group of L/G latent columns, a power of two, has a scale of its own, and rope is not
-                   fp8
+                   With G, each group of L/G latent columns has its own scale. L/G is then a power of two, and rope
+                   is not fp8
     indices        int32 [B,S,k]: query s sees only the keys that its k entries name (sparse attention). An entry that
-                   is negative or not below the length names none; the others of a query are distinct. None: all keys
-    schedule       int64 [n]: the result of the operator decode_schedule for a call with this mask, these lengths, and
-                   the same sizes, dtypes and numbers; None: the call prepares its own. Only a GPU reads it, and it is
-                   not checked: a schedule for another mask or other lengths makes the result wrong
-    scale          the factor of the scores: 1/sqrt(N+R) of the model before absorption, not 1/sqrt(L+R)
-    causal         query s sees keys t <= len - S + s, where len is seq_lens[b] or T; in addition to the mask
+                   is negative, or not below the length, names no key. A query's other entries are distinct. None:
+                   all keys
+    schedule       int64 [n]: what the operator decode_schedule returned for a call with the same mask, lengths,
+                   sizes, dtypes and numbers. None: the call prepares its own data. Only a GPU reads it. Its contents
+                   are not checked: a schedule for another mask or other lengths makes the result wrong
+    scale          the factor of the scores: 1/sqrt(N+R) as in the model before absorption, not 1/sqrt(L+R)
+    causal         True: query s sees only keys t <= len - S + s, where len is seq_lens[b] or T. The mask also applies
     softcap        > 0: score = softcap * tanh(score / softcap), before the mask
     window         > 0: query s sees only keys t > len - S + s - window
     num_splits     number of parts into which each request's keys are divided; 0: the plan chooses
-    deterministic  whether a request's result is independent of the rest of its batch: parts are cut at fixed places
+    deterministic  True: keys are divided at fixed places, so a request's result is independent of the rest of its batch
     =============  ==================================================================================================
 
-    Over pages, token t of request b is row ``t % page`` of page ``block_table[b, t // page]``. These fields differ:
+    In a paged cache, token t of request b is row ``t % page`` of page ``block_table[b, t // page]``. These fields
+    differ:
 
     =============  ==================================================================================================
-    latent         [P,page,L]: pages of a power of two up to 256 rows
+    latent         [P,page,L]; page is a power of two up to 256
     rope           [P,page,R] or None
     values, mask   None
     seq_lens       int32 [B], at most maxpages * page; 0 is allowed
@@ -68,12 +71,13 @@ class DecodeCall(NamedTuple):
     block_table    int32 [B,maxpages]; entries at or past ceil(seq_lens[b] / page) are never read (-1 is customary)
     =============  ==================================================================================================
 
-    The result is ``out`` [B,S,H,Lv] (Lv = L without ``values``), contiguous, in query's dtype, and ``lse`` [B,S,H], the
-    natural logarithm of the sum of the exponentials of the scores, sinks left out, in float32 (float64 for float64). A
-    query that sees no key gets 0 and minus infinity.
+    The result is ``(out, lse)``. ``out`` [B,S,H,Lv] (Lv = L without ``values``) is contiguous, in query's dtype.
+    ``lse`` [B,S,H] is the natural logarithm of the sum of the exponentials of the scores, without the sinks, in float32
+    (float64 for a float64 cache). A query that sees no key gets 0 and minus infinity.
 
-    Fields have the order of the dense operator's arguments, so ``DecodeCall(*args, **kwargs)`` is a call of it. This is
-    a named tuple, because one is made for every call, and a frozen dataclass with so many fields takes 1.2 us longer.
+    The fields are in the order of the dense operator's arguments, so ``DecodeCall(*args, **kwargs)`` describes a call
+    of that operator. A record is made for every call. It is a named tuple, because a frozen dataclass with so many
+    fields takes 1.2 us longer.
     """
 
     query: Tensor
@@ -108,7 +112,7 @@ class DecodeCall(NamedTuple):
         schedule: Tensor | None = None,
         **numbers: Any,
     ) -> DecodeCall:
-        """A call over pages, from the paged operator's arguments in their order."""
+        """Return a call over a paged cache, from the paged operator's arguments in their order."""
         return cls(
             query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, indices, schedule, block_table,
             **numbers,
@@ -121,17 +125,17 @@ class DecodeCall(NamedTuple):
 
     @property
     def summed(self) -> Tensor:
-        """The rows whose weighted sum is the result: ``values``, or ``latent`` without them."""
+        """The rows whose weighted sum is the result: ``values``, or ``latent`` without ``values``."""
         return self.latent if self.values is None else self.values
 
     @property
     def groups(self) -> int:
-        """The number of groups of latent columns with separate scales; 0 if ``kv_scale`` has none."""
+        """The number of groups of latent columns with their own scales; 0 without per-group scales."""
         return self.kv_scale.shape[2] if self.kv_scale is not None and self.kv_scale.dim() == 3 else 0
 
     @property
     def sizes(self) -> CallLetters:
-        """The sizes of a checked call, by letter. Over pages, T is the capacity of a row of the block table."""
+        """The sizes of a checked call, by letter. In a paged cache, T is the capacity of a row of the block table."""
         B, S, H, _ = self.query.shape
         _, T, L = self.latent.shape
         page = 0
@@ -142,7 +146,7 @@ class DecodeCall(NamedTuple):
 
 
 class IndexCall(NamedTuple):
-    """Scores of keys by the indexer of a sparse attention: a weighted sum over J small heads.
+    """The scores that the indexer of a sparse attention gives to keys: weighted sums over J small heads.
 
         score[b,s,t] = sum_j weights[b,s,j] max(0, scale * sum_d query[b,s,j,d] keys[b,t,d])
 
@@ -155,7 +159,7 @@ class IndexCall(NamedTuple):
     =============  ==================================================================================================
 
     The result is [B,S,T], contiguous, float32 (float64 for float64 keys). NaN stays NaN. Masks are added by the caller.
-    (DeepSeek-V3.2, arXiv 2512.02556, equation 1.)
+    The formula is equation 1 of DeepSeek-V3.2, arXiv 2512.02556.
     """
 
     query: Tensor
@@ -173,7 +177,7 @@ TENSORS = DecodeCall._fields.index("scale")  # the number of leading fields that
 
 
 def rows_at(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return the rows at two indices, into the first two axes; float8 is gathered as bytes, on every device."""
+    """Return ``rows[first, second]``. On every device, float8 rows are gathered as bytes."""
     if rows.dtype.itemsize == 1:
         return rows.view(torch.uint8)[first, second].view(rows.dtype)
     return rows[first, second]

@@ -1,8 +1,8 @@
-"""The requirements on the arguments of a decode attention call, and of a call of the indexer.
+"""Checks of the arguments of decode attention calls and of indexer calls.
 
 :func:`check` and :func:`check_index` read shapes, dtypes and devices, never a value, so they never wait for a device.
-Every failure is an :class:`InputError` that names the letter, the given and the expected value, and the remedy. Sizes
-may be symbolic: an undecidable comparison becomes a runtime assertion, not a specialisation.
+Every failure is an :class:`InputError` that names the letter, the given value, the expected value, and the remedy.
+Sizes may be symbolic: a comparison that cannot be decided becomes a runtime assertion, not a specialisation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def check(call: DecodeCall) -> None:
     """Raise :class:`InputError` if the arguments do not fit together.
 
-    Runs on every CPU call, so messages are built only if a comparison is not plainly True. Lengths beyond the block
-    table and page numbers beyond the cache are values: see :func:`check_values`.
+    This runs on every CPU call, so messages are built only if a comparison is not plainly True. The values of lengths
+    and page numbers are not checked here, but in :func:`check_values`.
     """
     if call.query.dim() != 4:
         raise _refusal(call, f"query is {_shape(call.query)}, expected [B,S,H,L+R]; add or merge axes")
@@ -52,7 +52,7 @@ def check(call: DecodeCall) -> None:
 
 
 def check_index(call: IndexCall) -> None:
-    """Raise :class:`InputError` if the arguments of a call of the indexer do not fit together."""
+    """Raise :class:`InputError` if the arguments of an indexer call do not fit together."""
     query, keys, weights, _ = call
     forms = {"query": (query, "BSJD"), "keys": (keys, "BTD"), "weights": (weights, "BSJ")}
     for name, (x, letters) in forms.items():
@@ -209,7 +209,7 @@ def _check_extras(call: DecodeCall) -> None:
 
 
 def _check_scales(call: DecodeCall, kv_scale: Tensor) -> None:
-    tokens = call.latent.shape[:2]  # one scale, or group of scales, per cached row
+    tokens = call.latent.shape[:2]  # each cached row has one scale, or G scales
     if kv_scale.dim() != 0 and (kv_scale.dim() not in (2, 3) or tuple(kv_scale.shape[:2]) != tuple(tokens)):
         row = "B,T" if call.block_table is None else "P,page"
         expected = f"[], [{row}] or [{row},G] with [{row}] = {list(tokens)}"
@@ -287,7 +287,10 @@ def values_on_cpu(call: DecodeCall) -> bool:
 
 
 def check_values(call: DecodeCall) -> None:
-    """Check lengths against the table and page numbers against the cache. Waits for the GPU if they are on one."""
+    """Check the lengths against the block table, and the table's page numbers against the cache.
+
+    This waits for the GPU if the values are on one.
+    """
     assert call.seq_lens is not None
     assert call.block_table is not None
     pages, page = call.latent.shape[:2]
@@ -310,7 +313,7 @@ def check_values(call: DecodeCall) -> None:
 
 
 def check_gradient(call: DecodeCall) -> None:
-    """Raise :class:`InputError` if a gradient is requested."""
+    """Raise :class:`InputError` if an input requires a gradient while gradients are enabled."""
     if torch.is_grad_enabled():
         for x in (call.query, call.latent, call.rope, call.values, call.mask, call.sinks):
             if x is not None and x.requires_grad:

@@ -1,7 +1,7 @@
-"""Attention over the keys that ``indices`` name: gathers their rows, for kernels that cannot read them in place.
+"""Attention for kernels that cannot read the rows that ``indices`` name in place. The rows are gathered first.
 
-Each query becomes a separate request with one query and its k rows. The mask of that request combines length,
-causality, the window, and the mask at those keys. k rows are copied per query; the other rows are not touched.
+Each query becomes a separate request with one query and k rows. The request's mask combines length, causality, the
+window, and the call's mask at the named keys. Only the k named rows are copied for each query.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def gathered(call: DecodeCall) -> DecodeCall:
 
 
 def _within(call: DecodeCall, at: Tensor) -> Tensor:
-    """Return which entries name a key that length, causality and window let the query see, [B,S,k] bool."""
+    """Return which entries name a key that the query may see by length, causality and window, [B,S,k] bool."""
     (B, S, _, _), T = call.query.shape, call.sizes.T
     length = torch.full((B,), T, device=at.device) if call.seq_lens is None else call.seq_lens.long().clamp(0, T)
     length = length[:, None, None]
@@ -63,7 +63,7 @@ def _within(call: DecodeCall, at: Tensor) -> Tensor:
 
 
 def _places(call: DecodeCall, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the rows of tokens ``at`` [B,S,k] are: indices [B*S,k] into the first two axes of the cache."""
+    """Return the indices of tokens ``at`` [B,S,k] on the first two axes of the cache, as two tensors [B*S,k]."""
     B, S, k = at.shape
     batch = torch.arange(B, device=at.device)[:, None, None].expand(B, S, k)
     if call.block_table is None:

@@ -1,14 +1,14 @@
 """Absorbed decode attention for custom servers: plain functions over tensors.
 
-:func:`decode_attention` reads a contiguous (or strided) cache, :func:`paged_decode_attention` a paged one. On a GPU
-from sm_80 on they run the Triton kernels (on Hopper the Gluon kernel where it fits), elsewhere a CPU kernel or the
-reference. Both return ``(out, lse)``: ``lse`` is the natural logarithm of the sum of the exponentials of the scores, so
-that :func:`merge` can merge results over disjoint keys.
+:func:`decode_attention` reads a contiguous (or strided) cache, :func:`paged_decode_attention` a paged cache. On a GPU
+from sm_80 on, both run the Triton kernels (or, where it fits, the Gluon kernel for Hopper). On other devices, both run
+a CPU kernel or the reference. Both return ``(out, lse)``, where ``lse`` is the natural logarithm of the sum of the
+exponentials of the scores. With ``lse``, :func:`merge` can merge results over disjoint keys.
 
-On a GPU they never wait for the device, allocate by shapes only and launch on the current stream: after one call with
-the same shapes outside a capture, a call can be captured in a CUDA graph. Wrong arguments raise :class:`InputError`
-before any launch. Inside ``torch.compile`` they become the operators ``mla_compile::decode_attention`` and
-``mla_compile::paged_decode_attention``.
+On a GPU, both functions never wait for the device, derive allocations from shapes only, and launch on the current
+stream. After one call with the same shapes outside a capture, a call can be captured in a CUDA graph. Wrong arguments
+raise :class:`InputError` before any launch. Inside ``torch.compile``, the functions become the operators
+``mla_compile::decode_attention`` and ``mla_compile::paged_decode_attention``.
 
 The fields of :class:`mla_compile.kernels.call.DecodeCall` describe the arguments, with shapes and dtypes. The equations
 of :mod:`mla_compile.kernels.reference` define the effect of each argument on a score.
@@ -53,19 +53,19 @@ def decode_attention(
     plan: Plan | None = None,
     schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of H query heads over one shared row ``[latent, rope]`` per token, which is summed as ``latent``.
+    """Compute attention of H query heads over a cache of one row per token, shared by all heads.
 
     :class:`mla_compile.kernels.call.DecodeCall` describes the arguments. In addition, ``latent``, ``rope`` and
-    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only; not with a
-    ``schedule``, which is made for the planner's plan). ``topk_length`` is int32 [B] or [B,S]: how many entries of
-    ``indices`` are used, from the first on (below 1: none, above k: all).
+    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only; not together
+    with a ``schedule``, which is made for the planner's plan). ``topk_length``, int32 [B] or [B,S], is the number of
+    leading entries of ``indices`` that are used (none if it is below 1, all if it is above k).
 
-    Returns ``out`` [B,S,H,Lv] (Lv = L without ``values``) contiguous in query's dtype, and ``lse`` [B,S,H] float32
-    (float64 for float64). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees does not
-    reach the result.
+    Returns ``out`` [B,S,H,Lv] (Lv = L without ``values``), contiguous, in query's dtype, and ``lse`` [B,S,H], float32
+    (float64 for a float64 cache). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees
+    does not reach the result.
 
-    Raises :class:`InputError`: shapes, dtypes or devices that do not fit, an input that requires a gradient, a plan
-    that does not fit the device.
+    Raises :class:`InputError` if shapes, dtypes or devices do not fit, if an input requires a gradient, or if the plan
+    does not fit the device.
     """
     latent = _without_head(latent)
     if rope is not None:
@@ -104,18 +104,19 @@ def paged_decode_attention(
     check: bool = False,
     schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
+    """Compute attention over a paged cache: token t of request b is row ``t % page`` of ``block_table[b, t // page]``.
 
     ``kv_pages`` is [P,page,L+R] or [P,page,1,L+R] with ``latent_width`` = L (as in FlashMLA and vLLM), or a tuple
     ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Alternatively, rows are bytes (uint8 or float8_e4m3fn)
-    in FlashMLA's packing for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``: L values in e4m3, then
-    G float32 scales, one for every L/G values, then R values in bfloat16. G follows from the width of a row, L + 4 G +
-    2 R bytes: 656 bytes for 512, 4 and 64. :class:`mla_compile.kernels.call.DecodeCall` describes the other arguments;
-    results and errors are those of :func:`decode_attention`.
+    in FlashMLA's packing for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``. Such a row holds L
+    values in e4m3, then G float32 scales, one for every L/G values, then R values in bfloat16. G follows from the width
+    of a row, which is L + 4 G + 2 R bytes (656 bytes for L = 512, G = 4, R = 64).
+    :class:`mla_compile.kernels.call.DecodeCall` describes the other arguments. Results and errors are those of
+    :func:`decode_attention`.
 
-    ``check``: also compare the *values* of seq_lens and block_table with the sizes, which waits for the device. Without
-    it, only values on the CPU are checked. On a GPU, a length beyond the table then counts as the table's end, and a
-    page number outside the cache reads foreign memory.
+    ``check`` also compares the *values* of seq_lens and block_table with the sizes, which waits for the device. Without
+    ``check``, only values on the CPU are compared. On a GPU, a length beyond the table is then treated as the table's
+    end, and a page number outside the cache reads foreign memory.
     """
     if kv_scale is None and isinstance(kv_pages, Tensor) and kv_pages.dtype.itemsize == 1 and query.dim() == 4:
         latent_pages, rope_pages, kv_scale = _unpacked(kv_pages, latent_width, query.shape[-1])
@@ -133,7 +134,7 @@ def paged_decode_attention(
 
 
 def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = False) -> tuple[Tensor, Tensor]:
-    """Check a call and run it on the kernel of its device. Gradients are not checked: callers refuse them."""
+    """Check a call and run it with the kernel of its device. Gradients are not checked, because callers refuse them."""
     launched = launch.suits(call)
     if check_values or not launched:  # the launch itself checks, once per kind of call
         checks.check(call)
@@ -152,9 +153,10 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """The data that a call on a GPU prepares before attention, int64 [:func:`shared.elements`]; calls can share it.
+    """Return the data that a call on a GPU prepares before attention, int64 [:func:`shared.elements`].
 
-    Zeros if no GPU kernel takes the call. Raises :class:`InputError` as the call itself would.
+    Several calls can share the data. It is zeros if no GPU kernel takes the call. Raises :class:`InputError` as the
+    call itself would.
     """
     if launch.suits(call):
         return launch.schedule(call)
@@ -198,7 +200,7 @@ def _without_head(rows: Tensor) -> Tensor:
 
 
 def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tuple[Tensor, Tensor | None]:
-    """``(latent_pages, rope_pages)`` as three-dimensional views."""
+    """Return ``(latent_pages, rope_pages)`` as three-dimensional views."""
     if not isinstance(kv_pages, Tensor):
         if L is not None and kv_pages[0].shape[-1] != L:
             width = kv_pages[0].shape[-1]
@@ -216,7 +218,7 @@ def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tu
 
 
 def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return ``(latent_pages, rope_pages, kv_scale)``, views of packed rows for a query of K = L + R columns.
+    """Return ``(latent_pages, rope_pages, kv_scale)`` as views of packed rows, for a query of K = L + R columns.
 
     Rows of K bytes hold no scales, so kv_scale is None, and the checks report that it is missing.
     """

@@ -1,6 +1,6 @@
 """The properties of a GPU that a launch plan needs, read once per device, and presets for planning without a GPU.
 
-This file has every number of the plan's formula that depends on the card, with its source.
+Every number in the plan's formula that depends on the card is in this file, with its source.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _KB = 1024
 
 
 class Pace(NamedTuple):
-    """The latencies of one block in microseconds, whatever other blocks do.
+    """The latencies of one block, in microseconds. They do not depend on the other blocks.
 
-    latency  from the request for a tile to its last byte, while the memory is busy. Times the bandwidth, it gives the
-             bytes that must be in flight to keep the memory busy (Little's law): 4.3 MB for an H200, 33 KB per SM
-    link     a matrix product of 16 columns on whose sum the next product depends
-    step     the rest of a tile: softmax, exchanges between warps, barriers
+    latency  from the request for a tile until its last byte arrives, while the memory is busy. Latency times bandwidth
+             is the number of bytes in flight that keeps the memory busy (Little's law): 4.3 MB on an H200, 33 KB per SM
+    link     one matrix product over 16 columns, in a chain where each product adds to the previous product's sum
+    step     everything else in a tile: softmax, exchanges between warps, barriers
     """
 
     latency: float
@@ -30,9 +30,9 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """``smem`` is the most dynamic shared memory of one block, in bytes; ``bandwidth`` the memory's, in bytes/s.
+    """A GPU. ``smem`` is the maximum dynamic shared memory per block in bytes, ``bandwidth`` is in bytes/s.
 
-    ``bandwidth`` and ``pace`` are None if unknown; the plan then uses those of the preset.
+    If ``bandwidth`` or ``pace`` is unknown (None), the plan uses the preset's.
     """
 
     name: str
@@ -44,17 +44,17 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """The description of a CUDA device, read once. For any other device (Triton's interpreter), that of an A100."""
+        """Return the description of a CUDA device, read once; for other devices (Triton's interpreter), an A100's."""
         if device.type != "cuda":
             return PRESETS["sm_80"]
         return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 # Shared memory: CUDA programming guide, technical specifications per compute capability. SMs and bandwidth: the
-# vendors' datasheets, except for the H200's bandwidth, which we measured with a copy. Paces: estimates, to be fitted by
-# benchmarks/gpu/tune.py. They assume a microsecond until a tile arrives; at the cards' boost clocks, 33 cycles for an
-# mma.sync m16n8k16 that depends on the previous one, and 940 for the rest of a tile, counted from the instructions.
-# mla_compile/onnx/csrc/plan.c has the same bandwidths and paces.
+# vendors' datasheets, except for the H200's bandwidth, which we measured with a copy. The paces are estimates, to be
+# fitted by benchmarks/gpu/tune.py. They assume that a tile arrives after one microsecond. At the card's boost clock,
+# they assume 33 cycles for each mma.sync m16n8k16 of a chain, and 940 cycles for the rest of a tile (counted from the
+# instructions). mla_compile/onnx/csrc/plan.c has a copy of the bandwidths and paces.
 PRESETS = {
     "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12, Pace(1.0, 0.0234, 0.67)),
     "sm_86": Device("NVIDIA A10", (8, 6), 72, 99 * _KB, 0.6e12, Pace(1.0, 0.0195, 0.55)),
@@ -66,7 +66,7 @@ PRESETS = {
 
 
 def preset(capability: tuple[int, int]) -> Device:
-    """The preset of the newest generation that is not newer than ``capability``; the oldest preset for older GPUs."""
+    """Return the newest preset that is not newer than ``capability``, or the oldest preset if all are newer."""
     older = [d for d in PRESETS.values() if d.capability <= capability]
     return max(older or [PRESETS["sm_80"]], key=lambda d: d.capability)
 

@@ -1,8 +1,8 @@
-"""Scores of keys by the indexer of a sparse attention: calls the kernel of the device.
+"""Computes the scores of the indexer of a sparse attention, with the kernel of the device.
 
 :class:`mla_compile.kernels.call.IndexCall` has the equation and the arguments. A GPU from sm_80 on uses a Triton
-kernel, other devices a CPU kernel or the reference. On a GPU, the host reads no value and waits for nothing, and the
-launch goes to the current stream: after one call of the same kind, a call can be captured in a CUDA graph.
+kernel, a CPU uses a CPU kernel, and other devices use the reference. On a GPU, the host reads no value, does not wait,
+and launches on the current stream. After one call of the same kind, a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(call: IndexCall) -> Tensor:
 
 
 def suits(call: IndexCall) -> bool:
-    """Whether the Triton kernel takes this call: a GPU from sm_80 on, Triton, no float64, something to compute."""
+    """Whether the Triton kernel takes this call: on a GPU from sm_80 on, with Triton, not float64, and not empty."""
     query, keys, *_ = call
     some = query.numel() > 0 and keys.numel() > 0
     if not (query.is_cuda and keys.dtype != torch.float64 and some and launch.available()):
@@ -48,7 +48,7 @@ def suits(call: IndexCall) -> bool:
 
 
 def launched(call: IndexCall) -> Tensor:
-    """The scores, computed by the Triton kernel."""
+    """Compute the scores with the Triton kernel."""
     query, keys, *_ = call
     index = query.get_device()
     if torch.cuda.current_device() != index:
@@ -67,14 +67,14 @@ def launched(call: IndexCall) -> Tensor:
 
 
 def _form(x: Tensor) -> tuple[object, ...]:
-    """The properties of a tensor on which a launch depends."""
+    """Return the properties of a tensor on which a launch depends."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() & 15
 
 
 def _grown(keys: Tensor) -> tuple[object, ...]:
-    """The properties of the keys, whose number grows from call to call (kernels/kinds.py)."""
+    """Return the properties of the keys on which a launch depends; their number may grow (kernels/kinds.py)."""
     (B, T, D), (outer, *inner) = keys.shape, keys.stride()
-    # Strides of 0 and 1 are constants to the compiler. For other strides, it only knows whether 16 divides them and
-    # whether they need 64 bits.
+    # Strides of 0 and 1 are constants to the compiler. For other strides, the compiler only knows whether 16 divides
+    # them and whether they need 64 bits.
     told = outer if outer in (0, 1) else (outer % 16 == 0, outer >= 1 << 31)
     return keys.dtype, B, D, rounded(T), told, *inner, keys.data_ptr() & 15

@@ -1,15 +1,16 @@
-"""Launches a call on a GPU: each kind of call is checked, planned, compiled and bound once, then looked up.
+"""Launches calls on a GPU. Each kind of call is checked, planned, compiled and bound once, then looked up.
 
 The kind of a call is everything on which its launch depends: dtypes, shapes, strides and alignment of its tensors, and
 its numbers. Preparations that several calls share (:func:`schedule`) are also bound once per kind. The number of tokens
 of a contiguous cache is set at each launch (kernels/kinds.py), so a growing cache does not make a new kind per step.
 
-The first call of a kind is prepared; later ones allocate their results and scratch and launch. Nothing here reads a
-tensor or waits for the device, sizes come from shapes, and launches go to the current stream. After one warm-up call of
-the same kind, a call can be captured in a CUDA graph.
+Later calls of a kind only allocate results and scratch memory, and launch. No code in this module reads a tensor or
+waits for the device, sizes come from shapes, and launches go to the current stream. After one warm-up call of the same
+kind, a call can be captured in a CUDA graph.
 
-The plan chooses between the portable kernel (kernels/triton) and Hopper's (kernels/hopper). The portable one is the
-fallback if Hopper's lacks a feature that the call uses, or does not compile with the installed Triton.
+The plan chooses between the portable kernel (kernels/triton) and the Hopper kernel (kernels/hopper). The portable
+kernel is the fallback if the Hopper kernel lacks a feature that the call uses, or does not compile with the installed
+Triton.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from mla_compile.kernels.triton.runner import Launch
 from mla_compile.kernels.triton.step import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
-REMEMBERED = 1024  # the most entries of each look-up table
+REMEMBERED = 1024  # the maximum number of entries in each look-up table
 # plan.kernel -> the module that describes its launches
 _KERNELS: dict[str, ModuleType] = {"triton": steps, "gluon": hopper_steps}
 _SCHEDULE = DecodeCall._fields.index("schedule")
@@ -50,9 +51,9 @@ _ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", 
 class _Bound(NamedTuple):
     """Everything that a kind of call needs: buffers to allocate, and launches over addresses of tensors and buffers.
 
-    A launch gets a list: the addresses of the call's tensors, then ``scalars``, which kernels/kinds.py sets at each
-    launch, then the addresses of ``buffers``. Last come the buffers inside the call's schedule, at the byte offsets
-    ``inside``.
+    A launch receives one list: the addresses of the call's tensors, then ``scalars``, which kernels/kinds.py sets at
+    each launch, then the addresses of ``buffers``. The last entries are the addresses of the buffers inside the call's
+    schedule, which start at the byte offsets ``inside``.
     """
 
     scalars: tuple[int, ...]
@@ -64,8 +65,8 @@ class _Bound(NamedTuple):
 _Binder = Callable[
     [DecodeCall, int, Plan | None, int], _Bound
 ]  # call, device index, the caller's own plan, largest number of tokens
-_bound: dict[object, _Bound] = {}  # by all sizes: most calls need only this look-up
-_kinds: dict[object, _Bound] = {}  # by kind, which does not change as a cache grows
+_bound: dict[object, _Bound] = {}  # keyed by all sizes: most calls need only this look-up
+_kinds: dict[object, _Bound] = {}  # keyed by kind, which does not change as a cache grows
 
 
 @lru_cache(maxsize=1)
@@ -83,13 +84,13 @@ def _say_once(message: str) -> None:
 
 
 def clear() -> None:
-    """Forget every kind of call (for a new tuned.json, also clear the caches of ``tuned.table`` and ``plan.plan``)."""
+    """Forget every kind of call. If tuned.json changed, also clear the caches of ``tuned.table`` and ``plan.plan``."""
     _bound.clear()
     _kinds.clear()
 
 
 def reads(rows: Tensor) -> bool:
-    """Whether a kernel can read rows of this dtype on their device: a GPU from sm_80 on, with Triton; not float64."""
+    """Whether a kernel can read these rows: not float64, on a GPU from sm_80 on, and with Triton installed."""
     return (
         rows.is_cuda
         and rows.dtype != torch.float64
@@ -101,7 +102,8 @@ def reads(rows: Tensor) -> bool:
 def suits(call: DecodeCall) -> bool:
     """Whether a kernel takes this call: its rows pass :func:`reads`, and there is something to compute.
 
-    Index lists with a mask that differs between heads are left to :mod:`mla_compile.kernels.chosen` (it gathers rows).
+    Calls with index lists and a mask that differs between heads are left to :mod:`mla_compile.kernels.chosen`, which
+    gathers rows.
     """
     return (
         call.query.is_cuda
@@ -114,19 +116,19 @@ def suits(call: DecodeCall) -> bool:
 
 
 def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] | None:
-    """Return ``(out, lse)`` of a call on CUDA, under the caller's own plan if there is one.
+    """Run a call on CUDA, with the caller's own plan if there is one, and return ``(out, lse)``.
 
-    Returns None (logged once) if rows are too wide for this device's shared memory. Raises :class:`InputError`, before
-    any launch, if the arguments do not fit together or the caller's plan does not fit the device.
+    Returns None (logged once) if rows are too wide for the device's shared memory. Raises :class:`InputError` before
+    any launch if the arguments do not fit together, or the caller's plan does not fit the device.
     """
     made = _launch(call, own, _attention)
     return None if made is None else (made[0], made[1])
 
 
 def schedule(call: DecodeCall) -> Tensor:
-    """The data that a call prepares before attention, int64 [:func:`shared.elements`]; left unwritten if there is none.
+    """Return the data that a call prepares before attention, int64 [:func:`shared.elements`].
 
-    Raises :class:`InputError` as :func:`launch` does.
+    The tensor is not written if the call prepares nothing. Raises :class:`InputError` as :func:`launch` does.
     """
     made = call.query.new_empty(elements(call), dtype=torch.int64)
     _launch(call._replace(schedule=made), None, _preparation)
@@ -183,7 +185,7 @@ def _run(key: tuple[object, ...], call: DecodeCall, addresses: list[int], index:
 
 
 def _found(key: tuple[Any, ...], call: DecodeCall, index: int) -> _Bound:
-    """The binding for a call of these sizes: new, or that of an earlier call with a similar number of tokens."""
+    """Return the binding for a call of these sizes: an earlier call's with a similar number of tokens, or a new one."""
     _, own, bind = key[:3]
     rows = grown(call)
     if rows is None:
@@ -224,10 +226,10 @@ def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bo
 
 
 def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
-    """Bind the launches that write a schedule. They depend on what layers share, not on the layout of their rows.
+    """Bind the launches that write a schedule. They depend on what layers share, not on the layout of a layer's rows.
 
-    If the Hopper kernel suits a call except for the rows of one layer, that layer runs the portable kernel and prepares
-    its own data.
+    If the Hopper kernel suits a call, but cannot address the rows of one layer, that layer runs the portable kernel and
+    prepares its own data.
     """
     _check(call)
     device = Device.of(call.query.device)
@@ -249,9 +251,10 @@ def _check(call: DecodeCall) -> None:
 def chosen_plan(
     call: DecodeCall, device: Device, own: Plan | None = None, *, most: int = 0, gluon: bool = True
 ) -> Plan:
-    """The plan of a call: the caller's own, checked, or the planner's, for ``most`` tokens if that is not 0.
+    """Return the plan of a call: the caller's own after a check, or the planner's.
 
-    With index lists, every query token is a request over the keys of its list.
+    If ``most`` is not 0, the planner plans for ``most`` tokens. With index lists, every query token is a request over
+    the keys of its list.
     """
     z = call.sizes
     width = None if call.values is None else z.V
@@ -296,10 +299,10 @@ def chosen_plan(
 
 
 def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int, *, asked: bool) -> _Bound | None:
-    """Bind the call under a plan; None if the kernel does not compile, which can happen only to Hopper's."""
+    """Bind a call to a plan. Return None if the kernel does not compile, which happens only with the Hopper kernel."""
     kernel = _KERNELS[chosen.kernel]
     inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
-    # If the caller chose the number of splits, a split may have any number of tokens; None: the default minimum.
+    # If the caller chose the number of splits, a split may have any number of tokens. None is the default minimum.
     least = 0 if asked and chosen.chunk is None else None
     described = kernel.steps(call, chosen, device, least=least)
     return _bound_to(kernel.scratch(call, chosen, device), inside, described, index, most)
@@ -308,7 +311,7 @@ def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, most: int,
 def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], index: int, most: int) -> _Bound | None:
     """Bind steps to a call's tensors, to ``buffers``, and to the buffers ``inside`` its schedule.
 
-    With ``most``, the actual number of tokens is set at each launch.
+    If ``most`` is not 0, the actual number of tokens is set at each launch. Returns None if a step does not compile.
     """
     sized = SIZED if most else ()
     places = {name: i for i, name in enumerate((*steps.BUFFERS, *sized, *buffers, *inside))}

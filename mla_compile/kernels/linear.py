@@ -1,9 +1,9 @@
-"""Products of a few rows with a weight: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``, as torch's own ``linear``.
+"""Products of a few rows with a weight, as in torch's ``linear``: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``.
 
-A decode step multiplies one row per request by weights that have to come from memory, and torch's bfloat16 products
-then take two to three times as long as reading the weights. On a CPU the native kernel takes up to :data:`MOST` rows,
-or :data:`MOST_OF_HEADS` where every head has a small weight of its own. A weight may be stored in fewer bits than the
-rows. More rows, other devices and other dtypes are left to torch.
+A decode step multiplies one row per request by weights that must be read from memory. Torch's bfloat16 products then
+take two to three times as long as the reading. On a CPU, the native kernel multiplies up to :data:`MOST` rows by one
+weight, or up to :data:`MOST_OF_HEADS` rows if every head has its own small weight. A weight may be stored in fewer bits
+than the rows. Torch computes products with more rows, on other devices, or in other dtypes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ HEADS = "mla_compile::few_rows_of_heads"
 MOST = 4
 MOST_OF_HEADS = 16
 LEAST_BYTES = 1 << 18
-"""Graphs do not use the kernel for smaller weights, which stay in a cache: the fixed costs of a call dominate there."""
+"""Graphs use the kernel from this weight size on. Smaller weights stay in a cache, and fixed call costs dominate."""
 _STORED = {
     torch.float32: (torch.float32, torch.bfloat16, torch.int8),
     torch.bfloat16: (torch.bfloat16, torch.int8),
-}  # by the dtype of the rows: the dtypes of weights that the native kernel reads
+}  # dtype of the rows -> dtypes of weights that the native kernel reads
 _GAIN = 1.1  # graphs use the kernel if it is faster than torch by this factor
-_SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # the measurement: side of the square weights, bytes of all of them, rounds
+_SIDE, _BYTES, _ROUNDS = 2048, 1 << 26, 7  # of the measurement: side of a square weight, bytes of all weights, rounds
 
 
 def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
     """Return ``x`` [...,K] times ``weight`` [O,K] plus ``bias`` [O], as [...,O] in the dtype of ``x``.
 
-    The bias has that dtype too; the weight has it or is stored in fewer bits. ``most``: the number of rows up to which
-    the kernel is used, at most :data:`MOST`. Raises :class:`InputError` if the arguments do not fit together.
+    The bias has the dtype of ``x``; the weight has it, too, or is stored in fewer bits. The kernel is used for up to
+    ``most`` rows, where ``most`` is at most :data:`MOST`. Raises :class:`InputError` if the arguments do not fit
+    together.
     """
     check(x, weight, bias)
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
@@ -66,13 +67,13 @@ def run_of_heads(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def fake_of_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """An empty tensor like the result."""
+    """Return an empty tensor like the result."""
     check_of_heads(x, weight)
     return x.new_empty(*x.shape[:-1], weight.shape[1])
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
-    """An empty tensor like the result."""
+    """Return an empty tensor like the result."""
     check(x, weight, bias)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -107,25 +108,25 @@ def _check_stored(name: str, x: Tensor, weight: Tensor, *others: Tensor) -> None
 
 
 def reads(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether the native kernel multiplies rows of ``dtype`` by a weight in ``stored``."""
+    """Whether the native kernel can multiply rows of ``dtype`` by a weight of dtype ``stored``."""
     return device.type == "cpu" and stored in _STORED.get(dtype, ())
 
 
 def takes(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: int) -> bool:
-    """Whether the native kernel is an alternative to torch's for a product with one weight."""
+    """Whether the native kernel can replace torch's product of ``rows`` rows with one weight."""
     return reads(device, dtype, stored) and stored in (dtype, torch.int8) and 1 <= rows <= MOST
 
 
 def reads_heads(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether the native kernel takes products with a weight for each head, up to :data:`MOST_OF_HEADS` rows.
+    """Whether the native kernel multiplies each head's rows (up to :data:`MOST_OF_HEADS`) by the head's own weight.
 
-    It was faster than torch for each such product that was measured (``benchmarks/few_rows.py``).
+    The kernel was faster than torch in every measurement of such a product (``benchmarks/few_rows.py``).
     """
     return reads(device, dtype, stored) and native.load() is not None
 
 
 def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: int) -> bool:
-    """Whether the native kernel was measured to be faster than torch here, with torch's current number of threads."""
+    """Whether the native kernel is faster than torch, measured on this machine with torch's current thread count."""
     if not takes(device, dtype, stored, rows):
         return False
     return _measured(dtype, stored, rows, torch.get_num_threads()) >= _GAIN
@@ -133,9 +134,9 @@ def pays(device: torch.device, dtype: torch.dtype, stored: torch.dtype, rows: in
 
 @functools.cache
 def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) -> float:
-    """The speed of the kernel relative to torch on weights that come from memory; 0 if there is no kernel.
+    """Return how many times as fast as torch the kernel is on weights read from memory; 0 if there is no kernel.
 
-    Compares the best round of each, which takes a tenth of a second.
+    The best rounds of both are compared. The measurement takes a tenth of a second.
     """
     library = native.load()
     if library is None:
@@ -153,5 +154,5 @@ def _measured(dtype: torch.dtype, stored: torch.dtype, rows: int, threads: int) 
 
 
 def _by_torch(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Torch's fastest form of the product: for int8, the operator that Inductor uses."""
+    """Compute the product with torch's fastest operator, which for int8 is the one that Inductor uses."""
     return F.linear(x, weight) if weight.dtype == x.dtype else torch._weight_int8pack_mm(x, weight, scales)

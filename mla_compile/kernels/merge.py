@@ -1,19 +1,20 @@
-"""Merges attention over disjoint keys: of several caches, a shared prefix, or ranks that each hold a part of a cache.
+"""Merges attention over disjoint keys: of several caches, of a shared prefix, or of ranks that each hold some rows.
 
-Part p has seen some of the keys and gives ``out_p`` (its own softmax average) and ``lse_p`` (natural logarithm of the
-sum of the exponentials of its scores, minus infinity if it saw no key). With the weights
+Part p is the result over some of the keys: ``out_p`` (the softmax average over these keys) and ``lse_p`` (the natural
+logarithm of the sum of the exponentials of their scores, or minus infinity if the part saw no key). The merge computes
 
     w_p = exp(lse_p) / sum_q exp(lse_q)        0 where lse_p is minus infinity
 
     out = sum_p w_p out_p        lse = log sum_p exp(lse_p)
 
-(Flash-Decoding; the running form is Milakov and Gimelshein's, arXiv 1805.02867.) A part that saw nothing is not read:
-its ``out`` may be anything, NaN included. If no part saw a key, ``out`` is 0 and ``lse`` minus infinity. A sink
-multiplies the merged ``out`` by :func:`mla_compile.kernels.reference.sink_share`, so the parts are computed without it.
+(Flash-Decoding; the incremental form is Milakov and Gimelshein's, arXiv 1805.02867.) If a part saw no key, its ``out``
+is ignored and may be anything, NaN included. If no part saw a key, the merged ``out`` is 0 and ``lse`` minus infinity.
+A sink multiplies the merged ``out`` by :func:`mla_compile.kernels.reference.sink_share`, so the parts are computed
+without the sink.
 
-The merge uses plain torch operators: they run on every device, and ``torch.compile`` can fuse them with their
-neighbours in a graph, which saves a launch. kernels/triton/combine_triton.py does the same for the splits of one
-launch.
+The merge uses plain torch operators. They run on every device, and ``torch.compile`` can fuse them with their
+neighbours in a graph, which saves a launch. For the splits of one launch, kernels/triton/combine_triton.py computes the
+merge.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from mla_compile.kernels.reference import sink_share
 def merge(
     out: Tensor | Sequence[Tensor], lse: Tensor | Sequence[Tensor], *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The result over all keys from results over disjoint parts of them (see the module's equations).
+    """Return the result over all keys, given the results over disjoint sets of keys (see the module's equations).
 
     ``out`` is [P,B,S,H,V] or P tensors [B,S,H,V], ``lse`` [P,B,S,H] or P tensors [B,S,H], both as
-    :func:`mla_compile.kernels.decode.decode_attention` returns them, in any order. ``lse`` is natural (multiply a
-    base-2 one by ``math.log(2)``), in float32 or float64. Pass ``sinks`` [H] here and not to the parts: a sink counts
-    once.
+    :func:`mla_compile.kernels.decode.decode_attention` returns them, in any order. ``lse`` is a natural logarithm
+    (multiply a base-2 logarithm by ``math.log(2)``), in float32 or float64. Pass ``sinks`` [H] here and not to the
+    parts, because a sink must be applied only once.
 
     Returns ``out`` [B,S,H,V] in the dtype of the parts, summed in float32 (in float64 if a part or ``lse`` is float64),
     and ``lse`` [B,S,H] without the sinks. Merged results can be merged again. No gradient.
 
-    Raises :class:`InputError`: no part, shapes, dtypes or devices that do not fit, an input that requires a gradient.
+    Raises :class:`InputError` if there is no part, if shapes, dtypes or devices do not fit, or if an input requires a
+    gradient.
     """
     parts, sums = _stacked("out", out), _stacked("lse", lse)
     wrong = _wrong(parts, sums, sinks)
@@ -49,7 +51,7 @@ def merge(
         raise InputError(f"merge: {wrong}")
     dtype = torch.promote_types(parts.dtype, sums.dtype)
     empty = sums == -torch.inf
-    # softmax, not exp(lse_p - lse): if scores are large, the rounding of lse itself would scale the result.
+    # softmax, not exp(lse_p - lse): for large scores, the rounding error of lse would scale the result.
     weight = torch.softmax(sums, dim=0).masked_fill(empty, 0.0)
     whole = torch.logsumexp(sums, dim=0)
     total = (weight[..., None] * parts.to(dtype).masked_fill(empty[..., None], 0.0)).sum(dim=0)
@@ -72,7 +74,7 @@ def _stacked(name: str, given: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _wrong(parts: Tensor, sums: Tensor, sinks: Tensor | None) -> str | None:
-    """Return a message about what does not fit, or None."""
+    """Return a message about an argument that does not fit, or None if all fit."""
     if parts.dim() != 5:
         return f"out is {_kind(parts)}, expected [P,B,S,H,V], or P tensors [B,S,H,V]"
     P, _, _, H, _ = parts.shape

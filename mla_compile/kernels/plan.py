@@ -3,27 +3,28 @@
 Planning is a pure function of shapes, dtypes and a description of the device. It reads no tensor, so it never waits for
 the device and may run while a CUDA graph is captured. Results are cached.
 
-The tile comes from kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. A launch
-has ``C = B * row_blocks * splits`` blocks, each of which walks ``tiles = ceil(ceil(T / block_n) / splits)``. With
-``slots = SMs * blocks per SM``, ``active = min(C, slots)`` blocks run at the same time, and ``beside = ceil(active /
-SMs)`` on one SM. The plan takes the number of splits with the least
+The tile is chosen by kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. A
+launch has ``C = B * row_blocks * splits`` blocks. Each block walks ``tiles = ceil(ceil(T / block_n) / splits)`` tiles.
+The device has ``slots = SMs * blocks per SM``. So ``active = min(C, slots)`` blocks run at the same time, of which
+``beside = ceil(active / SMs)`` share an SM. The plan takes the number of splits with the lowest time:
 
     microseconds = ceil(C / slots) * (t0 + tiles * tile) + combine
     tile         = max(memory, units, chain, latency / depth)
     memory       = bytes of a tile * active / row_blocks / bandwidth    row blocks share the tile through the L2 cache
     units        = beside * t_tile                                      blocks on one SM share its units
-    chain        = (columns of a row + block_n) / 16 * link + step      dependent products
-    combine      = 0 for one split, else launch + 8 * B * M * splits * Lv / L2 rate     float32 partials, out and in
+    chain        = (columns of a row + block_n) / 16 * link + step      chained matrix products
+    combine      = 0 for one split, else launch + 8 * B * M * splits * Lv / L2 rate   float32 partials, written and read
 
-A split has at least 256 tokens, because below that, writing its partial result costs as much as reading its rows.
-``t0`` and ``t_tile`` are in ``tuned.json``; bandwidth, ``latency``, ``link`` and ``step`` in kernels/devices.py.
+A split has at least 256 tokens, because writing the partial result of a shorter split costs as much as reading its
+rows. ``t0`` and ``t_tile`` are in ``tuned.json``; bandwidth, ``latency``, ``link`` and ``step`` are in
+kernels/devices.py.
 
 ``chain`` and ``latency / depth`` do not depend on the number of blocks. One block per SM may therefore leave memory
-bandwidth idle, which more splits can use. At 576 columns and 32 tokens, a tile is a chain of 36 dependent products for
-the scores and 2 for the sum. ``depth`` tiles are in flight at a time, and none arrives sooner than ``latency`` after
-its request.
+bandwidth idle, which more splits can use. At 576 columns and 32 tokens, the chain of a tile has 36 products for the
+scores and 2 for the weighted sum. ``depth`` tiles are in flight at a time, and none of them arrives sooner than
+``latency`` after its request.
 
-With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device, so its result
+With ``deterministic``, each request is cut every ``CHUNK`` tokens, whatever the batch and the device. Its result then
 does not depend on the rest of the batch.
 """
 
@@ -55,22 +56,22 @@ CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every b
 MIN_SPLIT = 256  # tokens below which a split is not worth its partial result
 MAX_SPLITS = 128  # the planner's limit, about one per SM for a single request; a caller may ask for more
 GRID_LIMIT = 65535  # blocks along a grid's second and third axis (CUDA programming guide, compute capabilities)
-COMBINE_US = 2.0  # a dependent launch inside a CUDA graph
+COMBINE_US = 2.0  # time of a dependent launch inside a CUDA graph
 L2_RATE = 8e12  # bytes/s at which partials are written and read again
-WORTHWHILE = 0.995  # more splits are taken only if they cut the time to this share: the times are estimates
+WORTHWHILE = 0.995  # more splits must reduce the time to below this share, because the times are only estimates
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 matrix products
 _HALF = (torch.float16, torch.bfloat16)
-# Query rows of a tile if keys are multiplied by scales of groups. With 32, Triton 3.6 and 3.7 load the query before the
-# barrier that the keys wait for, which spills 400 to 520 bytes per thread (none with 3.9). Products of warpgroups (64
-# rows) read the query from shared memory.
+# Query rows of a tile if keys are multiplied by per-group scales. With 32 rows, Triton 3.6 and 3.7 load the query
+# before the barrier that the keys wait for. This spills 400 to 520 bytes per thread (none with 3.9). From 64 rows on,
+# warpgroups read the query from shared memory, so these tiles are not affected.
 GROUPED_ROWS = 16
 
 # The sizes for which the Hopper kernel (kernels/hopper/decode_gluon.py) is written.
 HOPPER_WIDTHS = (512, 64)  # latent and rope; rows in half precision may lack rope, as in DeepSeek-V4
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
-BARRIERS = (3, 9)  # per stage: one for each of two halves, or eight parts, of the latent columns, and one for rope
-CLUSTERS = (1, 2)  # CTAs that share the copies of a block, each for query rows of its own
-HOPPER_PAGE = 16  # a TMA box is 16, 32 or 64 rows within one page
+BARRIERS = (3, 9)  # per stage: one for rope, and one for each half (or each eighth) of the latent columns
+CLUSTERS = (1, 2)  # CTAs that share the copies of a block; each CTA has its own query rows
+HOPPER_PAGE = 16  # page sizes are multiples of this: a TMA box is 16, 32 or 64 rows of one page
 HOPPER_SMEM = 220 * KB  # in KB: query 72, two stages of 72 each, statistics and barriers 2, and alignment
 
 __all__ = ["Device", "NoPlanError", "Plan", "check", "plan"]
@@ -78,14 +79,14 @@ __all__ = ["Device", "NoPlanError", "Plan", "check", "plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch. ``chunk`` is the tokens of a split if splits are cut at fixed places, else None.
+    """The plan of a launch. ``chunk`` is the number of tokens per split if splits are cut at fixed places, else None.
 
     ``tma``: tiles arrive by TMA. ``pdl``: the combine launch overlaps the end of the attention launch. ``scheduled``:
     the Hopper kernel partitions its work on the device (kernels/triton/schedule.py) instead of using ``splits``.
-    ``barriers``: the number of barriers for the copies of a block, 3, or 9 so that scores begin with the first 64
-    columns. ``held``: the Hopper kernel's consumers keep the rotary columns of the query in registers. ``cluster``: the
-    CTAs that share a block's TMA copies, 1 or 2; 2 requires an even number of blocks of query rows, and Triton 3.9,
-    else 1 is used.
+    ``barriers``: the number of barriers for the copies of a block. It is 3, or 9 so that scores can begin with the
+    first 64 columns. ``held``: the Hopper kernel's consumers keep the rotary columns of the query in registers.
+    ``cluster``: the number of CTAs that share a block's TMA copies, 1 or 2. A cluster of 2 requires an even number of
+    blocks of query rows, and Triton 3.9. Otherwise 1 is used.
     """
 
     kernel: Kernel
@@ -104,7 +105,7 @@ class Plan:
     cluster: int = 1
 
     def row_blocks(self, rows: int) -> int:
-        """Blocks along the grid's first axis for ``rows`` = S*H query rows."""
+        """Return the number of blocks along the grid's first axis for ``rows`` = S*H query rows."""
         return -(-rows // self.block_m)
 
 
@@ -143,13 +144,13 @@ def _hopper_suits(
     mask_bytes: int,
     device: Device,
 ) -> bool:
-    """Whether the Hopper kernel suits calls of these sizes: enough query rows, its widths, and no mask to read.
+    """Whether the Hopper kernel suits calls of these sizes: enough query rows, supported widths, and no mask to read.
 
-    The launch checks its other requirements (strides; a boolean mask with index lists; for float8 a query in the dtype
-    of the products). If one fails, it plans again with ``gluon=False``.
+    The launch checks the kernel's other requirements: strides, a boolean mask with index lists, and for float8 a query
+    in the dtype of the products. If one of them is not met, the launch plans again with ``gluon=False``.
     """
     L, R, Lv = widths
-    converted = dtypes[1] == torch.float8_e4m3fn  # converted row by row, from pages of any size
+    converted = dtypes[1] == torch.float8_e4m3fn  # rows are converted one by one, so pages may have any size
     known = (r for r in table() if (r.kernel, r.cache) == ("gluon", _cache_kind(dtypes[1])))
     return (
         device.capability == (9, 0)
@@ -157,7 +158,7 @@ def _hopper_suits(
         and (L, R or HOPPER_WIDTHS[1], Lv) == (*HOPPER_WIDTHS, None)
         and not (converted and R == 0)
         and (converted or (dtypes[1] in _HALF and dtypes[0] == dtypes[1]) or dtypes == (torch.float32, torch.bfloat16))
-        and any(r.min_rows <= rows for r in known)  # enough rows that padding them to a block pays
+        and any(r.min_rows <= rows for r in known)  # with fewer rows, padding them to a block does not pay
         and mask_bytes == 0
         and ((page or HOPPER_PAGE) % HOPPER_PAGE == 0 or converted)
     )
@@ -166,7 +167,7 @@ def _hopper_suits(
 def _microseconds(
     row: TunedTile, smem: int, layout: RowLayout, device: Device, work: tuple[int, int, int], splits: int
 ) -> float:
-    """The time of a launch by the module's formula. ``work`` is batch, query rows, and tiles of a request."""
+    """Return the time of a launch by the module's formula. ``work`` is (batch, query rows, tiles of a request)."""
     batch, rows, tiles = work
     row_blocks = -(-rows // row.block_m)
     per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # each block also reserves 1 KB of the SM
@@ -192,13 +193,13 @@ def _microseconds(
 
 
 def links(layout: RowLayout, block_n: int) -> int:
-    """The number of dependent products of 16 columns of a row (for the scores) or 16 tokens (for the sum)."""
+    """Return the length of a tile's chain of products: one per 16 columns of a row (scores) or 16 tokens (sum)."""
     return (layout.latent + layout.rope + block_n) // LEAST
 
 
 @lru_cache(maxsize=4096)
 def _splits(row: TunedTile, smem: int, layout: RowLayout, device: Device, batch: int, rows: int, tiles: int) -> int:
-    """The number of splits that the formula finds fastest; of numbers that are almost as fast, the smallest."""
+    """Return the number of splits with the lowest time by the formula; among almost equal times, the fewest splits."""
     most = max(1, min(MAX_SPLITS, tiles * row.block_n // MIN_SPLIT))
     best, least = 1, math.inf
     for splits in range(1, most + 1):
@@ -234,20 +235,25 @@ def plan(
     window: int = 0,
     grouped: bool = False,
 ) -> Plan:
-    """The launch for B requests of S query tokens and H heads over at most T tokens of L+R columns.
+    """Return the plan for B requests of S query tokens and H heads over at most T cached tokens of L+R columns.
 
-    ``T`` is the capacity (of the cache, or of the block table), not a request's length: a CUDA graph captured with it
-    serves every length. ``Lv`` is the width of separate values (None: the latent rows are the values), ``page_size`` is
-    None for a contiguous cache. ``masked``: whether the kernel walks a mask's list of tiles. ``mask_bytes``: the bytes
-    of the mask that the loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None
-    or 0: chosen here. ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not
-    compile). ``listed``: an index list names the T tokens. B then counts query tokens, and no grid axis limits it. The
-    loop runs as over a contiguous cache without a mask, because the places of rows are looked up beforehand.
-    ``window``: only tiles that some query token of a request sees are counted (with a list, all are, because every
-    entry is read). ``grouped``: float8 rows are multiplied by scales of groups of columns, see GROUPED_ROWS.
+    * ``T`` is the capacity of the cache or of the block table, not a request's length, so that a CUDA graph captured
+      with the plan serves every length.
+    * ``Lv`` is the width of separate values, or None if the latent rows are the values.
+    * ``page_size`` is None for a contiguous cache.
+    * ``masked``: whether the kernel walks a mask's list of tiles. ``mask_bytes`` is the number of mask bytes that the
+      loop reads for each query row and token. None means 4 with a mask (float32) and 0 without.
+    * ``splits``: None or 0 lets the planner choose.
+    * ``gluon``: False excludes the Hopper kernel (it lacks a feature of the call, or did not compile).
+    * ``listed``: an index list names the T tokens. B is then the number of query tokens, which no grid axis limits. The
+      loop runs as over a contiguous cache without a mask, because the places of rows are looked up beforehand.
+    * ``window``: the plan includes only tiles that some query token of a request sees. With index lists, it includes
+      all tiles, because every entry is read.
+    * ``grouped``: float8 rows are multiplied by per-group scales, see GROUPED_ROWS.
 
-    Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
-    or together with ``deterministic``; its subclass :class:`NoPlanError` for rows too wide for shared memory.
+    Raises :class:`InputError` for sizes below 1, a dtype that no kernel takes, a GPU older than sm_80, or splits beyond
+    the grid or together with ``deterministic``. Raises its subclass :class:`NoPlanError` for rows that are too wide for
+    shared memory.
     """
     for letter, size in (("B", B), ("S", S), ("H", H), ("L", L)):
         _require(size >= 1, f"{letter} is {size}, expected at least 1")
@@ -316,7 +322,10 @@ def check(
     mask_bytes: int | None = None,
     listed: bool = False,
 ) -> Plan:
-    """A caller's own plan, with its shared memory filled in. Raises :class:`InputError` if it cannot be launched."""
+    """Check a caller's own plan, and return it with its shared memory filled in.
+
+    Raises :class:`InputError` if the plan cannot be launched.
+    """
     for name, size, least in (
         ("block_m", chosen.block_m, LEAST), ("block_n", chosen.block_n, LEAST), ("num_warps", chosen.num_warps, 1)
     ):  # fmt: skip

@@ -1,6 +1,7 @@
 """The reference: absorbed decode attention in plain torch, in float32 or float64. Never clever, never fast.
 
-With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of the shared rotary row ``r``:
+Key ``t`` has a latent row ``c`` of width ``L`` and a rotary row ``r`` of width ``R``, shared by all heads. The results
+``out`` and ``lse`` are
 
     score[b,h,s,t] = scale * ( sum_l query[b,s,h,l] c[b,t,l] + sum_r query[b,s,h,L+r] r[b,t,r] )
     score          = softcap * tanh(score / softcap)                                        where softcap > 0
@@ -9,14 +10,20 @@ With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of th
     out[b,s,h,:]   = sum_t softmax_t(score[b,h,s,t]) v[b,t,:]           v = values, or c where values is None
     out[b,s,h,:]  *= exp(lse[b,s,h]) / (exp(lse[b,s,h]) + exp(sinks[h]))                    where sinks are given
 
-``c`` (and ``r`` if it is fp8) is the stored row times ``kv_scale``; a [B,T,G] ``kv_scale`` has one scale for each group
-of columns. The sink is not in ``lse``.
+Rows that are stored in fp8 are first multiplied by ``kv_scale``. A [B,T,G] ``kv_scale`` has one scale for each group of
+columns. ``lse`` does not include the sink.
 
-With ``len = seq_lens[b]``, or T: a key is hidden from a query by a boolean mask that is False, by an additive mask of
-minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), by ``window > 0`` (``t <= len - S + s - window``),
-or by ``indices`` that do not name it (no ``indices[b,s,i]`` is ``t``). A query that sees no key gets ``out = 0`` and
-``lse = -inf``. A key that is hidden from every query of its batch entry is not read: the contents of its row (an unused
-part of a cache, the tail of a page), NaN included, do not reach the result.
+Let ``len`` be ``seq_lens[b]``, or T without ``seq_lens``. A key is hidden from a query by each of these:
+
+* a boolean mask that is False, or an additive mask of minus infinity
+* ``t >= len``
+* ``causal``, if ``t > len - S + s``
+* ``window > 0``, if ``t <= len - S + s - window``
+* ``indices``, if no ``indices[b,s,i]`` is ``t``
+
+A query that sees no key gets ``out = 0`` and ``lse = -inf``. A key that is hidden from every query of its batch entry
+is not read. Whatever its row holds, NaN included, does not reach the result. Such rows are, for example, the unused
+part of a cache or the tail of a page.
 """
 
 from __future__ import annotations
@@ -28,19 +35,19 @@ from mla_compile.kernels.call import DecodeCall, IndexCall, rows_at
 
 
 def compute_dtype(latent: Tensor) -> torch.dtype:
-    """The dtype of scores, softmax, accumulators and LSE: float64 for float64, float32 for everything else."""
+    """Return the dtype of scores, softmax, accumulators and LSE: float64 for a float64 cache, else float32."""
     return torch.float64 if latent.dtype == torch.float64 else torch.float32
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating mask in ``dtype``. Negative finite entries stay finite, even float64's lowest value in float32."""
+    """Cast an additive mask to ``dtype``. Negative finite entries stay finite, even float64's lowest value."""
     if mask.dtype == dtype or torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
         return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
 
 
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` of a call, contiguous or over pages. Any strides; shapes are not checked here."""
+    """Return ``(out, lse)`` of a call over a contiguous or paged cache of any strides. Shapes are not checked here."""
     if call.block_table is not None:
         call = _gathered(call, call.block_table)
     latent, mask = call.latent, call.mask
@@ -56,7 +63,7 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
         bias = additive_mask(mask, dtype)
         visible = visible & (bias != -torch.inf)
 
-    read = visible.any(dim=2).any(dim=1)[:, :, None]  # [B,T,1]: seen by some query of this batch entry
+    read = visible.any(dim=2).any(dim=1)[:, :, None]  # [B,T,1]: whether some query of this batch entry sees the key
     factor = torch.ones((), dtype=dtype, device=device)
     if call.kv_scale is not None:
         factor = call.kv_scale.to(dtype)
@@ -88,15 +95,15 @@ def index_scores(call: IndexCall) -> Tensor:
 
 
 def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """The share that the keys keep beside a sink, ``exp(lse) / (exp(lse) + exp(sinks))`` [...,H]; 0 without keys.
+    """Return the factor by which a sink scales ``out``: ``exp(lse) / (exp(lse) + exp(sinks))``, [...,H].
 
-    ``lse`` is [...,H], ``sinks`` [H].
+    It is 0 where no key is visible. ``lse`` is [...,H], ``sinks`` [H].
     """
     return torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, 0.0)
 
 
 def _named(indices: Tensor, T: int) -> Tensor:
-    """Return the keys that some entry of ``indices`` [B,S,k] names, [B,1,S,T] bool."""
+    """Return which keys each query's entries of ``indices`` [B,S,k] name, [B,1,S,T] bool."""
     at = indices.long()
     # One extra column takes the entries that name no key.
     named = torch.zeros(*at.shape[:2], T + 1, dtype=torch.bool, device=at.device)
@@ -104,14 +111,14 @@ def _named(indices: Tensor, T: int) -> Tensor:
 
 
 def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
-    """The same call over a contiguous cache [B,T,width], T = maxpages * page; unused entries are arbitrary."""
+    """Return the same call over a contiguous cache [B,T,width], T = maxpages*page. Rows past a length are arbitrary."""
     assert call.seq_lens is not None
     latent, rope, kv_scale = call.latent, call.rope, call.kv_scale
     pages, page = latent.shape[:2]
     B, T = table.shape[0], table.shape[1] * page
     token = torch.arange(T, device=call.query.device)
     at = table.long()[:, token // page].masked_fill(token >= call.seq_lens[:, None], 0)  # [B,T]
-    if pages == 0:  # there must be a page to index, although no key is visible
+    if pages == 0:  # indexing needs at least one page, although no key is visible
         latent = latent.new_zeros(1, page, latent.shape[2])
         rope = None if rope is None else rope.new_zeros(1, page, rope.shape[2])
         kv_scale = None if kv_scale is None else kv_scale.new_ones(())
@@ -127,7 +134,7 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
 def _visible(
     B: int, S: int, T: int, seq_lens: Tensor | None, window: int, device: torch.device, *, causal: bool
 ) -> Tensor:
-    """Return the keys that lengths, causality and the window let each query see, [B,1,S,T] bool."""
+    """Return which keys each query may see by length, causality and window, [B,1,S,T] bool."""
     length = torch.full((B,), T, device=device) if seq_lens is None else seq_lens.long().clamp(0, T)
     t = torch.arange(T, device=device)
     own = length[:, None, None, None] - S + torch.arange(S, device=device)[:, None]  # the query's own position

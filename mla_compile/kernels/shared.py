@@ -1,12 +1,12 @@
-"""The data that calls of one step can share: the buffers written by their preparing launches, laid out in one tensor.
+"""The schedule: one tensor of data that the calls of a decode step can share, written by preparing launches.
 
 A mask's lists of tiles (kernels/triton/tiles_triton.py) and the partitioning of a ragged batch
-(kernels/triton/schedule.py) depend on the mask, lengths, sizes, dtypes and numbers, which the layers of a model have in
-common. The operator ``mla_compile::decode_schedule`` writes them once, and calls that receive its result launch without
-preparing.
+(kernels/triton/schedule.py) depend on the mask, lengths, sizes, dtypes and numbers, which are the same in all layers of
+a model. The operator ``mla_compile::decode_schedule`` writes these buffers once. Calls that receive its result skip the
+preparing launches.
 
-The buffers and their tiles depend on the device. The size of the tensor must not, because a fake function has no device
-to query. :func:`elements` is therefore a bound that holds for every plan on every device.
+The size of a tile, and so of the buffers, depends on the device. The size of the tensor must not, because a fake
+function has no device to query. :func:`elements` is therefore an upper bound over all plans and devices.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by n
 
 
 def elements(call: DecodeCall) -> int:
-    """The number of int64 in the schedule of a call; 0 if no device has anything to prepare.
+    """Return the number of int64 elements in a call's schedule; 0 if no device has anything to prepare.
 
-    Sizes may be symbolic, and none of the operations adds a guard.
+    Sizes may be symbolic. This function adds no guards.
     """
     B = call.query.shape[0]
     if call.indices is not None:
@@ -41,7 +41,7 @@ def elements(call: DecodeCall) -> int:
 
 
 def offsets(buffers: Buffers) -> dict[str, int]:
-    """The offset of each buffer in a schedule, in bytes."""
+    """Return the offset of each buffer in a schedule, in bytes."""
     found, at = {}, 0
     for name, (shape, dtype) in buffers.items():
         found[name] = at

@@ -1,7 +1,8 @@
-"""The tile of a launch: from ``tuned.json``, reduced until it fits the device's shared memory.
+"""Chooses the tile of a launch: a row of ``tuned.json``, reduced until it fits the device's shared memory.
 
-A *tile* is ``block_n`` cached tokens by ``block_m`` query rows (row m is token m // H, head m % H). ``tuned.json`` has
-a row for each GPU generation, cache dtype and number of query rows. Nothing here reads a tensor or a device.
+A *tile* is ``block_n`` cached tokens by ``block_m`` query rows (query row m is token m // H, head m % H).
+``tuned.json`` has a row for each GPU generation, cache dtype and range of query rows. This module reads no tensor and
+no device.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from mla_compile.kernels.tuned import Kernel, TunedTile, table
 
 KB = 1024
 SLACK = 2 * KB  # reductions across warps, page ids, statistics: not counted individually in the bound below
-LEAST = 16  # query rows and tokens of a tile: the smallest side of a matrix product
+LEAST = 16  # fewest query rows and fewest tokens of a tile: the smallest side of a matrix product
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The padded widths of a cached row, in columns, and the bytes of an element of the cache and of the products.
+    """The padded widths of a cached row in columns, and the bytes per element of the cache and of the products.
 
     ``values`` is 0 if the latent rows are the values. ``paged``: the place of a tile is looked up in a block table.
-    ``mask_bytes``: bytes that the loop reads for each query row and token; 0 without a mask, and for a mask that its
-    list of tiles describes completely.
+    ``mask_bytes``: bytes of the mask that the loop reads for each query row and token. It is 0 without a mask, and if
+    the mask's list of tiles describes the mask completely.
     """
 
     latent: int
@@ -36,34 +37,34 @@ class RowLayout:
 
     @property
     def out(self) -> int:
-        """Columns of the accumulator."""
+        """The number of columns of the accumulator."""
         return self.values or self.latent
 
 
 class NoPlanError(InputError):
-    """Rows are so wide that no tile fits this device's shared memory: the reference has to run."""
+    """Raised if rows are so wide that no tile fits the device's shared memory. The reference then has to run."""
 
 
 def padded(width: int) -> int:
-    """The columns that a kernel processes: the next power of two, at least 16 for matrix products; 0 stays 0."""
+    """Return how many columns a kernel processes: the next power of two, at least 16 for matrix products; 0 for 0."""
     return 0 if width == 0 else max(LEAST, 1 << (width - 1).bit_length())
 
 
 def depth(num_stages: int, *, paged: bool) -> int:
-    """The number of tiles in flight while one is processed; the address of a paged tile is loaded a stage earlier."""
+    """Return how many tiles are in flight while one is processed. A paged tile needs a stage for its address, too."""
     return max(1, (num_stages - 1) // 2) if paged else max(1, num_stages - 1)
 
 
 def shared_memory(
     layout: RowLayout, block_m: int, block_n: int, num_warps: int, num_stages: int, capability: tuple[int, int]
 ) -> int:
-    """An upper bound on the shared memory, in bytes, that Triton's compiler uses for one block of the attention kernel.
+    """Return an upper bound on the shared memory, in bytes, that Triton uses for one block of the attention kernel.
 
-    It counts the queries, a ring of tiles, and the softmax weights if the product reads them from shared memory.
-    Products of Hopper's warpgroups read a tile in place while the next one arrives, so they need one more tile.
-    Blackwell's products (64 rows or more) need the tile twice, once as values. An fp8 tile is stored as it is and
-    converted on its way into a product, through shared memory. A float32 query is stored as two parts, whose products
-    add up to a float32 product.
+    The bound includes the queries, a ring of tiles, and the softmax weights if the product reads them from shared
+    memory. Products of Hopper's warpgroups read a tile in place while the next tile arrives, so they need one more
+    tile. Blackwell's products (64 rows or more) need a second copy of the tile, as values. An fp8 tile is stored in
+    fp8, and its conversion for a product goes through shared memory, too. A float32 query is stored as two terms, whose
+    products add up to a float32 product.
     """
     # From 64 rows on, products use wgmma on Hopper (one warpgroup is 4 warps) and tcgen05 on Blackwell.
     warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
@@ -81,9 +82,9 @@ def shared_memory(
         again = layout.latent if tensor_memory and not layout.values else 0
         ring = buffers * (columns + again) * layout.cache_bytes
     weights = 0 if warpgroup else block_m * block_n * layout.dot_bytes
-    # A mask is converted from its load layout to that of the scores, as two bytes at least. For warpgroups and a latent
-    # of up to 256 columns, the compiler was seen to use one more copy (tests/kernels/test_tiles.py has the measured
-    # sizes).
+    # A mask is converted from its load layout to the layout of the scores, with at least two bytes per element. With
+    # warpgroups and a latent of up to 256 columns, the compiler was seen to use one more copy
+    # (tests/kernels/test_tiles.py has the measured sizes).
     copies = under_way + (1 if warpgroup and layout.latent <= 256 else 0)
     mask = block_m * block_n * max(layout.mask_bytes, 2) * copies if layout.mask_bytes else 0
     return queries + block_n * (ring + converted) + weights + mask + SLACK
@@ -92,7 +93,10 @@ def shared_memory(
 def starting_row(
     kind: str, rows: int, layout: RowLayout, device: Device, kernel: Kernel, *, listed: bool = False
 ) -> TunedTile:
-    """The table's row for this device and these query rows; for wider output than any row's, a lower ``block_m``."""
+    """Return the table's row for a device and a number of query rows.
+
+    If the output is wider than all suitable rows allow, ``block_m`` is reduced.
+    """
     known = [r for r in table() if (r.kernel, r.cache) == (kernel, kind) and r.capability <= device.capability]
     known = [r for r in known if listed or not r.listed]
     if not known:
@@ -109,7 +113,7 @@ def starting_row(
 
 
 def fitted(row: TunedTile, layout: RowLayout, device: Device) -> tuple[TunedTile, int]:
-    """The row, or the first smaller one whose shared memory fits the device, and its shared memory in bytes."""
+    """Return the row, or the first smaller one that fits the device, and its shared memory in bytes."""
     least = 0
     for smaller in _smaller(row):
         shape = (smaller.block_m, smaller.block_n, smaller.num_warps, smaller.num_stages)
@@ -125,10 +129,10 @@ def fitted(row: TunedTile, layout: RowLayout, device: Device) -> tuple[TunedTile
 
 
 def _smaller(row: TunedTile) -> list[TunedTile]:
-    """The row itself, then ever smaller ones: first less depth, then fewer tokens, then fewer query rows.
+    """Return the row, then smaller and smaller ones: first with fewer stages, then fewer tokens, then fewer query rows.
 
-    Query rows are reduced late, because all rows of a tile share one read of the cache; only the last halving of the
-    tokens comes after them. More than 16 rows are spread over 8 warps, whose registers hold the sums.
+    Query rows are reduced late, because all query rows of a tile share one read of the cache. Only the halving from 32
+    to 16 tokens comes later. Tiles of more than 16 query rows use 8 warps, whose registers can hold the sums.
     """
     steps = [row, replace(row, num_stages=2)]
     n, m = row.block_n, row.block_m

@@ -10,23 +10,23 @@ from typing import Any, Literal
 
 Kernel = Literal["triton", "gluon"]
 TABLE = Path(__file__).with_name("tuned.json")
-WIDTH = 576  # columns of the rows for which the table has times: 512 of the latent and 64 of the rotary key
+WIDTH = 576  # the table's times are for rows of this many columns: 512 of the latent and 64 of the rotary key
 
 
 @dataclass(frozen=True)
 class TunedTile:
     """One row of ``tuned.json``: a tile and what is known about its speed.
 
-    It applies to devices from this ``capability`` up to the next one in the table, to ``min_rows`` to ``max_rows``
-    query rows, to at most ``max_width`` columns of output, and to a cache that is ``paged`` or not; None means any.
-    Rows with ``listed`` apply only to calls with index lists, and take precedence there over those for a contiguous
-    cache.
+    The row applies to devices from its ``capability`` up to the next capability in the table, to ``min_rows`` to
+    ``max_rows`` query rows, and to at most ``max_width`` columns of output. ``paged`` tells whether the row is for
+    paged or for contiguous caches. None means any. Rows with ``listed`` apply only to calls with index lists, where
+    they take precedence over rows for a contiguous cache.
 
     ``barriers``, ``held`` and ``cluster`` are variants of the Hopper kernel, see
     :class:`mla_compile.kernels.plan.Plan`.
 
-    Times are microseconds, for rows of ``WIDTH`` columns: ``t0_us`` for a block without tiles, ``tile_us`` for the time
-    that a tile occupies an SM's units.
+    Times are in microseconds, for cached rows of ``WIDTH`` columns. ``t0_us`` is the time of a block without tiles,
+    ``tile_us`` the time that one tile occupies an SM's units.
     """
 
     kernel: Kernel
@@ -64,6 +64,6 @@ class TunedTile:
 
 @lru_cache(maxsize=8)
 def table(path: Path = TABLE) -> tuple[TunedTile, ...]:
-    """The rows of ``tuned.json``. After writing a new one, call ``table.cache_clear()`` and ``plan.cache_clear()``."""
+    """Return the rows of ``tuned.json``. After changing it, call ``table.cache_clear()`` and ``plan.cache_clear()``."""
     content = json.loads(path.read_text())
     return tuple(TunedTile.of(entry, content["provenance"]) for entry in content["rows"])

@@ -27,7 +27,7 @@ _MAY_BE_ZERO = re.compile(r"rope|rotary|expert|shared|mtp|nextn|dense|topk|group
 
 
 def read(source: str) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """The transformers config in a file or in the directory of a model, and the assumptions made to read it.
+    """Return the transformers config in a file or in a model's directory, and the assumptions made to read it.
 
     Nothing is downloaded, and no code from the model's directory runs. Raises :class:`InputError`.
     """
@@ -36,9 +36,9 @@ def read(source: str) -> tuple[PreTrainedConfig, tuple[str, ...]]:
 
 
 def read_raw(source: str) -> tuple[dict[str, object], Path]:
-    """The fields of the config in a file or in the directory of a model, with sizes checked, and the path of the file.
+    """Return the fields of the config in a file or in a model's directory, and the path of the config file.
 
-    Raises :class:`InputError`.
+    Sizes are checked. Raises :class:`InputError`.
     """
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
@@ -58,11 +58,11 @@ def read_raw(source: str) -> tuple[dict[str, object], Path]:
 
 
 def check_sizes(raw: Mapping[str, object], where: str) -> None:
-    """Refuse sizes that no model has, nested ones too: building would take forever, or fail far from the cause."""
+    """Refuse sizes that no model has, also in nested configs: building would never end, or fail far from the cause."""
     for name, value in raw.items():
         if name.startswith("rope_"):  # rope_* fields are factors, not sizes
             continue
-        if name == "quantization_config":  # its reader checks the contents; a group of -1 is a whole row
+        if name == "quantization_config":  # its own reader checks the contents, where a group of -1 is a whole row
             if not isinstance(value, Mapping | None):
                 raise InputError(f"{where}: quantization_config is {value!r}, expected an object with a quant_method")
             continue
@@ -79,7 +79,10 @@ def check_sizes(raw: Mapping[str, object], where: str) -> None:
 
 
 def transformers(what: str = "a config") -> ModuleType:
-    """The module transformers, with its logging silenced. If it is missing, an :class:`InputError` names the extra."""
+    """Return the module transformers, with its logging silenced.
+
+    If it is missing, an :class:`InputError` names the extra that installs it.
+    """
     try:
         library = import_module("transformers")
     except ImportError as error:
@@ -90,12 +93,12 @@ def transformers(what: str = "a config") -> ModuleType:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and message of an error, on one line and shortened if it is long."""
+    """Return the type and message of an error on one line, shortened if it is long."""
     return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
 
 
 def parse(raw: dict[str, Any], path: Path) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """The transformers config that these fields describe, and the assumptions made; ``path`` is for messages."""
+    """Return the transformers config that ``raw`` describes, and the assumptions made. ``path`` is for messages."""
     library = transformers()
     known = library.CONFIG_MAPPING
     kind = raw.get("model_type")
@@ -122,7 +125,7 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[PreTrainedConfig, tuple[str,
 
 
 def _of_architecture(library: object, raw: Mapping[str, object]) -> type[PreTrainedConfig] | None:
-    """The config class of the first architecture that the config names; ``None`` if transformers does not have it."""
+    """Return the config class of the config's first architecture; ``None`` if transformers does not have it."""
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     return getattr(getattr(library, str(first), None), "config_class", None)

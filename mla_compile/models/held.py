@@ -1,8 +1,8 @@
 """Measures what each layer of a cache holds, on caches filled by prompts of three lengths.
 
-Most layers hold one row per token. Some hold only rows of the last tokens (a window), or rows that each summarise
-several tokens, and may also hold the keys of an indexer. Layers that summarise tokens also hold those tokens that have
-no row yet, and may hold a state that does not grow.
+Most layers hold one row per token. Some layers hold rows of only the last tokens (a window), or rows that each
+summarise several tokens. Such layers may also hold the keys of an indexer. Layers that summarise tokens also hold the
+tokens that have no row yet, and may hold a state that does not grow.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mla_compile.models import skeleton
 
 _ROWS = ("keys", "values")
 SHORT = 1024
-"""The length of the short prompt: longer than most windows, and a multiple of the tokens that a row summarises."""
+"""The length of the short prompt: above most windows, and a multiple of the number of tokens that a row summarises."""
 
 
 @dataclass(frozen=True)
 class HeldRows:
-    """What one layer holds: a row per ``every`` tokens (0: none), beside the rows of the last ``window`` tokens.
+    """What one layer holds: one row per ``every`` tokens (0: none), and also the rows of the last ``window`` tokens.
 
-    ``shared``: keys and values are one tensor. The other fields describe tensors besides keys and values, by name.
-    ``more``: the number of values that a token adds. ``waiting``: the bytes held for each token that has no row yet.
+    ``shared``: keys and values are one tensor. The other fields describe tensors that are neither keys nor values, by
+    name. ``more``: how many values each token adds. ``waiting``: the bytes held for each token that has no row yet.
     ``state``: the bytes of a tensor that does not grow.
     """
 
@@ -39,7 +39,7 @@ class HeldRows:
 
 
 def held(cache: object, model: nn.Module) -> list[HeldRows]:
-    """The contents of each layer of ``cache``, which a short prompt has filled."""
+    """Return what each layer of ``cache`` holds. A short prompt has filled ``cache``."""
     layers = list(getattr(cache, "layers", ()))
     shared = [getattr(one, "values", None) is not None and one.values is getattr(one, "keys", None) for one in layers]
     plain = [not getattr(one, "is_sliding", False) and {*dict(tensors_of(one))} <= {*_ROWS} for one in layers]
@@ -60,11 +60,11 @@ def _of(
     keys = short.get("keys")
     more = {n: int(v) if v == int(v) else v for n, v in grown.items() if n not in _ROWS and v > 0}
     state = {n: short[n].nbytes for n, v in grown.items() if n not in _ROWS and v <= 0}
-    # The short prompt fills whole rows. One token before its end, the most tokens wait for a row.
+    # The short prompt fills whole rows. After a prompt with one token less, the most tokens have no row yet.
     drained = {n: x.nbytes for n, x in before.items() if n not in short}
     if keys is None or keys.dim() != 4 or grown["keys"]:
         return HeldRows(shared=shared, more=more, state=state | drained)
-    # Beside a window, rows of the same width as its keys summarise older tokens.
+    # If there is also a window, older tokens are summarised by rows that are as wide as the keys in the window.
     row = keys.shape[1] * keys.shape[3]
     older = next((n for n in more if short[n].shape[-1] == keys.shape[3]), None)
     if older is None:
@@ -75,7 +75,7 @@ def _of(
 
 
 def tensors_of(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The nonempty tensors of three or more axes in a cache layer, also those in dicts, with their names."""
+    """Yield the name and value of each nonempty tensor with three or more axes in a cache layer or its dicts."""
     for name, value in vars(layer).items():
         for key, one in value.items() if isinstance(value, dict) else ((None, value),):
             if isinstance(one, torch.Tensor) and one.dim() > 2 and one.numel():

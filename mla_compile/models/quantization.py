@@ -1,7 +1,7 @@
-"""Reads the ``quantization_config`` of a published config: which weights are quantized, and in how many bytes.
+"""Reads the ``quantization_config`` of a published config: which weights are quantized, and to how many bytes.
 
-Only the config is read, and the model itself is built unquantized. Each format has a reader here, because transformers'
-own classes do more than read: some of them need the library that made the checkpoint.
+Only the config is read; the model itself is built unquantized. Each format has its own reader in this module.
+transformers' classes are not used, because some of them need the library that made the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Packing:
 
     Attributes:
         words: a description in words.
-        bits: bits of a weight; if these are fewer than 8, the weights of a row fill whole 32-bit words.
-        block: outputs and inputs that share a scale; 0 stands for all of them.
+        bits: bits of a weight. If a weight has fewer than 8 bits, the weights of a row fill whole 32-bit words.
+        block: how many outputs and how many inputs share a scale; 0 means all.
         scale_bytes: bytes of the scale of a block.
-        zero_bits: bits of the zero point of a block; the zero points of a column of blocks fill whole 32-bit words.
+        zero_bits: bits of the zero point of a block. The zero points of a column of blocks fill whole 32-bit words.
         index_bytes: bytes per input, for formats that store the group of each input.
-        flat: blocks run through the flattened matrix, whatever its shape; ``block`` is then (1, their length).
+        flat: whether blocks are cut from the flattened matrix, whatever its shape. ``block`` is then (1, block length).
     """
 
     words: str
@@ -47,7 +47,7 @@ class Packing:
     flat: bool = False
 
     def sizes(self, rows: int, columns: int) -> tuple[int, int]:
-        """The bytes of the weights, and the bytes of everything stored with them.
+        """Return the bytes of a matrix's weights, and the bytes of everything stored with the weights.
 
         A few bytes per matrix are not counted: its shape, a code book, a scale of its scales.
         """
@@ -68,7 +68,7 @@ def _words(bits: int) -> int:
 
 @dataclass(frozen=True)
 class PathRule:
-    """The packing of modules whose path the pattern matches from its beginning; ``None``: they are not quantized."""
+    """The packing of modules whose paths match ``pattern`` from the start; ``None`` if they are not quantized."""
 
     pattern: re.Pattern[str]
     packing: Packing | None
@@ -89,7 +89,7 @@ class Quantization:
     keeps_head: bool
 
     def packing(self, tensor: Tensor) -> Packing | None:
-        """How a weight is packed; ``None`` if it is not."""
+        """Return how a weight is packed; ``None`` if it is not packed."""
         if not tensor.linear or (tensor.head and self.keeps_head):
             return None
         return next((rule.packing for rule in self.rules if rule.pattern.match(tensor.module)), None)
@@ -100,7 +100,7 @@ class _NotReadError(Exception):
 
 
 def read(config: PreTrainedConfig) -> tuple[Quantization | None, tuple[str, ...]]:
-    """The quantization that a transformers config describes, and a note if its format has no reader here.
+    """Return the quantization that a transformers config describes, and a note if its format has no reader here.
 
     Raises :class:`InputError` if no format is named, or if a reader finds an illegal value in a field.
     """
@@ -138,7 +138,7 @@ class _Fields(dict[str, Any]):
         return int(self._checked(name, default, expected, lambda v: type(v) is int and v in allowed))
 
     def group(self, name: str, default: int) -> int:
-        """The inputs in a group; 0 stands for all inputs, which configs write as -1."""
+        """Return the number of inputs in a group; 0 means all inputs, which configs write as -1."""
         size = self._checked(name, default, "a whole number above 0, or -1", _is_group)
         return max(0, int(size))
 
@@ -186,18 +186,19 @@ _ALL = re.compile("")
 
 
 def _skipped(names: Iterable[str]) -> tuple[PathRule, ...]:
-    """Rules for a list of modules to leave unquantized, each a regular expression for consecutive parts of a path.
+    """Return rules that leave modules unquantized. A name is a regular expression for consecutive parts of a path.
 
-    transformers matches such a list at the beginning or the end of a path, AutoAWQ anywhere in it.
+    transformers matches such a name at the beginning or the end of a path, and AutoAWQ anywhere in the path. These
+    rules match anywhere.
     """
     return tuple(PathRule(_regex(rf"(?:.*\.)?(?:{name})(?:(?<=\.)|(?=\.|$))"), None) for name in names)
 
 
 def _fp8(fields: _Fields, dtype: str) -> Quantization:
-    """Float8 with float32 block scales, as in DeepSeek-V3's README_WEIGHTS.md; defaults of ``FineGrainedFP8Config``.
+    """Read float8 with float32 block scales, as in DeepSeek-V3's README_WEIGHTS.md.
 
-    ``scale_fmt`` is not read: DeepSeek-V3.1 says ue8m0, but rounds its scales to powers of two and stores them in
-    float32.
+    The defaults are those of ``FineGrainedFP8Config``. ``scale_fmt`` is not read: DeepSeek-V3.1 gives ue8m0, but its
+    scales are powers of two that are stored in float32.
     """
     if (experts := fields.text("expert_dtype", "fp8")) != "fp8":
         raise _NotReadError(f"experts in {experts}")
@@ -210,7 +211,10 @@ def _fp8(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _gptq(fields: _Fields, dtype: str) -> Quantization:
-    """GPTQModel: tensors ``qweight``, ``qzeros``, ``scales`` (fp16), ``g_idx`` (int32); ``dynamic``: rules by path."""
+    """Read GPTQModel's format: tensors ``qweight``, ``qzeros``, ``scales`` (fp16) and ``g_idx`` (int32).
+
+    The field ``dynamic`` has rules by path.
+    """
 
     def packing(bits: int, group: int) -> Packing:
         return Packing(f"int{bits} in {_groups(group)} with zero points", bits, (1, group), 2, bits, 4)
@@ -230,7 +234,7 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _awq(fields: _Fields, dtype: str) -> Quantization:
-    """AutoAWQ: tensors ``qweight``, ``qzeros`` and ``scales`` (fp16); all of its layouts have 4 bits."""
+    """Read AutoAWQ's format: tensors ``qweight``, ``qzeros`` and ``scales`` (fp16). All its layouts have 4 bits."""
     bits = fields.bits("bits", fields.bits("w_bit", 4, (4,)), (4,))
     group = fields.group("group_size", fields.group("q_group_size", 128) or -1)
     words = f"int{bits} in {_groups(group)} with zero points"
@@ -242,9 +246,10 @@ def _awq(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
-    """bitsandbytes: ``Linear8bitLt`` with a float32 scale per output, or ``Linear4bit`` with a scale per 64 weights.
+    """Read the formats of bitsandbytes.
 
-    Scales of 4-bit weights are float32, or are quantized to 8 bits with one float32 per 256 scales.
+    ``Linear8bitLt`` has a float32 scale per output, and ``Linear4bit`` a scale per 64 weights. Scales of 4-bit weights
+    are float32, or are quantized to 8 bits with one float32 per 256 scales.
     """
     in_4, in_8 = (
         fields.flag(f"load_in_{n}bit", default=fields.flag(f"_load_in_{n}bit", default=False)) for n in (4, 8)
@@ -263,7 +268,7 @@ def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
-    """The formats of compressed-tensors 0.20; rules of ``ignore`` come first, then those of groups in order."""
+    """Read the formats of compressed-tensors 0.20. Rules of ``ignore`` come first, then the groups' rules in order."""
     rules = [PathRule(_named(name), None) for name in fields.names("ignore")]
     arithmetic = dtype
     groups = fields.part("config_groups")
@@ -281,14 +286,14 @@ def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
 
 
 def _named(target: str) -> re.Pattern[str]:
-    """The pattern for a target, as by ``match_name`` of compressed-tensors: regex, a path, or the class ``Linear``."""
+    """Return the pattern for a target: a regex, a path, or ``Linear``, as for ``match_name`` of compressed-tensors."""
     if target.startswith("re:"):
         return _regex(target.removeprefix("re:"))
     return _ALL if target == "Linear" else re.compile(rf"{re.escape(target)}$")
 
 
 def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
-    """How a group is stored: ``form`` determines the bits per weight, the strategy which weights share a scale."""
+    """Return how a group is stored. ``form`` gives the bits per weight, the strategy which weights share a scale."""
     bits = stored = weights.bits("num_bits", 8, (2, 3, 4, 5, 6, 7, 8))
     kind, scale = "fp" if weights.text("type", "int") == "float" else "int", BYTES[dtype]
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
@@ -306,7 +311,10 @@ def _of_group(weights: _Fields, form: str, dtype: str) -> Packing:
 
 
 def _shared(weights: _Fields) -> tuple[str, tuple[int, int]]:
-    """The outputs and inputs that share a scale, in words and as a block; without a strategy the group size decides."""
+    """Return the outputs and inputs that share a scale, in words and as a block.
+
+    If the config names no strategy, the group size decides.
+    """
     group = weights.group("group_size", -1)
     plain = "tensor" if weights.get("group_size") is None else "channel"
     strategy = weights.text("strategy", "group" if group else plain)

@@ -1,7 +1,8 @@
-"""A causal language model on the meta device with one layer of each kind, enough to trace a decode step.
+"""Builds a causal language model on the meta device, with one layer of each kind, to trace a decode step.
 
-Of layers that differ only in their index (equal classes, shapes of weights, plain attributes), the first is traced. The
-others are replaced by layers that pass their input through, so that indices keep their meaning. No memory is allocated.
+Of layers that differ only in their index, the first is traced: such layers have equal classes, weight shapes and plain
+attributes. The others are replaced by layers that return their input, so that indices keep their meaning. No memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 CONTEXT = 64
-"""Cached tokens in the trace. The report counts per cached token, and its choices are those for a long context."""
+"""Cached tokens in the trace. Few are enough: the report counts per cached token, and decides for a long context."""
 
 _INDEX = re.compile("idx|index|layer_id")
 
@@ -39,7 +40,7 @@ class LayerList:
     like: tuple[int, ...]
 
     def stands_for(self, module: str) -> tuple[str, ...]:
-        """The paths of all modules of the model that the module at this path represents."""
+        """Return the paths of all modules of the model that the module at this path represents."""
         found = re.match(rf"({re.escape(self.path)}\.)(\d+)(?=\.|$)", module) if self.path else None
         if not found:
             return (module,)
@@ -47,14 +48,15 @@ class LayerList:
         return tuple(f"{found[1]}{i}{module[found.end() :]}" for i in alike)
 
     def kinds(self) -> dict[int, int]:
-        """Each traced layer, and the number of layers that it represents."""
+        """Return each traced layer and the number of layers that it represents."""
         return {i: self.like.count(i) for i in dict.fromkeys(self.like)}
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
-    """The causal language model of a config, with weights of ``dtype``: without values on the meta device, else random.
+    """Build the causal language model of a config, with weights of ``dtype``.
 
-    If a config of several parts builds no such model, its text part is tried. Raises :class:`InputError`.
+    On the meta device, weights have no values; elsewhere, they are random. If a config of several parts builds no such
+    model, its text part is tried. Raises :class:`InputError` if neither builds a model.
     """
     errors = ["it has none"]
     before = torch.get_default_dtype()
@@ -74,13 +76,13 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, device:
 
 
 def _makers(config: PreTrainedConfig) -> Iterator[tuple[Callable[[object], nn.Module], PreTrainedConfig]]:
-    """The constructors that transformers may offer for a config or its text part, with that part; likeliest first."""
+    """Yield constructors that transformers may offer, each with its config or text part; the likeliest come first."""
     library = transformers()
     text = config.get_text_config()
     for part in (config,) if text is config else (config, text):
         if type(part) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
             yield library.AutoModelForCausalLM.from_config, part
-    # Some models are in no list of transformers, but their classes are named after their configs.
+    # Some models are in none of transformers' mappings, but their classes are named after their configs.
     usual = type(text).__name__.removesuffix("Config") + "ForCausalLM"
     for name, part in ((usual, text), (next(iter(config.architectures or ()), ""), config)):
         if (named := getattr(library, name, None)) is not None:
@@ -88,7 +90,7 @@ def _makers(config: PreTrainedConfig) -> Iterator[tuple[Callable[[object], nn.Mo
 
 
 def layers_of(model: nn.Module) -> LayerList:
-    """The module list of two or more layers with the most parameters, its layers compared with each other."""
+    """Return the list of layers: of all module lists with two or more modules, the one with the most parameters."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
@@ -102,7 +104,7 @@ def layers_of(model: nn.Module) -> LayerList:
 
 
 def thin(model: nn.Module, layers: LayerList) -> None:
-    """Replace, in place, every layer that equals an earlier one by a layer that passes its input through."""
+    """Replace, in place, every layer that equals an earlier layer by a layer that returns its input."""
     if not layers.path:
         return
     modules = model.get_submodule(layers.path)
@@ -117,9 +119,9 @@ def thin(model: nn.Module, layers: LayerList) -> None:
 
 
 class _Returned:
-    """The number of values that a layer returns in a tuple after its hidden states; ``None`` if it returns a tensor.
+    """A record of what a layer returns when it first runs. All copies of a model share the record.
 
-    It is recorded when the layer first runs. All copies of a model share it.
+    ``others`` is the number of values after the hidden states if the layer returns a tuple, and None otherwise.
     """
 
     def __init__(self) -> None:
@@ -137,7 +139,10 @@ class _Returned:
 
 
 class _HandOn(nn.Module):
-    """Returns its first argument, in a tuple if traced layers return one; has the replaced layer's plain attributes."""
+    """A layer that returns its first argument, in a tuple if the traced layer returns a tuple.
+
+    It has the plain attributes of the layer that it replaces.
+    """
 
     def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
         super().__init__()
@@ -150,11 +155,11 @@ class _HandOn(nn.Module):
 
 
 def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Cache, tuple[str, ...]]:
-    """The cache after a prompt of ``context`` tokens, and a note on modules that had to be left out to compute it.
+    """Return the cache after a prompt of ``context`` tokens, and a note on modules that had to be left out.
 
-    A module that needs values (a loop over the experts that have tokens) is replaced, in place, by one that passes its
-    input through. A module that holds the index of a layer may be an attention: then the call is repeated on fake
-    tensors, and an error is raised if that fails, too.
+    A module that fails because it needs values (a loop over the experts that have tokens) is replaced, in place, by a
+    module that returns its input. If the failing module holds the index of a layer, it may be an attention and is not
+    replaced. Then the call is repeated on fake tensors, and an error is raised if that call fails, too.
     """
     skipped: list[str] = []
     while True:
@@ -182,7 +187,7 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Cache, tuple[
 
 
 def _unable(model: nn.Module, path: str, error: Exception) -> str:
-    """Why a model does not run on a prompt."""
+    """Return, in words, why a model does not run on a prompt."""
     name, takes = type(model).__name__, inspect.signature(model.forward).parameters
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return f"{name} is an encoder with a decoder, expected a causal language model"
@@ -192,7 +197,7 @@ def _unable(model: nn.Module, path: str, error: Exception) -> str:
 
 
 def to_untouched_memory(model: nn.Module, cache: object) -> None:
-    """Move model and cache from the meta device to the CPU, in place. Unwritten memory takes no physical pages."""
+    """Move model and cache from the meta device to the CPU, in place. Memory that is never written takes no pages."""
     model.to_empty(device="cpu")
     _replace_tensors(cache, "cpu")
 
@@ -212,7 +217,7 @@ def _prefill(model: nn.Module, context: int) -> object:
 
 
 def _fake_prefill(model: nn.Module, context: int) -> object:
-    """As :func:`_prefill`, on fake tensors, for code that reads values unless it detects that it is traced."""
+    """Run :func:`_prefill` on fake tensors, for code that reads values unless it detects that it is traced."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model)
@@ -224,7 +229,7 @@ def _fake_prefill(model: nn.Module, context: int) -> object:
 
 @contextmanager
 def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Maintain ``running``, the list of modules whose forward is in progress, innermost last."""
+    """Within the block, maintain ``running``: the modules whose forward is in progress, innermost last."""
     handles = []
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda m, _, path=path: running.append((path, m))))
@@ -237,7 +242,7 @@ def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator
 
 
 def _holds_attention(module: nn.Module) -> bool:
-    """Whether a module may write a cache: it, or a module in it, holds the index of a layer."""
+    """Whether a module may write a cache: the module, or a submodule, holds the index of a layer."""
     return any(_INDEX.search(name) for part in module.modules() for name in vars(part))
 
 

@@ -18,11 +18,12 @@ from mla_compile.models import config_file, skeleton
 
 
 def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
-    """The model that ``source`` names, in evaluation mode; nothing is ever downloaded.
+    """Return the model that ``source`` names, in evaluation mode. Nothing is ever downloaded.
 
-    ``DIRECTORY``: a transformers model with its weights. ``CONFIG.json``: a config without weights, for which
-    ``random_weights`` is the seed of random ones. ``python:MODULE:FUNCTION``: the result of the function; the module
-    may be in the current directory. Raises :class:`InputError` for a source that is none of these or cannot be loaded.
+    ``DIRECTORY``: a transformers model with its weights. ``CONFIG.json``: a config without weights. It requires
+    ``random_weights``, the seed of random weights, which are also used for a directory if a seed is given.
+    ``python:MODULE:FUNCTION``: the result of the function, whose module may be in the current directory. Raises
+    :class:`InputError` for a source that is none of these or cannot be loaded.
     """
     if random_weights is not None and not 0 <= random_weights < 2**63:
         raise InputError(f"the seed of random weights is {random_weights}, expected a whole number from 0 to 2^63 - 1")
@@ -82,7 +83,7 @@ def _pretrained(directory: Path) -> torch.nn.Module:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), local_files_only=True, dtype="auto"
         )
-    except Exception as error:  # third-party files, and the code that they name, may raise anything
+    except Exception as error:  # third-party files and the code that they refer to may raise anything
         raise InputError(f"transformers does not load {directory}: {brief(error)}") from error
     return model.eval()
 

@@ -15,7 +15,10 @@ from mla_compile.report.stored import PartName, StoredPart, StoredWeights, UpPro
 def stored_weights(
     tensors: Iterable[Tensor], quantization: Quantization, attentions: Mapping[str, Dims | None]
 ) -> StoredWeights:
-    """The weights of a model as stored. ``attentions``: the path of each attention, with sizes if it is absorbed."""
+    """Count a model's weights as a checkpoint stores them.
+
+    ``attentions`` maps the path of each attention to its sizes if it is absorbed, else to None.
+    """
     values: dict[PartName, list[int]] = {"attention": [0] * 4, "routed experts": [0] * 4, "rest": [0] * 4}
     packings: dict[str, None] = {}
     unquantized: dict[str, None] = {}
@@ -46,7 +49,7 @@ def stored_weights(
 
 
 def _above(path: str) -> Iterable[str]:
-    """A path and the paths of its parent modules, the innermost first."""
+    """Yield a path and the paths of its parent modules, the innermost first."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -55,7 +58,7 @@ def _above(path: str) -> Iterable[str]:
 def _up_projections(
     found: Mapping[str, tuple[Dims | None, Sequence[tuple[Tensor, Packing | None, int]]]],
 ) -> UpProjections | None:
-    """The weights that expand rows to K and V, found by their shapes, summed over all attentions."""
+    """Sum up, over all attentions, the weights that expand rows to K and V. They are found by their shapes."""
     names: dict[str, None] = {}
     words: dict[str, None] = {}
     layers = values = size = 0
@@ -64,7 +67,7 @@ def _up_projections(
             continue
         both = (dims.H * (dims.N + dims.V), dims.L)
         apart = {(dims.H * dims.N, dims.L), (dims.H * dims.V, dims.L)}
-        # Of two weights of this shape (the query's up-projection may have it), the later one reads the latent.
+        # The query's up-projection may have the same shape. Of two weights of this shape, the later reads the latent.
         taken = [one for one in owned if one[0].shape == both][-1:] or [one for one in owned if one[0].shape in apart]
         if sum(tensor.values for tensor, _, _ in taken) != both[0] * both[1]:
             continue

@@ -1,7 +1,8 @@
 """Collects the facts about a model (:mod:`mla_compile.report.facts`): its attention sites, its cache, its weights.
 
-The facts come from the model itself, traced on the meta device: sizes from its weights and its graph, and those of the
-cache from a cache that it fills. What these do not show comes from the config, such as the experts that a token uses.
+The facts come from the model itself, traced on the meta device. Sizes come from its weights and its graph, and cache
+sizes from a cache that the model fills. Only what these do not show comes from the config, such as the number of
+experts that a token uses.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Survey(NamedTuple):
 def survey(source: str, dtype: str = "bf16") -> Survey:
     """Survey a ``config.json``, a model's directory or ``python:MODULE:FUNCTION``. Raises :class:`InputError`.
 
-    The function has to return a causal language model of transformers, or any module with the arguments of a decode
+    ``FUNCTION`` has to return a causal language model of transformers, or any module with the arguments of a decode
     step: ``(model, args)`` or ``(model, args, kwargs)``.
     """
     if not source.startswith("python:"):
@@ -94,7 +95,7 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
     report, context = _step_explained(model, cache), skeleton.CONTEXT
     most = max((one.every for one in slots), default=1)
     while context < _LONGEST and any((site.chosen or 0) * most >= context for site in report.sites):
-        context *= 64  # queries choose all keys so far: only a longer context shows how many they choose
+        context *= 64  # queries still choose all keys, and only a longer context shows how many they choose
         report = _step_explained(model, skeleton.cached_call(model, context)[0])
     picked = _picked(report, layers)
     cached = _cached_layers(cache, layers, slots, picked)
@@ -120,7 +121,7 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
 
 
 def _step_explained(model: nn.Module, cache: object) -> Report:
-    """The report on a decode step of a model that we built on the meta device, with its cache."""
+    """Return the report on a decode step with ``cache``, for a model that was built on the meta device."""
 
     def on(device: str) -> Report:
         step = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -128,7 +129,7 @@ def _step_explained(model: nn.Module, cache: object) -> Report:
 
     try:
         return on("meta")
-    except CaptureError as error:  # torch traces less on the meta device: no index that is a list, for example
+    except CaptureError as error:  # torch cannot trace everything on the meta device, such as an index that is a list
         model = copy.deepcopy(model)
         try:
             skeleton.to_untouched_memory(model, cache)
@@ -165,10 +166,10 @@ def _drafting(
     facts: Facts,
     cached: tuple[CachedLayers, ...],
 ) -> Drafting | None:
-    """The layers that predict further tokens: the config counts them, and transformers does not build them.
+    """Return the layers that predict further tokens. The config counts them, but transformers does not build them.
 
-    Each is assumed to be the last layer, whose cache is ``cached``, plus norms and a projection of the hidden state
-    concatenated with the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    Each is assumed to equal the last layer, plus norms and a projection of the concatenated hidden state and token
+    embedding (DeepSeek-V3, arXiv 2412.19437, section 2.2). ``cached`` is what the last layer caches.
     """
     count = first_int(text_config(model), ("num_nextn_predict_layers", "num_mtp_layers"))
     if not (count and layers.path and facts.width):
@@ -209,14 +210,14 @@ def _cached_layers(
     picked: Mapping[int, SiteReport],
     like: tuple[int, ...] | None = None,
 ) -> tuple[CachedLayers, ...]:
-    """Return what the cache holds per token; layers that were not traced count like the layer that represents them.
+    """Return what the cache holds per token. A layer that was not traced counts like the layer that represents it.
 
     ``like``: the layers to count (by default all), each given by the layer that represents it, as in
     :class:`skeleton.LayerList`. If the cache's slots cannot be assigned to layers, no layer of ``like`` is counted.
     """
     every = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()
-    # A layer may have several slots, one for each attention: all slots are divided evenly among the layers.
+    # A layer may have several slots, one for each attention. Slots are divided evenly among the layers.
     per_layer = len(every) // len(layers.like) if layers.like and len(every) % len(layers.like) == 0 else 0
     for i, slot in enumerate(every):
         keys, values = getattr(slot, "keys", None), getattr(slot, "values", None)
@@ -240,13 +241,13 @@ def _cached_layers(
 
 
 def _picked(report: Report, layers: skeleton.LayerList) -> dict[int, SiteReport]:
-    """The attentions that choose keys, by their layer."""
+    """Return the attentions that choose keys, by layer."""
     found = ((re.match(rf"{re.escape(layers.path)}\.(\d+)\b", site.where.module), site) for site in report.sites)
     return {int(layer[1]): site for layer, site in found if layer and site.chosen}
 
 
 def _not_counted(cache: object, cached: Sequence[CachedLayers], each: Sequence[HeldRows]) -> tuple[str, ...]:
-    """Notes on what a cache holds besides rows of K and V, and on what is counted roughly or not at all."""
+    """Return notes on what a cache holds in addition to K and V, and on what is counted roughly or not at all."""
     slots = list(getattr(cache, "layers", ()))
     notes = []
     full = sum(layer.count for layer in cached)
@@ -266,7 +267,7 @@ def _not_counted(cache: object, cached: Sequence[CachedLayers], each: Sequence[H
 
 
 def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
-    """``dims`` with Q and D filled in from the shapes of the module's weights, if the graph does not show them."""
+    """Return ``dims``, with Q and D taken from the shapes of the module's weights if the graph does not show them."""
     try:
         owner = model.get_submodule(path)
     except AttributeError:
@@ -274,7 +275,8 @@ def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
     shapes = [p.shape for p in owner.parameters() if p.dim() == 2]
     D = dims.D or next((n for m, n in shapes if m in (dims.L + dims.R, dims.L)), None)
     widths = [n for m, n in shapes if m == dims.H * (dims.N + dims.R)]
-    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of K and V, has as many outputs, too
+    # The up-projection of K (if R = 0), or of K and V (if R = V), has as many outputs as the query projection.
+    if dims.R in (0, dims.V) and dims.L in widths:
         widths.remove(dims.L)
     Q = dims.Q or next((n for n in widths if n != dims.L), widths[0] if widths else None)
     return replace(dims, Q=Q, D=D)

@@ -1,4 +1,4 @@
-"""The weights of a model, how many parameters it has, and how many of them one token reads."""
+"""Lists the weights of a model, and counts its parameters and how many of them one token reads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from mla_compile.report.facts import Weights
 
 @dataclass(frozen=True)
 class Tensor:
-    """``copies`` weights of one shape, as a checkpoint stores them: one for each routed expert, gate and up separately.
+    """One weight as a checkpoint stores it, or ``copies`` weights of one shape.
+
+    A checkpoint has one weight for each routed expert, and separate weights for gate and up.
 
     Attributes:
-        module: the path of the module under which a checkpoint stores them; for experts, that of the first one.
+        module: the path of the module under which a checkpoint stores the weight; for experts, the first expert's path.
         shape: outputs and inputs of a matrix.
-        linear: whether it is the weight of a linear layer; other weights (embeddings, norms) are not quantized.
-        expert: whether it belongs to a routed expert.
-        table: whether it is the input embedding and is not also the output projection.
-        head: whether it is the output projection.
+        linear: whether the weight is a linear layer's; other weights (embeddings, norms) are not quantized.
+        expert: whether the weight belongs to a routed expert.
+        table: whether the weight is the input embedding, and is not also the output projection.
+        head: whether the weight is the output projection.
     """
 
     module: str
@@ -41,7 +43,7 @@ class Tensor:
 
 
 def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
-    """All weights of a model on any device; tied ones count once, and memory for experts without weights not at all."""
+    """Return all weights of a model on any device. Tied weights count once, memory of weightless experts not at all."""
     count, idle = _experts(model)
     table, head = _embeddings(model)
     lists = _lists_of_experts(model, count, idle)
@@ -66,7 +68,7 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _lists_of_experts(model: nn.Module, count: int, idle: int) -> list[str]:
-    """The paths of module lists with one item per expert, except for a list of layers that happens to be as long."""
+    """Return the paths of module lists with one item per expert. A list of layers of the same length is left out."""
     lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     return [
         path
@@ -82,7 +84,7 @@ def _stacked(parameter: nn.Parameter, count: int, idle: int) -> bool:
 
 
 def _unstacked(module: str, name: str, parameter: nn.Parameter, count: int) -> Iterator[Tensor]:
-    """The matrices in one tensor for all experts; ``gate_up_proj`` also concatenates gate and up of each expert."""
+    """Yield the matrices in one tensor for all experts. ``gate_up_proj`` also concatenates gate and up of an expert."""
     joined = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     rows, columns = parameter.shape[1] // len(joined), parameter.shape[2]
     for part in joined:
@@ -94,13 +96,13 @@ def _within(path: str, outer: str | None) -> bool:
 
 
 def _embeddings(model: nn.Module) -> tuple[str | None, str | None]:
-    """The paths of the input embedding, unless it is tied, and of the output projection, as far as the model tells."""
+    """Return the paths of the input embedding (None if tied) and of the output projection; None for an unknown path."""
     if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
         return None, None
     owner: Any = model
     try:
         table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
-    except NotImplementedError:  # transformers raises it for a model that consists of several
+    except NotImplementedError:  # transformers raises it for a model that consists of several models
         return None, None
     tied = head is not None and isinstance(table, nn.Module) and head.weight is table.weight
     paths = {id(module): path for path, module in model.named_modules()}
@@ -108,7 +110,7 @@ def _embeddings(model: nn.Module) -> tuple[str | None, str | None]:
 
 
 def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Weights:
-    """Count parameters, on any device. Raises :class:`InputError` if a token takes more experts than there are."""
+    """Count a model's parameters on any device. Raises :class:`InputError` if a token takes more experts than exist."""
     tensors = tuple(tensors_of(model) if tensors is None else tensors)
     total, lookup = sum(t.values for t in tensors), sum(t.values for t in tensors if t.table)
     _, head = _embeddings(model)
@@ -125,9 +127,9 @@ def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Wei
 
 
 def _experts(model: nn.Module) -> tuple[int, int]:
-    """The number of routed experts of a layer, and of experts without weights that a token may take instead.
+    """Return the number of routed experts in a layer, and the number of weightless experts.
 
-    Some models allocate memory for the latter, too.
+    A token may take a weightless expert instead of a routed one. Some models allocate memory for weightless experts.
     """
     config = text_config(model)
     count = first_int(config, ("num_local_experts", "n_routed_experts", "num_experts"))
@@ -135,11 +137,11 @@ def _experts(model: nn.Module) -> tuple[int, int]:
 
 
 def text_config(model: nn.Module) -> object:
-    """The config of the language model, if there is one."""
+    """Return the config of the language model, if there is one."""
     config: object = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def first_int(config: object, names: Iterable[str]) -> int | None:
-    """The first of several fields that is an integer in the config: model families name such fields differently."""
+    """Return the first of several config fields that is an integer. Model families name the same field differently."""
     return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)

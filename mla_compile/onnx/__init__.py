@@ -1,8 +1,8 @@
-"""ONNX: export absorbed decode graphs, and run them.
+"""Export absorbed decode graphs to ONNX, and run them.
 
-``export_onnx`` writes a model directory; :class:`Session` loads it and ``generate`` decodes with it. ``python -m
-mla_compile.onnx.build`` builds the native library for CUDA sessions. Names are imported on first use: importing this
-package imports neither onnx nor onnxruntime.
+``export_onnx`` writes a model directory. :class:`Session` loads the directory, and ``generate`` decodes with the
+session. ``python -m mla_compile.onnx.build`` builds the native library for CUDA sessions. Names are imported on first
+use, so importing this package imports neither onnx nor onnxruntime.
 """
 
 from __future__ import annotations

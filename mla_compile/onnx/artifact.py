@@ -1,4 +1,4 @@
-"""Write a model directory: atomically, with equal bytes for equal models, and with shared weights stored once."""
+"""Write a model directory. The write is atomic, equal models give equal bytes, and shared weights are stored once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mla_compile.onnx.files import sha256
 from mla_compile.onnx.manifest import WEIGHTS, FileEntry
 
 REPORT = "report.json"
-_INLINE = 1024  # bytes; smaller tensors stay in the graph's file, where tools show them
+_INLINE = 1024  # bytes; smaller tensors stay in the graph's file, so that tools show their values
 _ALIGNMENT = 4096  # a page, so that a runtime can map a tensor directly from the file
 
 
 @contextlib.contextmanager
 def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Create a directory beside ``target`` that takes its place if the block ends without an error.
+    """Create a directory next to ``target``. It replaces ``target`` when the context ends without an error.
 
-    If anything fails, the previous contents of ``target`` stay. Raises :class:`TargetError` if ``target`` exists or
-    cannot be written. With ``overwrite``, an empty directory or an earlier export is replaced; for any other directory,
-    such as the model's own, the error is still raised.
+    If anything fails, ``target`` keeps its previous contents. Raises :class:`TargetError` if ``target`` exists or
+    cannot be written. With ``overwrite``, an empty directory or an earlier export is replaced. Any other directory,
+    such as the model's own, still raises the error.
     """
     if target.exists() and not overwrite:
         raise TargetError(f"{target} exists; pass overwrite=True to replace it, or choose another path")
@@ -45,9 +45,9 @@ def _replaceable(target: Path) -> bool:
 
 
 def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> dict[str, FileEntry]:
-    """Save graphs under their file names, with all large weights in one file and equal weights stored once.
+    """Save graphs under their file names. All large weights are in one file, and equal weights are stored once.
 
-    Return the manifest's entries for the written files, by file name.
+    Returns file name -> entry in the manifest.
     """
     with _Weights(directory / WEIGHTS) as weights:
         for model in graphs.values():
@@ -64,7 +64,7 @@ def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> dict[str, F
 
 
 class _Weights:
-    """A file of tensors, each aligned to a page. A tensor that the file already holds is not written again."""
+    """A file of tensors, each aligned to a page. Equal tensors are written once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

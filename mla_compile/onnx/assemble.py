@@ -35,7 +35,10 @@ from mla_compile.version import __version__
 
 @dataclass(frozen=True)
 class CacheIO:
-    """The input and output of one cache in the finished graph. None in ``shape``: the batch and the axis that grows."""
+    """The input and output of one cache in the finished graph.
+
+    In ``shape``, the batch axis and the axis that grows are None.
+    """
 
     past: str
     present: str
@@ -45,10 +48,10 @@ class CacheIO:
 
 @dataclass(frozen=True)
 class Wires:
-    """The caches of a converted graph: its inputs after the first three (tokens), its outputs after the logits.
+    """The caches of a converted graph.
 
-    Both are in the same order. ``grows``: whether each cache grows. ``fallback``: names for caches that no attention
-    reads.
+    The caches are the graph's inputs after the first three (tokens), and in the same order its outputs after the
+    logits. ``grows``: whether each cache grows. ``fallback``: names for caches that no attention reads.
     """
 
     fallback: tuple[str, ...]
@@ -56,9 +59,9 @@ class Wires:
 
 
 def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
-    """Finish the graph in place and return its caches.
+    """Finish the graph in place, and return its caches.
 
-    ``names``: for a prefill graph, the names of the decode graph's caches, which it has to use too.
+    ``names``: the names of the decode graph's caches. A prefill graph has to use the same names.
     """
     model, graph = converted.model, converted.model.graph
     dims = _dims(graph, wires)
@@ -108,7 +111,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
 
 
 def _rename_nodes(graph: ir.Graph, prefixes: Mapping[str, str]) -> None:
-    """Rename nodes that were added for a cache, and their outputs; ``prefixes`` maps old prefixes to new ones."""
+    """Rename nodes that were added for a cache, and their outputs. ``prefixes`` maps old prefixes to new prefixes."""
     for node in graph:
         prefix = next((p for p in prefixes if str(node.name).startswith(p)), None)
         if prefix is not None:
@@ -154,7 +157,7 @@ def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
 
 
 def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
-    """Map the length of output caches to "capacity" if they are the input buffers, written in place."""
+    """Map the length of output caches to "capacity" if each output is the input buffer, written in place."""
     return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.layout == "in place" else {}
 
 
@@ -166,7 +169,7 @@ def _shape(value: ir.Value, axis: int | None) -> tuple[int | None, ...]:
 def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
     """Give a graph its functions, readable weight names and metadata, and remove all traces of this machine.
 
-    ``strip``: a prefix of the weights' names that is not part of the model's own names.
+    ``strip``: a prefix that the export added to the model's own weight names.
     """
     model, report = converted.model, converted.report
     graph = model.graph
@@ -193,7 +196,7 @@ def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
 
 
 def _name_weights(graph: ir.Graph, baked: Mapping[str, str], state: Mapping[str, torch.Tensor], strip: str) -> None:
-    """Name weights as in the model, without the prefix ``strip``; a transposed weight gets the suffix ".transposed"."""
+    """Name weights as the model does, without the prefix ``strip``. Transposed weights get the suffix ".transposed"."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in state.items():
         if tensor.dim() == 2 and not tensor.is_meta:
@@ -222,7 +225,7 @@ def _is_transposed(array: npt.NDArray[np.generic], weight: torch.Tensor) -> bool
 
 
 def _clean(model: ir.Model) -> None:
-    """Remove source lines, paths of this machine, and inner shapes, which the runtime infers itself."""
+    """Remove source lines, paths of this machine, and the shapes of inner values, which the runtime infers itself."""
     graph = model.graph
     kept = {*graph.inputs, *graph.outputs, *(v for n in attention_nodes(graph) for v in (*n.inputs, *n.outputs))}
     for node in graph:

@@ -1,4 +1,7 @@
-"""Give each call of our operators its ONNX function; an operator called with several signatures gets overloads."""
+"""Attach an ONNX function to each call of this library's operators.
+
+An operator that is called with several signatures gets overloads.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mla_compile.onnx.op import ALIKE, DOMAIN, INDEX, LISTED, NAME, VERSION
 
 
 def attach_functions(model: ir.Model) -> None:
-    """Add one function per signature of the model's nodes, as overloads if there are several."""
+    """Add one function for each signature of the model's nodes. Several functions of one operator are overloads."""
     functions = _Functions(model)
     found = [node for node in model.graph if node.domain == DOMAIN]
     for node in found:
@@ -24,7 +27,7 @@ def attach_functions(model: ir.Model) -> None:
 
 
 class _Functions:
-    """The functions that a model has so far."""
+    """The functions that were added to a model so far."""
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
@@ -32,7 +35,7 @@ class _Functions:
         self.overloads: dict[str, dict[Hashable, str]] = {}
 
     def of(self, node: ir.Node) -> str:
-        """Return the overload of the function that a node calls; the function is added if it is missing."""
+        """Return the overload of the function that a node calls. A missing function is added."""
         if node.op_type == INDEX:
             return self._overload(INDEX, _scores(node), index_function)
         if node.op_type == ALIKE:
@@ -54,7 +57,7 @@ class _Functions:
 
 
 def _is_ranked(indices: ir.Value | None) -> bool:
-    """Whether a list [B,S,k] is the index output of a ``TopK`` along the last axis, whose positions are distinct."""
+    """Whether indices [B,S,k] come from a ``TopK`` along the last axis, so that no query has an index twice."""
     node = None if indices is None else indices.producer()
     while node is not None and node.op_type in ("Cast", "Identity"):
         indices = node.inputs[0]

@@ -1,9 +1,9 @@
-"""Store weights in the layout in which the exported graph multiplies by them.
+"""Store weights in the layout that the exported graph's products need.
 
 Before: ``einsum("bshn,hnl->bshl", q, slice(reshape(kv_b_proj.weight)))``, which slices the weight in every call.
 
-After: ``matmul(reshape(permute(q), [H, -1, N]), w)`` where ``w`` [H,N,L] is a separate constant, contiguous and in the
-dtype of the product. Most runtimes run Einsum as a chain of transposes, but have a fast MatMul.
+After: ``matmul(reshape(permute(q), [H, -1, N]), w)``, where ``w`` [H,N,L] is a separate constant. It is contiguous and
+has the dtype of the product. Most runtimes run Einsum as a chain of transposes, but have a fast MatMul.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ aten = torch.ops.aten
 
 
 def bake_projections(program: Program) -> dict[str, tuple[str, ...]]:
-    """Rewrite every product of an activation and a weight that the absorption emitted, as the module describes.
+    """Rewrite every product of an activation and a weight that absorption emitted, as the module docstring describes.
 
-    The baked weights become folds of the program and replace the folds that they are computed from. Returns, by the
-    name of each new input, the node names of the weights that it is computed from.
+    The baked weights become folds of the program. They replace the folds that they are computed from. Returns the name
+    of each new input -> the node names of the weights that the input is computed from.
     """
     graph = program.gm.graph
     products = {fold.placeholder: fold for fold in program.folds}
     weights = weight_nodes(graph, {*program.weights, *products})
-    # Products with the same weight node in the same order of axes share one constant: for example, layers that share a
-    # weight, or several blocks of queries against one key.
+    # Products with the same weight node in the same order of axes share one constant. Examples are layers that share a
+    # weight, and several blocks of queries that are multiplied by one key.
     baked: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     made: dict[str, tuple[str, ...]] = {}
     for node in list(graph.nodes):
@@ -87,16 +87,17 @@ def _as_matmul(
 def _product(sizes: Mapping[str, Any], letters: list[str]) -> int:
     total = 1
     for letter in letters:
-        total *= int(sizes[letter])  # shared and summed axes are axes of a weight, so they are never symbolic
+        total *= int(sizes[letter])  # never symbolic, because shared and summed axes are axes of a weight
     return total
 
 
 def _constant(
     program: Program, weight: fx.Node, order: tuple[int, ...], counts: list[int]
 ) -> tuple[fx.Node, tuple[str, ...]]:
-    """Add an input for ``weight``, permuted to ``order``; return it with the node names of its weights.
+    """Add an input that holds ``weight``, permuted to ``order``. Return it with the node names of its weights.
 
-    Each entry of ``counts`` is a number of consecutive axes, which are merged into one; a first entry of 0 makes none.
+    Each entry of ``counts`` is a number of consecutive axes, which are merged into one axis. If the first entry is 0,
+    it gives no axis.
     """
     module, names = _closed(weight)
     products = {fold.placeholder: fold for fold in program.folds if fold.placeholder in names}
@@ -106,7 +107,7 @@ def _constant(
     for position, count in enumerate(counts):
         part = shape[start : start + count]
         start += count
-        if part or position > 0:  # without shared axes there is no batch axis
+        if part or position > 0:  # if no axes are shared, there is no batch axis
             flat.append(int(torch.Size(part).numel()))
 
     def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -121,7 +122,7 @@ def _constant(
 
 
 def _closed(weight: fx.Node) -> tuple[fx.GraphModule, list[str]]:
-    """Return the computation of ``weight`` as a module, and the names of the graph's inputs that it reads."""
+    """Return a module that computes ``weight``, and the names of the graph's inputs that the module reads."""
     copied: dict[fx.Node, fx.Node] = {}
     own = fx.Graph()
     names: list[str] = []

@@ -1,9 +1,9 @@
 """Builds the native library of the ONNX operator: ``python -m mla_compile.onnx.build``.
 
-The library holds a CPU kernel and, for CUDA, our Triton kernels as machine code. These are compiled without a GPU,
-embedded, and launched by the library's host code in C. Building needs Triton and a C compiler, but no CUDA toolkit and
-no headers of ONNX Runtime; using the library needs neither Triton nor torch. ``native.py`` decides whether a session
-uses it.
+The library holds a CPU kernel and, for CUDA, the machine code of mla_compile's Triton kernels. The Triton kernels are
+compiled without a GPU, embedded in the library, and launched by its host code in C. Building needs Triton and a C
+compiler, but no CUDA toolkit and no headers of ONNX Runtime. Using the library needs neither Triton nor torch.
+``native.py`` decides whether a session uses the library.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _ELEMENTS = {"float32": "ORT_FLOAT", "float16": "ORT_FLOAT16", "bfloat16": "ORT_
 _ROLES = {"attend": "ATTEND", "scan_mask": "SCAN", "list_tiles": "LIST", "combine": "COMBINE"}
 _MASKS = dict(zip(MASKS, ("NO_MASK", "LISTED_MASK", "BOOL_MASK", "FLOAT_MASK"), strict=True))
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wl,--no-undefined")
-_ALIGNMENT = 64  # in bytes, of each kernel's image
-_KERNEL_S = 6  # seconds to compile a kernel, the median of ten kernels for sm_90 on one core of a 2.6 GHz EPYC
+_ALIGNMENT = 64  # of each kernel's image, in bytes
+_KERNEL_S = 6  # seconds to compile a kernel: the median of ten kernels for sm_90 on one core of a 2.6 GHz EPYC
 Say = Callable[[str], None]
 
 
@@ -57,15 +57,15 @@ def build_library(
     cache: str | Path | None = None,
     say: Say | None = None,
 ) -> Path:
-    """Compile the kernels for every architecture, dtype and dims, and link the library; return its path.
+    """Compile the kernels for every architecture, dtype and dims, link the library, and return its path.
 
-    ``output`` is a folder (default: the folder where ``native.find`` looks). ``jobs`` processes compile in parallel;
-    with more than one, a calling script needs ``if __name__ == "__main__"``. ``cache`` keeps compiled kernels (default:
-    inside the folder of ``native.find``). ``say`` is called with a line at the start, per kernel, and at the end. The
-    library appears whole or not at all, and a build that ends early leaves no process behind.
+    ``output`` is a folder (default: the folder where ``native.find`` looks). ``jobs`` processes compile in parallel. If
+    ``jobs`` is above 1, a script that calls this function needs ``if __name__ == "__main__"``. ``cache`` is a folder
+    for compiled kernels (default: inside the folder of ``native.find``). ``say`` is called with a line of text at the
+    start, for each kernel, and at the end. If the build fails, no library is written, and no process keeps running.
 
-    Raises :class:`OptionError` for an unknown architecture or dtype and for dims that no kernel fits, and
-    :class:`ExportError` outside of Linux or if Triton or a C compiler is missing or fails.
+    Raises :class:`OptionError` for an unknown architecture or dtype, and for dims that no kernel fits. Raises
+    :class:`ExportError` on other systems than Linux, and if Triton or a C compiler is missing or fails.
     """
     for names, known in ((archs, PRESETS), (dtypes, DTYPES)):
         for name in names:
@@ -116,15 +116,15 @@ def _announced(wanted: list[Variant], cache: Path, jobs: int) -> str:
 
 
 def architectures() -> tuple[str, ...]:
-    """Return the architectures of this machine's GPUs, or all known ones if there is no GPU."""
-    import torch  # imported on use, because callers that name an architecture do not need it
+    """Return the supported architectures among this machine's GPUs, or all supported architectures if it has none."""
+    import torch  # imported on use, because torch is not needed if the caller names an architecture
 
     majors = {torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count())}
     return tuple(a for a in ARCHITECTURES if int(a.removeprefix("sm_")) // 10 in majors) or ARCHITECTURES
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, however the parent ends."""
+    """Make this process end when its parent ends, for whatever reason."""
     parent = parent_process()
     assert parent is not None
 
@@ -161,7 +161,7 @@ def _told(wanted: list[Variant], done: Iterable[tuple[Cubin, bool, float]], say:
 def _manifest(
     archs: Sequence[str], dims: Sequence[NodeWidths], dtypes: Sequence[str], wanted: list[Variant], made: list[Cubin]
 ) -> dict[str, object]:
-    import triton  # imported on use; a machine that builds a library has it
+    import triton  # imported on use, because only a build needs Triton
 
     sources = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
@@ -189,7 +189,7 @@ def _manifest(
 
 
 def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
-    """Return a variant's entry in the host's table of kernels: the calls it serves, its plan, its machine code."""
+    """Return a variant's entry in the host's table of kernels: the calls that it serves, its plan and its code."""
     dims, fields = variant.dims, {"role": _ROLES[variant.step], "arch": variant.arch.removeprefix("sm_")}
     fields |= dict.fromkeys(
         ("dtype", "query", "La", "Lb", "Lv", "values", "mask", "softcap", "window", "causal", "direct", "sinks"), "ANY"
@@ -219,7 +219,7 @@ def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
 
 
 def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, object]) -> tuple[str, bytes]:
-    """Return the text of ``table.c``, and the machine code of all kernels, which it embeds."""
+    """Return the text of ``table.c``, and the machine code of all kernels, which ``table.c`` embeds."""
     images, places = bytearray(), {}
     for cubin in made:
         if cubin.image not in places:
@@ -240,7 +240,7 @@ def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, object]
 
 
 def _quoted(text: str) -> str:
-    """Return ``text`` as C string literals, each short enough for every compiler."""
+    """Return ``text`` as C string literals that are short enough for every compiler."""
     pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]
     return "\n  ".join(json.dumps(piece) for piece in pieces)
 
@@ -300,7 +300,7 @@ def _dims(text: str) -> NodeWidths:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build as the command line says; return the exit status: 1 if the build fails, 130 if it is interrupted."""
+    """Run a build with command-line arguments. Return the exit status: 1 after a failure, 130 after an interrupt."""
     parser = argparse.ArgumentParser(
         prog="python -m mla_compile.onnx.build", description=(__doc__ or "").split("\n")[0]
     )

@@ -1,9 +1,10 @@
 """The ONNX functions of ``IndexScores``, which scores keys, and ``WeighAlike``, for queries that see no chosen key.
 
-``IndexScores`` is a product with the heads folded into rows, [B,S*J,D] x [B,D,T], as in ``DecodeAttention``, and a
-product with the weights. This is 1.6 times as fast as one product per head (docs/decisions/076).
+``IndexScores`` computes two products: the heads' queries, folded into rows, times the keys ([B,S*J,D] x [B,D,T], as in
+``DecodeAttention``), and the result times the weights. This is 1.6 times as fast as one product per head
+(docs/decisions/076).
 
-``WeighAlike`` reads rows of the cache only inside a branch of an ``If``; few calls take that branch.
+``WeighAlike`` reads rows of the cache only in one branch of an ``If``, which few calls take.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _FLOAT, _DOUBLE, _INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT
 
 @dataclass(frozen=True)
 class IndexScoresSignature:
-    """The properties that determine the body of ``IndexScores``: ``wide`` is float64 for float64 keys, else float32."""
+    """The properties that determine the body of ``IndexScores``.
+
+    ``wide``: the dtype of the products, which is float64 for float64 keys and otherwise float32.
+    """
 
     width: int
     wide: int
@@ -29,7 +33,10 @@ class IndexScoresSignature:
 
 @dataclass(frozen=True)
 class Alike:
-    """The properties that determine ``WeighAlike``'s body: dtypes of out and mask, whether some rows may be unused."""
+    """The properties that determine the body of ``WeighAlike``.
+
+    They are the dtypes of out and mask, and whether some rows may be unused (``used``).
+    """
 
     dtype: int
     mask: int | None
@@ -37,7 +44,7 @@ class Alike:
 
 
 def index_function(signature: IndexScoresSignature, opset: int, overload: str = "") -> onnx.FunctionProto:
-    """Compute ``sum_j weights_j relu(scale * q_j . k_t)``."""
+    """Return a function that computes ``sum_j weights_j relu(scale * q_j . k_t)``."""
     body = Writer()
     query, keys, weights = (body.op("Cast", name, to=signature.wide) for name in INDEX_INPUTS)
     scale = body.op("CastLike", body.attribute("scale", AttributeProto.FLOAT), query)
@@ -50,7 +57,7 @@ def index_function(signature: IndexScoresSignature, opset: int, overload: str = 
 
 
 def alike_function(signature: Alike, opset: int, overload: str = "") -> onnx.FunctionProto:
-    """Compute the formulas of :mod:`mla_compile.kernels.alike`."""
+    """Return a function that computes the formulas of :mod:`mla_compile.kernels.alike`."""
     body = Writer()
     hidden = body.op("LessOrEqual", "lse", body.attribute("lowest", AttributeProto.FLOAT))
     found = body.op("ReduceMax", body.op("Cast", hidden, to=_INT32), keepdims=0)
@@ -77,7 +84,7 @@ class _Mean(Writer):
         self.s = signature
 
     def weighed(self, hidden: str) -> None:
-        """Add the result of the branch; ``hidden`` [B,S,H] is a value of the surrounding function."""
+        """Add the result of the branch. ``hidden`` [B,S,H] is a value of the surrounding function."""
         rows = "values"
         if self.s.used:
             rows = self.op("Slice", rows, self.ints(0), "used", self.ints(1))
@@ -90,14 +97,14 @@ class _Mean(Writer):
         self.result(self.op("Where", last, self.op("CastLike", mean, "out"), "out"), "mean.out")
 
     def _greatest(self, rows: str) -> str:
-        """Return the mean of the rows where the mask is greatest, [B,S,H|1,Lv]."""
+        """Return the mean [B,S,H|1,Lv] of the rows at which the mask has its maximum."""
         wide = _DOUBLE if self.s.mask == _DOUBLE else _FLOAT
         heads, keys = self.size("mask", 1), self.size("mask", 3)
         batch, count = self.size("indices", 0), self.size("indices", 1)
         fill = self.op("Cast", self.attribute("fill", AttributeProto.FLOAT), to=wide)
         each = self.joined(batch, heads, count)
         given = self.op("Expand", self.op("Cast", "mask", to=wide), self.joined(each, keys))
-        before = self.op("Expand", fill, self.joined(each, 1))  # an extra column, for entries that name no key
+        before = self.op("Expand", fill, self.joined(each, 1))  # an extra first column, for entries that name no key
         at, named = self.named(keys)
         at = self.op("Where", named, self.op("Add", at, self.scalar(1)), self.scalar(0))
         at = self.op("Expand", self.op("Unsqueeze", at, self.ints(1)), self.joined(each, self.size("indices", 2)))

@@ -1,8 +1,9 @@
-"""Turn complex numbers into pairs of real ones, because ONNX has operators for real numbers only.
+"""Turn complex numbers into pairs of real numbers, because ONNX has operators for real numbers only.
 
 Before: ``view_as_real(view_as_complex(q) * polar(ones, angles))``, a rotary embedding written with complex numbers.
 
-After: products and sums of the two parts. A complex value of shape [...] becomes a real value of shape [..., 2].
+After: products and sums of real and imaginary parts. A complex value of shape [...] becomes a real value of shape
+[..., 2], the *pair*.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.c
 
 
 def split_complex(program: Program) -> int:
-    """Replace every complex value of a program; return how many there were.
+    """Replace every complex value of a program, and return how many were replaced.
 
-    Raises :class:`ExportError` for an operator on complex numbers that has no rule here.
+    Raises :class:`ExportError` for an operator on complex numbers that has no rule in this module.
     """
     graph = program.gm.graph
     pairs: dict[fx.Node, fx.Node] = {}
@@ -61,7 +62,7 @@ def _is_complex(node: object) -> bool:
 
 
 class _PairRewrite:
-    """A node that is being replaced: its arguments as pairs, and the few operations that the rules need."""
+    """A node that is being replaced, with its arguments as pairs and the operations that the rules need."""
 
     def __init__(self, node: fx.Node, builder: Builder, pairs: Mapping[fx.Node, fx.Node]) -> None:
         self.node = node
@@ -97,7 +98,7 @@ def _multiply(step: _PairRewrite) -> fx.Node:
 
 
 def _times_number(step: _PairRewrite, x: fx.Node, number: complex) -> fx.Node:
-    """Multiply a complex tensor, or a real one, by a complex number of Python."""
+    """Multiply a complex or real tensor by a Python complex number."""
     mul, call = aten.mul.Tensor, step.call
     if not _is_complex(x):
         x = call(aten._to_copy.default, x, dtype=_REAL[val(step.node).dtype])
@@ -119,7 +120,7 @@ def _conjugate(step: _PairRewrite) -> fx.Node:
 
 
 def _both(step: _PairRewrite) -> fx.Node:
-    """Add or subtract part by part. A real operand, which has no second part, is refused."""
+    """Add or subtract two complex operands part by part. A real operand is refused."""
     a, b = args_of(step.node)[:2]
     if not (_is_complex(a) and _is_complex(b)):
         raise ExportError(f"{step.node.target} of a complex and a real number has no counterpart in ONNX")
@@ -127,7 +128,10 @@ def _both(step: _PairRewrite) -> fx.Node:
 
 
 def _along(step: _PairRewrite) -> fx.Node:
-    """Apply an operator that moves elements: axes are counted from the front, and shapes get the axis of the pair."""
+    """Apply an operator that moves or copies elements to the pair.
+
+    Negative axes are replaced by positive axes, and shapes get the last axis of the pair.
+    """
     node = step.node
     kind: Any = packet(node)
     target: Any = node.target
@@ -181,7 +185,7 @@ _RULES: Mapping[Any, Callable[[_PairRewrite], fx.Node]] = {
 
 
 def _constant(program: Program, node: fx.Node) -> fx.Node:
-    """Add an input that holds a complex weight as pairs."""
+    """Add an input that holds a complex weight as a pair."""
     if node.name not in program.weights:
         raise ExportError(f"input {node.name!r} is complex; pass its real view (torch.view_as_real)")
     name = node.name

@@ -1,7 +1,7 @@
 """Convert an ExportedProgram to an ONNX graph in the requested form, with the passes of the pipeline.
 
-Passes that only an export needs (:mod:`mla_compile.onnx.table`) run before and after them. Then torch's own exporter
-translates the graph, and each attention operator becomes one node.
+Passes that only an export needs (:mod:`mla_compile.onnx.table`) run before and after the pipeline. Then torch's own
+exporter translates the graph, and each attention operator becomes one node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, a
 class Converted:
     """An ONNX graph, the program that it was translated from, and the report on its attentions.
 
-    ``weights``: names for the baked weights. ``state``: the weights of the original program, by name.
+    ``weights``: names for the baked weights. ``state``: the original program's weights by name.
     """
 
     model: ir.Model
@@ -51,15 +51,15 @@ class Converted:
 
 
 def convert(exported: torch.export.ExportedProgram, options: Options, opset: int) -> Converted:
-    """Convert to the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
+    """Convert a program to the form ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     given = ExportState(Analyses(copy_with_origins(capture.from_exported(exported))))
     run_passes(BEFORE, given)
-    # Baking dequantizes weights when it writes them into the file, so none is dequantized before. An expanded attention
-    # is not split into groups of heads, because ONNX cannot make them run one after the other.
+    # Weights stay quantized in these passes, because baking dequantizes them. An expanded attention is not split into
+    # groups of heads, because ONNX cannot make the groups run one after the other.
     plain = replace(options, dequantize="step", expanded_bytes=None)
     outcome = pipeline.run(given.program, plain, frozen=True)
     state = ExportState(Analyses(outcome.program))
-    with torch.no_grad():  # tracing again would otherwise request a gradient, which the operator lacks
+    with torch.no_grad():  # otherwise the second trace would request a gradient, which the operator lacks
         run_passes(AFTER, state)
         names = _names(state.program, state.origins)
         finished = emit.to_exported(state.program, folded_values(state.program))
@@ -76,7 +76,10 @@ def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, 
 
 
 def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
-    """Name a baked weight by its first factor and its side: W_kc multiplies queries, W_v the attention's output."""
+    """Name a baked weight after its first factor and its side.
+
+    W_kc multiplies queries, and W_v multiplies the attention's output.
+    """
     given: set[fx.Node] = set()
     (product,) = program.node(new).users
     after = any(packet(n) in _ATTENTION for n in _nearest(product, given))
@@ -86,7 +89,7 @@ def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
 
 
 def _nearest(node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the sources of a node, looking through operators that only move elements."""
+    """Yield the sources of a node. If a source only moves elements, also yield the sources of this source."""
     for source in node.all_input_nodes:
         if source not in seen and isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
             seen.add(source)
@@ -102,7 +105,7 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
             )
-    except torch.onnx.errors.OnnxExporterError as error:  # its text is pages of advice; the root cause is short
+    except torch.onnx.errors.OnnxExporterError as error:  # its message is pages long; that of the root cause is short
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""Compile one kernel of a native library for an architecture, and check that the host will launch it correctly."""
+"""Compile one kernel of a native library, and check that the host code will launch the kernel correctly."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from mla_compile.kernels import devices
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx.variants import TUNED, Variant
 
-_HIDDEN = 2  # number of addresses that Triton appends to a kernel's parameters: global scratch and profile scratch
+_HIDDEN = 2  # Triton appends two addresses to a kernel's parameters: global scratch and profile scratch
 _BITS = {"i32": 32, "i64": 64, "fp32": 32}
-# The bytes of registers that a thread may spill in a kernel of tuned dims, by kind of mask. Without a mask, sm_90
-# spills at most 16 bytes. A mask that differs between rows (bool, float) occupies registers beside the sums, so more is
-# allowed; only calls with few query tokens have such a mask.
+# Kind of mask -> how many bytes of registers a thread may spill in a kernel of tuned dims. Without a mask, sm_90 spills
+# at most 16 bytes. A mask that differs between rows (bool, float) needs registers in addition to the sums, so its limit
+# is higher. Only calls with few query tokens have such a mask.
 SPILLED = {"none": 128, "listed": 128, "bool": 768, "float": 768}
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel. ``shared`` bytes and ``threads`` are per launch, ``spilled`` per thread (-1: unknown)."""
+    """A compiled kernel.
+
+    ``shared``: bytes of shared memory per block. ``threads``: threads per block. ``spilled``: bytes of registers that a
+    thread spills, or -1 if unknown.
+    """
 
     name: str
     shared: int
@@ -39,7 +43,7 @@ class Cubin:
 
 @lru_cache(maxsize=1)
 def kernels_sha256() -> str:
-    """Return a hash of the sources of all Triton kernels, which import only each other."""
+    """Return a hash of the source files of all Triton kernels. These files import only each other."""
     digest = hashlib.sha256()
     for path in sorted((Path(devices.__file__).parent / "triton").glob("*_triton.py")):
         digest.update(path.read_bytes())
@@ -47,7 +51,7 @@ def kernels_sha256() -> str:
 
 
 def key(variant: Variant) -> str:
-    """Return the name of a compiled kernel in a cache: a hash of everything that it depends on."""
+    """Return the name of a compiled kernel in a cache: a hash of everything that the kernel depends on."""
     import triton
 
     fn, *rest = variant.source()
@@ -56,10 +60,10 @@ def key(variant: Variant) -> str:
 
 
 def cubin(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
-    """Return the compiled kernel, and whether it came from ``cache`` (None: neither read nor written).
+    """Return the compiled kernel, and whether it came from ``cache``. If ``cache`` is None, no cache is used.
 
     Raises :class:`ExportError` if Triton cannot compile the kernel, if a kernel of tuned dims spills more than
-    :data:`SPILLED`, or if the host would launch it wrongly.
+    :data:`SPILLED` allows, or if the host code would launch the kernel incorrectly.
     """
     made, known = _cached(variant, cache)
     if variant.dims in TUNED and made.spilled > SPILLED[variant.mask]:
@@ -85,7 +89,7 @@ def _cached(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
     made = _compiled(variant)
     cache.mkdir(parents=True, exist_ok=True)
     facts = {name: value for name, value in asdict(made).items() if name != "image"}
-    # The facts are written last: if they exist, the image is complete.
+    # The facts are written last, so if their file exists, the image is complete.
     for path, content in ((image, made.image), (about, json.dumps(facts).encode())):
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         draft.write_bytes(content)
@@ -104,10 +108,10 @@ def _compiled(variant: Variant) -> Cubin:
         raise ExportError("build: Triton interprets kernels in this process; unset TRITON_INTERPRET")
     target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
     with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True  # saves two thirds of the bytes, and hides the paths of this machine
+        knobs.compilation.disable_line_info = True  # saves two thirds of the bytes, and hides paths of this machine
         try:
             made = triton.compile(ASTSource(fn, signature, constants, attributes), target=target, options=options)
-        except Exception as error:  # compilers fail in many ways, and each means that this kernel cannot be built here
+        except Exception as error:  # compilers raise many errors; each means that this kernel cannot be built here
             raise ExportError(f"build: Triton {triton.__version__} does not compile {variant}: {error}") from error
     passed = [signature[name] for name in fn.arg_names if signature[name] != "constexpr"]
     problem = wrong_launch(made.asm["ptx"], passed, made.metadata, options["num_warps"], PRESETS[variant.arch].smem)
@@ -126,10 +130,11 @@ def _compiled(variant: Variant) -> Cubin:
 
 
 def wrong_launch(ptx: str, passed: list[str], metadata: Any, num_warps: int, smem: int) -> str | None:
-    """Return in words why the host would launch a compiled kernel wrongly; None if the kernel is as expected.
+    """Return why the host code would launch a compiled kernel incorrectly; None if the kernel is as expected.
 
-    ``passed`` are the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). After them there must be
-    only the two addresses that Triton appends, for scratch of zero bytes, because the host allocates no scratch.
+    ``passed`` has the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). They must be followed
+    only by the two scratch addresses that Triton appends. The scratch must have zero bytes, because the host allocates
+    none.
     """
     entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.DOTALL)
     if entry is None or entry[1] != metadata.name:

@@ -1,4 +1,4 @@
-"""ONNX Runtime: import it, choose where a model runs, and create its sessions."""
+"""Import ONNX Runtime, choose the device on which a model runs, and create its sessions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PREFERRED = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
 @dataclass(frozen=True)
 class Decision:
-    """The native library to register, or None, and the reason."""
+    """The native library to register (None for no library), and the reason."""
 
     library: Path | None
     reason: str
@@ -34,14 +34,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class OrtDevice:
-    """The device that holds the caches, in the terms of OrtValue."""
+    """The device that holds the caches, as OrtValue names it."""
 
     type: str = "cpu"
     id: int = 0
 
 
 def onnxruntime() -> ModuleType:
-    """Import and return ``onnxruntime``; raise :class:`ModelFileError` with what to install if it is missing."""
+    """Import and return ``onnxruntime``. If it is missing, raise :class:`ModelFileError` and say what to install."""
     try:
         return import_module("onnxruntime")
     except ImportError:
@@ -52,15 +52,16 @@ def onnxruntime() -> ModuleType:
 
 
 def errors(ort: ModuleType) -> tuple[type[Exception], ...]:
-    """Return ONNX Runtime's exceptions, which have no common base class; io binding raises RuntimeError."""
+    """Return ONNX Runtime's exceptions, which have no common base class, and RuntimeError, which io binding raises."""
     state = vars(ort.capi.onnxruntime_pybind11_state)
     return RuntimeError, *(kind for kind in state.values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 def choose(ort: ModuleType, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, object]]]:
-    """Return the execution providers to request, with options: those wanted; by default CUDA, if available, and CPU.
+    """Return the execution providers to request, with their options.
 
-    ``cuda`` is short for ``CUDAExecutionProvider``, and so on.
+    If ``wanted`` is None, they are CUDA (if available) and CPU. In ``wanted``, short names are accepted, such as
+    ``cuda`` for ``CUDAExecutionProvider``.
     """
     available = list(ort.get_available_providers())
     if wanted is None:
@@ -83,10 +84,11 @@ def choose(ort: ModuleType, wanted: Sequence[Provider] | None) -> list[tuple[str
 def working(
     ort: ModuleType, asked: Sequence[tuple[str, dict[str, object]]], *, required: bool
 ) -> list[tuple[str, dict[str, object]]]:
-    """Return those of the ``asked`` providers that start on this machine.
+    """Return the ``asked`` providers that start on this machine.
 
     ONNX Runtime silently skips a provider whose libraries are missing. A native library may be registered only if its
-    device really exists, so a graph of one node tests the providers first. ``required``: the user named them.
+    device really exists, so a graph of one node tests the providers first. ``required``: whether a provider that does
+    not start is an error, because the user named it.
     """
     if all(name == "CPUExecutionProvider" for name, _ in asked):
         return list(asked)
@@ -109,7 +111,7 @@ def working(
 
 
 def device_of(providers: Sequence[tuple[str, Mapping[str, object]]]) -> OrtDevice:
-    """Return where the caches belong: the CUDA device if that provider comes first, otherwise main memory."""
+    """Return the device for the caches: the CUDA device if CUDA is the first provider, otherwise main memory."""
     name, options = providers[0]
     return OrtDevice("cuda", int(str(options.get("device_id", 0)))) if name == "CUDAExecutionProvider" else OrtDevice()
 
@@ -117,10 +119,11 @@ def device_of(providers: Sequence[tuple[str, Mapping[str, object]]]) -> OrtDevic
 def decide(
     manifest: Manifest, providers: Sequence[str], device: OrtDevice, ort_version: str, library: str | Path | None
 ) -> Decision:
-    """Decide whether to register a native library: ``"auto"`` looks for one, ``None`` uses none, a path names one.
+    """Decide whether to register a native library.
 
-    A registered library replaces the function in the file for good, so it is registered only if it covers every node.
-    Raises :class:`ModelFileError` if a library that the user named cannot be used.
+    ``library``: ``"auto"`` looks for a library, ``None`` uses none, and a path names one. A registered library replaces
+    the function in the file for all nodes, so it is registered only if it covers every node. Raises
+    :class:`ModelFileError` if a library that the user named cannot be used.
     """
     if library is None:
         return Decision(None, "none was wanted")
@@ -147,11 +150,11 @@ def decide(
 
 
 def options_with(ort: ModuleType, given: SessionOptions | None, decision: Decision) -> SessionOptions:
-    """Return session options with the library registered."""
+    """Return session options in which the library, if any, is registered."""
     options = given
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # hides warnings about our own graphs, and errors, which are raised anyway
+        options.log_severity_level = 4  # hides warnings about exported graphs, and errors, which are raised anyway
     if decision.library is not None:
         try:
             options.register_custom_ops_library(str(decision.library))
@@ -161,7 +164,7 @@ def options_with(ort: ModuleType, given: SessionOptions | None, decision: Decisi
 
 
 def cpu_session(ort: ModuleType, model: str | bytes) -> InferenceSession:
-    """Open a session on the CPU for a check of our own, without warnings. ``model``: a path or a serialized model."""
+    """Open a CPU session without warnings, for mla_compile's own checks. ``model``: a path or a serialized model."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""``export_onnx``: turn a model into a directory from which any ONNX Runtime decodes in absorbed form."""
+"""``export_onnx``: write a directory from which any ONNX Runtime decodes in absorbed form."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ def export_onnx(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a directory of ONNX graphs that decode in absorbed form; the model is not changed.
+    """Write a directory of ONNX graphs that decode in absorbed form. The model is not changed.
 
     Args:
-        model: a causal language model of transformers, whose inputs and cache are wired automatically; any other module
-            with ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule`` with ``example_inputs``, including one
-            that ``optimize`` returned.
-        path: the directory to write. It appears once everything in it has been verified, or not at all.
+        model: a causal language model of transformers, whose inputs and cache are connected automatically; any other
+            module with ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule`` with ``example_inputs``,
+            including one that ``optimize`` returned.
+        path: the directory to write. It appears only after everything in it has been verified.
         profile: ``portable`` (opset 21), ``inplace`` (opset 24: caches are buffers written in place), ``genai`` (runs
             under onnxruntime-genai), ``ort-paged`` (com.microsoft PagedAttention, CUDA).
-        prefill: also write a graph of the expanded form, for prompts, with the same caches.
-        dtype: "float32", "float16" or "bfloat16"; ``None`` keeps the model's dtype. A copy of the model is converted.
-        example_inputs: ``args`` (or, as a dict, ``kwargs``) of ``torch.export.export``, for a module that is not wired
-            automatically.
+        prefill: whether to write a second graph, in expanded form, which reads prompts and uses the same caches.
+        dtype: "float32", "float16" or "bfloat16" converts a copy of the model. ``None`` keeps the model's dtype.
+        example_inputs: a tuple for the ``args`` of ``torch.export.export``, or a dict for its ``kwargs``. Needed for a
+            module that is not connected automatically.
         dynamic_shapes: as in ``torch.export.export``, together with ``example_inputs``.
-        fold: as in ``optimize``; "auto" multiplies weights ahead of time where the cost model predicts a gain.
-        sparse: as in ``optimize``; "auto" gathers the rows of the keys that an indexer chose, "never" reads all rows
-            and the mask. ``ort-paged`` has no operator for lists and uses "never".
-        verify: compare the graphs with the original, on prompts and steps or on the example inputs, before ``path``
-            appears.
-        overwrite: replace a directory that an earlier export wrote, once the new one is complete.
+        fold: as in ``optimize``. "auto" multiplies weights ahead of time where the cost model predicts a gain.
+        sparse: as in ``optimize``. "auto" gathers the rows of the keys that an indexer chose, "never" reads all rows
+            and the mask. ``ort-paged`` has no operator for index lists, so it always uses "never".
+        verify: whether to compare the graphs with the original before ``path`` appears. Language models are compared on
+            prompts and decode steps, other models on their example inputs.
+        overwrite: whether to replace a directory that an earlier export wrote, once the new directory is complete.
         progress: called with the name of each stage.
 
     Returns:
-        The directory, the profile, the report, and how the graphs were verified.
+        A record of the directory, the profile, the report, and how the graphs were verified.
 
     Raises:
         OptionError: an option has an invalid value.
         InputError: ``model`` is not a model.
         CaptureError: the model cannot be traced.
-        ExportError: the model cannot be exported, is spread over ranks or has no attention to absorb, or the path
-            cannot be written.
+        ExportError: the model cannot be exported, is spread over ranks or has no attention to absorb; or ``path``
+            exists or cannot be written.
     """
     require_packages()
     if isinstance(model, torch.nn.Module) and (name := shared_weight(model)) is not None:
@@ -77,7 +77,7 @@ def export_onnx(
             f"{type(model).__name__} is spread over ranks: its weight {name} is a DTensor. A file holds a program of "
             "one process; export the model before it is parallelized, or one whose weights are whole (full_tensor())"
         )
-    # Imported on use: these modules import the packages that were just checked.
+    # Imported on use, because these modules import the packages that were just checked.
     from mla_compile.onnx import artifact, lm_export, program_export
 
     chosen, kind = find_profile(profile), _dtype(dtype)

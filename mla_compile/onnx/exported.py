@@ -19,14 +19,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and by how much it differed.
+    """What was compared, and by how much the results differed.
 
     Attributes:
-        error: the largest difference of logits (for a traced program, of any output) over the largest value.
+        error: the largest difference divided by the largest value, for logits or for all outputs of a traced program.
         tolerance: the largest error that was allowed.
-        tokens, equal_tokens: the number of greedy tokens compared, and of those equal to the original's.
-        reason: why the ONNX graphs were not run, if they were not. If ``error`` is set nevertheless, torch ran the
-            rewritten program instead, and only its translation to ONNX is unchecked.
+        tokens, equal_tokens: how many greedy tokens were compared, and how many equal the original's.
+        reason: why the ONNX graphs were not run; empty if they were. If there are both a ``reason`` and an ``error``,
+            torch ran the rewritten program instead, and only its translation to ONNX is unchecked.
     """
 
     error: float | None = None
@@ -60,7 +60,7 @@ class Exported:
     verification: Verification
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able record, the ``report.json`` of the directory."""
+        """Return a JSON-able record, which is the content of ``report.json`` in the directory."""
         return {
             "created_by": f"mla_compile {__version__}",
             "profile": self.profile,
@@ -69,5 +69,5 @@ class Exported:
         }
 
     def text(self) -> str:
-        """Return the text for people, the ``report.txt`` of the directory."""
+        """Return the content of ``report.txt`` in the directory, a text for people."""
         return f"profile {self.profile}\n{self.verification}\n\n{self.report}\n"

@@ -1,7 +1,7 @@
-"""Check that the files of a model directory are unchanged and refer to nothing outside of it.
+"""Check that the files of a model directory are unchanged and refer to nothing outside of the directory.
 
-ONNX Runtime reads any path that a graph names as external data. Therefore every graph is searched before a session is
-created, and links are resolved before a file is trusted.
+ONNX Runtime reads any path that a graph names as external data. Therefore every graph is searched for such paths before
+a session is created, and links are resolved before a file is trusted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mla_compile.onnx.manifest import WEIGHTS, FileEntry, Manifest
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-_CHUNK = 1 << 22  # bytes hashed at a time: enough to be fast, too few to matter in memory
+_CHUNK = 1 << 22  # bytes hashed at a time: many enough to be fast, few enough to use little memory
 
 
 def check_files(directory: str | Path, manifest: Manifest, *, quick: bool = False) -> None:
-    """Raise :class:`ModelFileError` unless all files of the manifest exist, are unchanged, and refer to no others.
+    """Raise :class:`ModelFileError` unless all files of the manifest exist, are unchanged, and refer to no other files.
 
-    ``quick`` skips the hashes, which read every byte; sizes and external data are always checked.
+    ``quick`` skips the hashes, which need every byte of the files. Sizes and external data are always checked.
     """
     root = Path(directory)
     for name, entry in manifest.files.items():
@@ -66,7 +66,7 @@ def sha256(path: Path) -> str:
 
 
 def _check_external_data(path: Path, manifest: Manifest) -> None:
-    """Check that every tensor that a graph stores externally is in ``weights.bin`` and within its bounds."""
+    """Check that every external tensor of a graph is in ``weights.bin`` and within that file's bounds."""
     onnx = _onnx()
     from google.protobuf.message import DecodeError  # comes with onnx
 
@@ -81,7 +81,7 @@ def _check_external_data(path: Path, manifest: Manifest) -> None:
             continue
         said = dict(entries)
         what = f"{path}: tensor {tensor.name!r}"
-        if len(said) != len(entries):  # another reader might use the other entry
+        if len(said) != len(entries):  # of two entries with one key, another reader might use the other
             raise ModelFileError(f"{what} describes its external data twice: {entries}; export the model again")
         location = said.get("location", "")
         if location != WEIGHTS or held is None:
@@ -105,7 +105,7 @@ def _position(text: str, what: str, key: str) -> int:
 
 
 def _bits(onnx: ModuleType, data_type: int, what: str) -> int:
-    """Return the bits of one element; packed types have fewer than eight."""
+    """Return the number of bits of one element. Packed types have fewer than eight."""
     names = onnx.TensorProto.DataType
     if data_type not in names.values() or names.Name(data_type) in ("UNDEFINED", "STRING"):
         raise ModelFileError(f"{what} has element type {data_type}, expected numbers; export the model again")
@@ -116,7 +116,7 @@ def _bits(onnx: ModuleType, data_type: int, what: str) -> int:
 
 
 def _messages(message: Message, kind: type[Message]) -> Iterator[Message]:
-    """Yield every message of ``kind`` anywhere in a protobuf: initializers, attributes, subgraphs, functions."""
+    """Yield every message of ``kind`` in a protobuf, also inside initializers, attributes, subgraphs and functions."""
     if isinstance(message, kind):
         yield message
         return

@@ -1,9 +1,9 @@
-"""``DecodeAttention`` as a function of standard operators, attached to every file so that any runtime can run it.
+"""``DecodeAttention`` as a function of standard operators. Every file contains it, so that any runtime can run it.
 
 The body computes scores, a softmax in float32 and a weighted sum, with the heads folded into rows: [B,S*H,W] x
-[B,W,T]. This reads the cache in place, without a copy per head, and is the fastest that MatMul and Softmax allow on a
-CPU (docs/decisions/075). A function cannot test which inputs are given, so each combination in use gets its own
-body.
+[B,W,T]. This form reads the cache in place, without a copy per head. On a CPU it is the fastest form that MatMul and
+Softmax allow (docs/decisions/075). A function cannot test which inputs are given, so each combination in use gets its
+own body.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOWEST = -3.4028234663852886e38
 class Signature:
     """The properties that determine the body: the given inputs, their ONNX dtypes and widths, and the features in use.
 
-    ``trimmed``: the cache may have more rows than the mask has columns; the rows beyond those are unused.
+    ``trimmed``: whether the cache may have more rows than the mask has columns. The additional rows are unused.
     """
 
     query_dtype: int
@@ -71,7 +71,7 @@ def function(signature: Signature, opset: int, overload: str = "") -> onnx.Funct
 def defined(
     name: str, inputs: Sequence[str], signature: Signature, body: Writer, opset: int, overload: str
 ) -> onnx.FunctionProto:
-    """Wrap ``body`` as a function with the operator's attributes, of which it reads those that ``signature`` uses."""
+    """Wrap ``body`` as a function with all attributes of the operator. The body reads those that ``signature`` uses."""
     read = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
     # The other attributes are accepted but not read: ``signature`` fixes their values.
     others = {"causal": 0, "value_width": 0, "softcap": 0.0, "window": 0}
@@ -115,13 +115,13 @@ class _Body(Writer):
         allowed = self.allowed(scores) if hidden else ""
         if s.mask is not None and s.mask != TensorProto.BOOL:
             added = self.op("Transpose", self.wide("mask", s.mask), perm=[0, 2, 1, 3])
-            # The mask's minus infinity is clamped, because its sum with a score could be NaN; `allowed` hides these
+            # Minus infinity in the mask is clamped, because adding a score to it could give NaN. `allowed` hides these
             # keys.
             scores = self.op("Add", scores, self.op("Max", added, self.number(_LOWEST)))
         if allowed:
             scores = self.op("Where", allowed, scores, self.number(_LOWEST))
         probabilities = self.softmax(scores)
-        if allowed:  # a query that sees no key gets zeros, whatever the rows hold
+        if allowed:  # a query that sees no key gets zeros, whatever values the rows hold
             some = self.op(
                 "Cast", self.op("ReduceMax", self.op("Cast", allowed, to=_FLOAT), self.ints(-1)), to=TensorProto.BOOL
             )
@@ -137,14 +137,14 @@ class _Body(Writer):
         self.result(out, "out", s.query_dtype)
 
     def rows(self, name: str) -> str:
-        """Return the rows of a cache that are in use, in float32."""
+        """Return the rows in use of a cache, in float32."""
         if self.s.trimmed:
             used = self.op("Slice", name, self.ints(0), self.op("Shape", "mask", start=3, end=4), self.ints(1))
             return self.wide(used, self.s.dtype)
         return self.wide(name, self.s.dtype)
 
     def allowed(self, scores: str) -> str:
-        """Return a boolean that is True where a query sees a key and broadcasts against scores [B,S,H,T]."""
+        """Return a boolean value that is True where a query sees a key. It broadcasts against scores [B,S,H,T]."""
         s, conditions = self.s, []
         if s.mask == TensorProto.BOOL:
             conditions.append(self.op("Transpose", "mask", perm=[0, 2, 1, 3]))
@@ -165,7 +165,7 @@ class _Body(Writer):
         return self.both(conditions)
 
     def positions(self, scores: str) -> tuple[str, str]:
-        """Return key indices [T], and the number of keys: [B,1,1,1] or [1]."""
+        """Return the indices of the keys [T], and the number of keys as [B,1,1,1] or [1]."""
         keys = self.op("Shape", scores, start=3, end=4)
         indices = self.counted(keys)
         if self.s.seq_lens:
@@ -173,7 +173,7 @@ class _Body(Writer):
         return indices, keys
 
     def newest(self, length: str) -> str:
-        """Return the last key that each query sees under ``causal``: length - S + s, as [B or 1,S,1,1]."""
+        """Return the index of the last key that query s sees under ``causal``: length - S + s, as [B or 1,S,1,1]."""
         count = self.op("Shape", "query", start=1, end=2)
         own = self.counted(count)
         return self.op("Add", self.op("Sub", length, count), self.op("Reshape", own, self.ints(1, -1, 1, 1)))

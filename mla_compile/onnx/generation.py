@@ -1,4 +1,4 @@
-"""Generate from a batch of prompts, one token per row and step, until every row has ended."""
+"""Generate tokens for a batch of prompts. Each step adds a token to every row, until every row has ended."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ GREEDY = Sampling()
 
 
 class Generation(Iterator[list[int | None]]):
-    """A batch being generated: each step yields every row's new token, or ``None`` for a row that has ended.
+    """An iterator that generates a batch. Each step yields a list: every row's new token, or ``None`` for an ended row.
 
-    The token that ends a row is yielded too. Nothing runs before the first step. :func:`generate` describes the
-    arguments.
+    The token that ends a row is included. Nothing runs before the first step. :func:`generate` describes the arguments.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Generation(Iterator[list[int | None]]):
 
     def __next__(self) -> list[int | None]:
         if not any(self._left):
-            self._state = None  # frees the caches now, instead of when the iterator is dropped
+            self._state = None  # frees the caches now, not only when the iterator is dropped
             raise StopIteration
         if self._state is None:
             longest = max(len(prompt) for prompt in self._prompts)
@@ -60,7 +59,7 @@ class Generation(Iterator[list[int | None]]):
             logits_BV = self._session.step(self._state, self._last)
         tokens: list[int | None] = [None] * len(self._left)
         for row, left in enumerate(self._left):
-            # A row that has ended reads padding while the others continue.
+            # An ended row reads padding while other rows continue.
             self._last[row] = self._session.manifest.pad_token_id
             if left:
                 token = self._sampler.choose(logits_BV[row], row)
@@ -83,9 +82,9 @@ def generate(
     Args:
         session: a loaded model directory.
         prompts: token ids; prompts of different lengths are padded on the left.
-        max_new_tokens: the limit for all rows, or one per row.
-        eos_token_ids: tokens that end a row; by default the model's. An empty list means none.
-        sampling: one setting for all rows, or one per row; greedy by default.
+        max_new_tokens: one limit for all rows, or a limit per row.
+        eos_token_ids: tokens that end a row. The default is the model's own. With an empty list, no token ends a row.
+        sampling: one setting for all rows, or a setting per row. The default is greedy.
         stream: called with the row and the token as soon as a token is chosen.
 
     Raises :class:`InputError` or :class:`OptionError` before anything runs, :class:`ModelFileError` if the model fails.

@@ -1,8 +1,8 @@
-"""Name an exported graph's inputs, outputs and dimensions, and give its caches one shape.
+"""Name an exported graph's inputs, outputs and dimensions, and give its caches one common form.
 
-Before: ``Concat(Unsqueeze(past), new) -> Squeeze -> output``, in whatever rank the model keeps its cache.
+Before: ``Concat(Unsqueeze(past), new) -> Squeeze -> output``, with the number of axes that the model's cache has.
 
-After: ``present = Concat(past, new)`` on [B,T,width], the node that the profiles rewrite.
+After: ``present = Concat(past, new)`` on [B,T,width]. The profiles rewrite this node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def attention_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def widen_masks(graph: ir.Graph) -> None:
-    """Expand masks of one column (which hide whole queries) to one per key: the operator counts keys by its mask."""
+    """Expand masks of one column, which hide whole queries, to one column per key.
+
+    The operator takes the number of keys from its mask.
+    """
     for node in attention_nodes(graph):
         mask = node.inputs[3] if len(node.inputs) > 3 else None
         latent = node.inputs[1]
@@ -56,7 +59,7 @@ def widen_masks(graph: ir.Graph) -> None:
 
 
 def find_append(graph: ir.Graph, past: ir.Value, output: int) -> GrowingCache | None:
-    """Return the append from ``past`` to an output, rewritten to three axes; ``None`` if there is no append."""
+    """Return how output number ``output`` appends to ``past``, rewritten to three axes; ``None`` if it does not."""
     present = graph.outputs[output]
     squeeze = present.producer()
     if squeeze is None:
@@ -89,7 +92,7 @@ def find_append(graph: ir.Graph, past: ir.Value, output: int) -> GrowingCache | 
 
 
 def _appended(concat: ir.Node, past: ir.Value, axis: int) -> ir.Value | None:
-    """Return what ``concat`` appends to ``past`` along ``axis``."""
+    """Return what ``concat`` appends to ``past`` along ``axis``; None if it does not append."""
     if len(concat.inputs) != 2 or concat.inputs[0] is not past:
         return None
     rank = axis + 2
@@ -104,7 +107,7 @@ def _replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
-    """Find the caches that each attention node reads as its latent and its rotary key."""
+    """Return each attention node with the caches that it reads as its latent and its rotary key."""
     position = {value: index for index, value in enumerate(presents)}
 
     def cache(value: ir.Value | None) -> int | None:
@@ -116,7 +119,7 @@ def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
 
 
 def cache_names(found: Iterable[Site], count: int, fallback: Sequence[str]) -> list[str]:
-    """Return a name per cache without "past" and "present": ``latent.0``, ``k_rope.0``, or else its ``fallback``."""
+    """Return a name per cache: ``latent.0`` or ``k_rope.0`` and so on, or its ``fallback`` if no attention reads it."""
     names: dict[int, str] = {}
     number = 0
     for site in found:
@@ -129,7 +132,7 @@ def cache_names(found: Iterable[Site], count: int, fallback: Sequence[str]) -> l
 
 
 def rename(values: Sequence[ir.Value], names: Sequence[str], dims: Mapping[str, str]) -> None:
-    """Rename inputs or outputs of a graph; ``dims`` maps torch's symbols in shapes to readable names."""
+    """Rename inputs or outputs of a graph. ``dims`` maps torch's symbols in shapes to readable names."""
     for value, name in zip(values, names, strict=True):
         value.name = name
         if value.shape is not None:
@@ -137,7 +140,7 @@ def rename(values: Sequence[ir.Value], names: Sequence[str], dims: Mapping[str, 
 
 
 def renamed(dim: int | ir.SymbolicDim, dims: Mapping[str, str]) -> int | str | None:
-    """Rename the symbols in a dimension; a sum that is a key of ``dims`` is renamed as a whole."""
+    """Rename the symbols in a dimension. A sum that is a key of ``dims`` is renamed as a whole."""
     if isinstance(dim, int):
         return dim
     if dim.value is None:

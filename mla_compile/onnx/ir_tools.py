@@ -1,4 +1,4 @@
-"""The few graph edits on ONNX graphs that the profiles share."""
+"""Edits of ONNX graphs that several profiles use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 class Editor:
-    """Adds nodes before an anchor, with names that tell their purpose."""
+    """Adds nodes before an anchor node. The names of the nodes start with ``prefix``, which tells their purpose."""
 
     def __init__(self, graph: ir.Graph, anchor: ir.Node, prefix: str) -> None:
         self.graph = graph
@@ -41,7 +41,7 @@ class Editor:
 
 
 def consumers(value: ir.Value) -> list[tuple[ir.Node, int]]:
-    """Return the nodes that read a value, each with the position of the input."""
+    """Return the nodes that read a value, each with the index of its input."""
     return [(use.node, use.idx) for use in value.uses()]
 
 
@@ -54,7 +54,7 @@ def axes_of(node: ir.Node) -> tuple[int, ...] | None:
 
 
 def shape_range(node: ir.Node, rank: int) -> tuple[int, int]:
-    """Return the range of axes whose sizes a Shape node returns; its input has ``rank`` axes."""
+    """Return the range of axes whose sizes a Shape node returns. The node's input has ``rank`` axes."""
     start, end = (
         node.attributes[name].as_int() if name in node.attributes else default
         for name, default in (("start", 0), ("end", rank))
@@ -63,7 +63,7 @@ def shape_range(node: ir.Node, rank: int) -> tuple[int, int]:
 
 
 def constant(value: ir.Value) -> npt.NDArray[np.generic] | None:
-    """Return the array in an initializer or a Constant node."""
+    """Return the array in an initializer or a Constant node; ``None`` for any other value."""
     tensor = value.const_value
     producer = value.producer()
     if tensor is None and producer is not None and producer.op_type == "Constant":

@@ -1,13 +1,13 @@
-"""``ListedAttention`` as a function: gather the rows of the listed keys, then run ``DecodeAttention`` over them.
+"""``ListedAttention`` as a function: gather the rows of the listed keys, then run ``DecodeAttention`` over these rows.
 
-Each query has rows of its own, so the queries become a part of the batch:
+Each query has its own rows, so the query axis is merged into the batch axis:
 
     query [B,S,H,W] -> [B*S,1,H,W];  latent [B,C,La] -> [B*S,k,La];  mask [B|1,H|1,S|1,T] -> [B*S,H|1,1,k]
 
-Conditions on positions are written into that mask. The mask also hides entries that name no key, which read the first
-row. A list of the best k names all keys as long as there are no more than k. The attention then reads the rows in
-place; an ``If`` decides this in every call. (ONNX Runtime 1.32 loses the overload of a function that a function calls,
-except inside a branch.)
+Conditions on positions are written into the new mask. The mask also hides entries that name no key; for such entries,
+the first row is gathered. If there are no more than k keys, a list of the best k names all keys. The attention then
+reads the rows in place instead of gathering them. An ``If`` decides this in every call. (If a function calls another
+function outside of such a branch, ONNX Runtime 1.32 loses the overload.)
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from mla_compile.onnx.writer import Writer
 
 @dataclass(frozen=True)
 class ListedSignature:
-    """The properties that determine the body: ``whole`` is the signature of the same attention over all keys.
+    """The properties that determine the body.
 
-    ``every``: each entry of the list is known to name a key.
+    ``whole``: the signature of the same attention over all keys. ``every``: whether each entry of the list is known to
+    name a key.
     """
 
     whole: Signature
@@ -35,7 +36,7 @@ class ListedSignature:
 
     @property
     def gathered(self) -> Signature:
-        """The signature of the attention over the rows of a list."""
+        """The signature of the attention over the gathered rows."""
         whole = self.whole
         mask = TensorProto.BOOL if whole.mask is None else whole.mask
         return replace(whole, mask=mask, trimmed=False, seq_lens=False, causal=False, window=False)
@@ -44,7 +45,7 @@ class ListedSignature:
 def listed_function(
     signature: ListedSignature, overloads: tuple[str, str], opset: int, overload: str = ""
 ) -> onnx.FunctionProto:
-    """Return the function. ``overloads`` names the ``DecodeAttention`` over all keys, and the one over listed rows."""
+    """Return the function. ``overloads`` of ``DecodeAttention``: first for all keys, then for the gathered rows."""
     whole = signature.whole
     body, every, chosen = Writer(), Writer("all."), _Chosen(signature)
     every.nodes.append(_attention(whole, {}, [f"all.{name}" for name in whole.outputs], overloads[0]))
@@ -54,7 +55,8 @@ def listed_function(
         name: writer.graph(name, {f"{prefix}.{output}": dtypes[output] for output in whole.outputs})
         for name, writer, prefix in (("then_branch", every, "all"), ("else_branch", chosen, "listed"))
     }
-    # If every entry is known to name a key, only sizes decide, and no runtime has to wait for a device.
+    # If every entry is known to name a key, the condition depends only on sizes. No runtime then has to wait for the
+    # device to compute it.
     keys = body.keys(masked=whole.mask is not None)
     full = body.op("Squeeze", body.op("Equal", body.size("indices", 2), keys))
     if not signature.every:
@@ -68,7 +70,7 @@ def listed_function(
 def _attention(
     signature: Signature, values: Mapping[str, str], outputs: Sequence[str], overload: str
 ) -> onnx.NodeProto:
-    """Return a ``DecodeAttention`` node; ``values`` names what it reads instead of the function's own inputs."""
+    """Return a ``DecodeAttention`` node. ``values``: input -> the value that the node reads instead of this input."""
     inputs = [values.get(name, name) if name in signature.given else "" for name in signature.inputs]
     node = helper.make_node(NAME, inputs, outputs, name=f"{NAME}.{outputs[0]}", domain=DOMAIN)
     read = {"scale": AttributeProto.FLOAT, "softcap": AttributeProto.FLOAT, "window": AttributeProto.INT}
@@ -89,7 +91,7 @@ class _Chosen(Writer):
         self.whole, self.gathered = signature.whole, signature.gathered
 
     def attention(self, overload: str) -> None:
-        """Add the nodes; ``overload`` names the ``DecodeAttention`` over the rows of a list."""
+        """Add the nodes. ``overload``: the overload of ``DecodeAttention`` for the gathered rows."""
         whole, keys, count = self.whole, self.keys(masked=self.whole.mask is not None), self.size("indices", 2)
         at, named = self.named(keys)
         at = self.op("Where", named, at, self.scalar(0))
@@ -113,7 +115,7 @@ class _Chosen(Writer):
             self.result(self.shaped("of_rows.lse", heads), "listed.lse")
 
     def _positions(self, at: str, keys: str) -> list[str]:
-        """Return the conditions of lengths, causality and a window under which a query sees the key ``at`` [B,S,k]."""
+        """Return conditions under which a query sees the key ``at`` [B,S,k]: by length, causality and window."""
         whole, conditions = self.whole, []
         length = self.shaped("seq_lens", -1, 1, 1) if whole.seq_lens else keys
         if whole.seq_lens:
@@ -130,7 +132,10 @@ class _Chosen(Writer):
         return conditions
 
     def _mask(self, at: str, seen: str, batch: str, keys: str, count: str) -> str:
-        """Return the mask at the listed keys, [B*S,H|1,1,k]: False or -inf if not ``seen``. Given B, H, S may be 1."""
+        """Return the mask at the listed keys, [B*S,H|1,1,k]. It is False or -inf where ``seen`` is False.
+
+        The B, H and S axes of the given mask may have size 1.
+        """
         sizes = [self.size("mask", axis) for axis in range(3)]
         rows = self.op("Mod", self.shaped(batch, -1, 1, 1, 1), sizes[0])
         heads = self.shaped(self.counted(sizes[1]), 1, 1, -1, 1)

@@ -1,4 +1,4 @@
-"""Export a causal language model: a graph for decoding, usually one for prompts, and one manifest."""
+"""Export a causal language model: a graph for decoding, usually a second graph for prompts, and a manifest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, prefill: bool, say: Progress) -> Exported:
-    """Write everything except the report into ``stage``; ``options`` apply to the decode graph only."""
+    """Write everything except the report into ``stage``. ``options`` apply to the decode graph only."""
     dtype = _NAMES[lm.dtype]
     one_graph = bool(profile.runner)
     say("tracing and rewriting the decode graph")
@@ -76,7 +76,10 @@ def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, pre
 
 
 def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted, bool]:
-    """Return the decode graph, and whether it takes one token per call, because several cannot be traced."""
+    """Return the decode graph, and whether it takes only one token per call.
+
+    If the model cannot be traced with several tokens, it is traced with one.
+    """
     try:
         program = export_program(lm, last_only=False, experts="batched_mm")
     except ExportError as several:
@@ -127,7 +130,10 @@ def _verify(
 
 
 def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[CacheTensor]:
-    """Return the model's cache tensor for each cache of the graph; for pages of whole rows, always the first."""
+    """Return the model's cache tensor for each cache of the graph.
+
+    If their numbers differ (pages hold whole rows), every cache gets the model's first tensor.
+    """
     return list(lm.caches) if len(lm.caches) == len(caches) else [lm.caches[0]] * len(caches)
 
 

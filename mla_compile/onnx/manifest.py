@@ -1,7 +1,7 @@
 """The manifest of a model directory: what was exported, which files belong to it, and how its caches are bound.
 
-The JSON file is untrusted, so each field is checked where it is read, and an error names the file, the field, what was
-found and what was expected. Unknown fields are ignored; if the meaning of a field changes, ``format`` is increased.
+The JSON file is untrusted, so each field is checked when it is read. An error names the file, the field, what was found
+and what was expected. Unknown fields are ignored. If the meaning of a field changes, ``format`` is increased.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Cache:
-    """One cache of the model: a graph input, the output that continues it, and their shape.
+    """One cache of the model: a graph input, the output that replaces it in the next call, and their shape.
 
     Attributes:
         past, present: the names of the input and of the output.
-        axis: the axis that counts tokens; ``None`` for a state of fixed size.
+        axis: the axis with one entry per token; ``None`` for a state of fixed size.
         shape: ``"batch"``, then sizes, with ``None`` at ``axis``.
         dtype: the dtype of the elements.
-        grows: whether the cache holds a row per token; otherwise it is a state that starts as zeros.
+        grows: whether the cache has one row per token. A cache that does not grow is a state that starts as zeros.
     """
 
     past: str
@@ -92,8 +92,8 @@ class Cache:
 class AttentionNode:
     """The sizes and features of one DecodeAttention node, which a native library has to support.
 
-    ``values``: whether the summed rows are a separate input. ``value_width``: the columns summed across latent and
-    rope, or 0.
+    ``values``: whether the values are a separate input. ``value_width``: if not 0, the values are the first
+    ``value_width`` columns of [latent, rope].
     """
 
     H: int
@@ -166,7 +166,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, content: object, source: str = MANIFEST) -> Manifest:
-        """Check and read a record that :meth:`to_dict` returned; errors name ``source``."""
+        """Check and read a record that :meth:`to_dict` returned. Errors name ``source``."""
         record = Record.of(content, source)
         newest = {"format": FORMAT, "op_version": OP_VERSION}
         for name, known in newest.items():
@@ -224,7 +224,7 @@ class Manifest:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def to_json(self) -> str:
-        """Return the text of ``mla_compile.json``, the same for equal manifests."""
+        """Return the text of ``mla_compile.json``. Equal manifests have equal texts."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
@@ -239,7 +239,10 @@ def check_onnxruntime(manifest: Manifest, installed: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Parse ``1.31.1``, without the suffix of local and development builds, padded so that 1.20 equals 1.20.0."""
+    """Parse a version such as ``1.31.1``, without suffixes of local and development builds.
+
+    The result is padded with zeros, so that 1.20 equals 1.20.0.
+    """
     found = _VERSION.match(version)
     numbers = tuple(int(part) for part in found[0].split(".")) if found else ()
     return numbers + (0,) * (4 - len(numbers))

@@ -1,8 +1,9 @@
-"""The native library of the ONNX operator: find it, read its contents, and decide whether a session should use it.
+"""Find the native library of the ONNX operator, read its manifest, and decide whether a session should use the library.
 
-A registered operator replaces the function in the file, and ONNX Runtime cannot fall back to the function: a node that
-the library cannot run is then an error. Therefore a library is registered only if it covers every node of a model, and
-only in sessions on a CUDA device. On a CPU the function is faster than the library's plain kernel.
+A registered operator replaces the function in the model's file. ONNX Runtime cannot fall back to the function, so a
+node that the library cannot run would raise an error. Therefore a library is registered only if it covers every node of
+a model. It is registered only in sessions on a CUDA device, because on a CPU the function is faster than the library's
+plain kernel.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ _REBUILD = "build it again: python -m mla_compile.onnx.build"
 
 @dataclass(frozen=True)
 class OperatorLibrary:
-    """A library that can be loaded here; ``manifest`` is its description of itself."""
+    """A library that was loaded. ``manifest``: the library's description of its contents."""
 
     path: Path
     manifest: Mapping[str, Any]
     _loaded: ctypes.CDLL = field(repr=False, compare=False)
 
     def device(self, index: int = 0) -> str | None:
-        """Return the architecture of a CUDA device, such as ``sm_90``; ``None`` without such a device or a driver."""
+        """Return a CUDA device's architecture, such as ``sm_90``; ``None`` if the device or the driver is missing."""
         found = int(self._loaded.mla_compile_onnx_device(index))
         return None if found < 0 else f"sm_{found}"
 
 
 def default_folder() -> Path:
-    """Return the folder where a build puts the library and where sessions look for it."""
+    """Return the folder in which a build puts the library, and in which sessions look for it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mla_compile" / "onnx"
 
@@ -68,7 +69,7 @@ def find() -> Path | None:
 
 
 def inspect(path: str | Path) -> OperatorLibrary:
-    """Read what a library contains. This loads it into the process, so only inspect files that you trust.
+    """Load a library and read its manifest. Loading runs code of the library, so only inspect files that you trust.
 
     Raises :class:`ModelFileError` if the file is missing, is not a library of this package, is for another platform, or
     may have been written by another user.
@@ -118,7 +119,7 @@ def _check_platform(path: Path) -> None:
             f"native library {path} is for another processor (ELF machine {machine}), this is {platform.machine()}; "
             f"{_REBUILD}"
         )
-    # The section table ends the file. Loading a truncated file would crash the process.
+    # The section table is at the end of the file. Loading a truncated file would crash the process.
     table, entry, entries = (*struct.unpack("<Q", head[40:48]), *struct.unpack("<HH", head[58:62]))
     if table + entry * entries > size:
         raise ModelFileError(f"native library {path} is cut off at {size} bytes; copy it again, or {_REBUILD}")
@@ -133,10 +134,11 @@ def usable(
     *,
     device: int = 0,
 ) -> str | None:
-    """Return ``None`` if the library should be registered for a model, otherwise the reason in words.
+    """Return ``None`` if the library should be registered for a model, otherwise the reason why not.
 
-    ``manifest_attention``: the entries of ``attention`` in the model's manifest (mappings, or objects with the same
-    names). ``dtype`` is the model's, ``providers`` are the session's, and ``device`` is the number of its CUDA device.
+    ``manifest_attention``: the entries of ``attention`` in the model's manifest, as mappings or as objects with equally
+    named attributes. ``dtype``: the model's dtype. ``providers``: the session's providers. ``device``: the number of
+    the session's CUDA device.
     """
     has = library.manifest
     if "CUDAExecutionProvider" not in providers:
@@ -163,8 +165,9 @@ def usable(
 def _runs_on(arch: str, built: Sequence[str]) -> bool:
     """Whether the library's machine code runs on ``arch``.
 
-    Machine code up to sm_89 also runs on later architectures of its generation, code from sm_90 on only on its own. The
-    library uses its newest code that runs; the tiles of that code must also fit the device's shared memory.
+    Machine code for architectures up to sm_89 also runs on later architectures of the same generation. From sm_90 on,
+    code runs only on its own architecture. Of the code that runs, the library uses the newest. The tiles of that code
+    must fit the device's shared memory.
     """
     numbers, number = sorted(int(name.removeprefix("sm_")) for name in built), int(arch.removeprefix("sm_"))
     earlier = [n for n in numbers if n // 10 == number // 10 and n <= number and (n == number or number < 90)]

@@ -2,21 +2,21 @@
 
 ``mla_compile::DecodeAttention``. Inputs: query [B,S,H,La+Lb], latent [B,C,La], and optionally rope [B,C,Lb], mask (bool
 or float) [B|1,H|1,S|1,T], seq_lens int64 [B], sinks float [H], values [B,C,Lv]. Outputs: out [B,S,H,Lv] in query's
-dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is the mask's last
-axis, and rows of the cache from T on (C > T) are unused capacity; without a mask, T = C. The formulas are those of
-:mod:`mla_compile.kernels.reference`. ``value_width`` > 0 sums the first ``value_width`` columns of [latent, rope]
-instead of the latent.
+dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is the size of the
+mask's last axis. If C > T, the last C - T rows of the cache are unused capacity. Without a mask, T = C. The formulas
+are those of :mod:`mla_compile.kernels.reference`. If ``value_width`` > 0, the values are the first ``value_width``
+columns of [latent, rope].
 
 ``mla_compile::ListedAttention`` has the same inputs, followed by indices int32 [B,S,k]: the keys that each query sees,
-unless another argument hides them. No key is named twice, and an entry outside of the T keys names no key. Masks,
-lengths, causality and windows refer to positions among all T keys.
+unless another argument hides them. A query's indices name no key twice, and an index outside of the T keys names no
+key. Masks, lengths, causality and windows refer to positions among all T keys.
 
-``mla_compile::IndexScores``: query [B,S,J,D], keys [B,T,D], weights [B,S,J] -> scores [B,S,T] in float32 (float64 for
-float64 keys): ``sum_j weights_j relu(scale * q_j . k_t)``.
+``mla_compile::IndexScores``. Inputs: query [B,S,J,D], keys [B,T,D], weights [B,S,J]. Output: scores [B,S,T] in float32
+(float64 for float64 keys), ``sum_j weights_j relu(scale * q_j . k_t)``.
 
-``mla_compile::WeighAlike``: out [B,S,H,Lv], lse [B,S,H], values [B,C,Lv], optionally mask [B|1,H|1,S|1,T] with indices
-[B,S,k], and used int64 [1], the number of rows of values in use -> out, where a query that saw no key (lse at most
-``lowest``) gets the mean of the rows, as :mod:`mla_compile.kernels.alike` defines it.
+``mla_compile::WeighAlike``. Inputs: out [B,S,H,Lv], lse [B,S,H], values [B,C,Lv], and optionally mask [B|1,H|1,S|1,T]
+together with indices [B,S,k], and used int64 [1] (the number of rows of values in use). Output: ``out``, in which each
+query that saw no key (lse at most ``lowest``) gets a mean of rows, as :mod:`mla_compile.kernels.alike` defines it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TYPES = {
 
 
 def schema(name: str = NAME) -> onnx.defs.OpSchema:
-    """Return the schema of the attention operator or its listed form; query may have a wider dtype than the rows."""
+    """Return the schema of ``DecodeAttention`` or ``ListedAttention``. Queries may have a wider dtype than the rows."""
     names = LISTED_INPUTS if name == LISTED else INPUTS
     given = {n: _KINDS[n] for n in names}
     needed = ("query", "latent", "indices")
@@ -76,7 +76,7 @@ def _schema(
     floats: Sequence[str],
     numbers: Mapping[str, float],
 ) -> onnx.defs.OpSchema:
-    """Return a schema. ``floats``: required attributes. ``numbers``: optional attributes and their defaults."""
+    """Return a schema. ``floats``: required attributes. ``numbers``: optional attributes with their defaults."""
     parameter, option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
     attribute = onnx.defs.OpSchema.Attribute
 
@@ -114,7 +114,7 @@ def _alike_schema() -> onnx.defs.OpSchema:
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the table for ``torch.onnx.export(custom_translation_table=...)``."""
+    """Return the ``custom_translation_table`` for ``torch.onnx.export``."""
     opset = onnxscript_values.Opset(DOMAIN, VERSION)
     dense, listed = (onnxscript_values.Op(opset, name, schema(name)) for name in (NAME, LISTED))
     scores = onnxscript_values.Op(opset, INDEX, _index_schema())

@@ -3,8 +3,8 @@
 Before: ``DecodeAttention(query, Concat(past, new), ..., mask)`` on [B,S,...].
 
 After: ``PagedAttention(query, new rows, pages, lengths, block table)`` on packed tokens, [1,tokens,...]. The operator
-appends the rows and hides only later tokens, so the model must hide no other key. The mask that the model computes is
-evaluated to check this.
+appends the rows and hides only later tokens, so the model's mask must not hide any other key. To check this, the mask
+is evaluated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SIZES = ((1, 5, 0), (1, 1, 9), (1, 4, 7), (2, 3, 6))  # batch, new tokens, cach
 def in_pages(
     graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site]
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """Replace every attention and remove the caches from the graph; return the new inputs and outputs for pages.
+    """Replace every attention, and remove the caches from the graph. Return the new input and output of each attention.
 
-    Raises :class:`ExportError` if the operator cannot do what the model does.
+    Raises :class:`ExportError` if the operator does not support what the model does.
     """
     used = {index for site in found for index in (site.latent, site.rope) if index is not None}
     if len(used) != len(appends) or any(site.latent is None for site in found):
@@ -66,7 +66,7 @@ def in_pages(
 
 
 def _batch_from(graph: ir.Graph, past: ir.Value, tokens: ir.Value) -> None:
-    """Read the batch size from the token ids wherever it was read from a cache."""
+    """Where the graph reads the batch size from ``past``, read it from the token ids instead."""
     for node, _ in consumers(past):
         if node.op_type == "Shape" and shape_range(node, 3) == (0, 1):
             batch = Editor(graph, node, f"{past.name}/batch").op("Shape", tokens, start=0, end=1)
@@ -146,13 +146,13 @@ def _check_causal(
     *,
     causal: bool,
 ) -> None:
-    """Check the model's mask by evaluating it: a token must see itself and all earlier tokens, and no later one.
+    """Evaluate the model's mask, and check that each token sees itself and all earlier tokens, but no later token.
 
-    ``causal``: the attention operator hides later tokens itself.
+    ``causal``: whether the attention operator itself hides later tokens.
     """
     needed, read = _ancestors(mask), _ancestors(mask, contents=True)
     inputs = [v for v in graph.inputs if v in needed]
-    # What is evaluated below stands for all calls only if no token and no row is read.
+    # The evaluation below is valid for all calls only if the mask depends on no token and no row.
     foreign = [v for v in inputs if v is not attention_mask and (v in read or v not in (tokens, *caches))]
     if foreign or mask.dtype is None:
         raise ExportError(
@@ -179,7 +179,10 @@ def _check_causal(
 
 
 def _ancestors(value: ir.Value, *, contents: bool = False) -> set[ir.Value]:
-    """Return the values that ``value`` is computed from; with ``contents``, only those whose elements matter."""
+    """Return the values from which ``value`` is computed, and ``value`` itself.
+
+    With ``contents``, values of which only the shape is read are left out.
+    """
     found, queue = {value}, [value]
     while queue:
         producer = queue.pop().producer()
@@ -193,9 +196,9 @@ def _ancestors(value: ir.Value, *, contents: bool = False) -> set[ir.Value]:
 
 
 def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> ir.Model:
-    """Return the part of the graph that computes the mask, as a model of its own."""
+    """Return the part of the graph that computes the mask, as a separate model."""
     needed = _ancestors(mask)
-    # Caches are passed in float32: the mask depends only on their shapes, and some dtypes cannot be passed in.
+    # Caches are passed in float32, because some dtypes cannot be passed, and the mask depends only on their shapes.
     floating = ir.TensorType(ir.DataType.FLOAT)
     copies = {
         v: ir.Value(name=v.name, type=v.type if v.dtype == ir.DataType.INT64 else floating, shape=v.shape)

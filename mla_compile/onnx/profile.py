@@ -1,8 +1,8 @@
-"""How caches enter and leave an exported graph: each profile rewrites the appends to caches in its own way.
+"""The profiles of exported graphs. A profile defines the form of the caches, and how new rows are appended to them.
 
 ========== ===========================================================================================================
 portable   ``present = Concat(past, new)``: the graph as exported, for any runtime of opset 21
-inplace    ``present = TensorScatter(past, new)``: one buffer with spare rows, of which new tokens take the first
+inplace    ``present = TensorScatter(past, new)``: one buffer, in which new rows are written to the first spare rows
 genai      the row [latent, k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them
 ort-paged  pages of rows for ``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged`
 ========== ===========================================================================================================
@@ -16,21 +16,21 @@ from typing import Literal
 from mla_compile.errors import OptionError, nearest
 
 CacheLayout = Literal["appended", "in place", "halves", "pages"]
-"""How a profile stores and updates a cache, in the order of the table above."""
+"""How a profile stores and updates a cache. The order is that of the table above."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One profile: what it does to a cache, and what its files need.
+    """One profile: the form of its caches, and what its files need.
 
     Attributes:
-        layout: the layout of its caches.
+        layout: the layout of the caches.
         minimum_onnxruntime: the oldest ONNX Runtime that loads the files.
-        runner: the program that runs the files, in words, if a :class:`~mla_compile.onnx.session.Session` does not.
-            Such a program takes one graph for prompts and steps of any number of tokens, with inputs that it knows by
-            name.
+        runner: a description of the program that runs the files; empty if a
+            :class:`~mla_compile.onnx.session.Session` runs them. Such a program needs a single graph for prompts and
+            steps of any number of tokens, and it knows the inputs by name.
         cpu: whether ONNX Runtime has all operators of the profile for the CPU.
-        lists: whether its attention can read the rows of listed keys only.
+        lists: whether the attention can read only the rows of listed keys.
     """
 
     name: str
@@ -55,11 +55,11 @@ PROFILES = {
     )
 }
 RUN_HERE = " or ".join(name for name, profile in PROFILES.items() if not profile.runner)
-"""The profiles that a Session runs, in words."""
+"""The names of the profiles that a Session runs, for messages."""
 
 
 def find_profile(name: str) -> Profile:
-    """Return the profile of that name. Raises :class:`OptionError` for any other name."""
+    """Return the profile called ``name``. Raises :class:`OptionError` if there is none."""
     if name not in PROFILES:
         hint = nearest(name, PROFILES) if isinstance(name, str) else ""
         raise OptionError(f"profile is {name!r}, expected one of {', '.join(PROFILES)}{hint}")

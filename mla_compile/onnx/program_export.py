@@ -1,8 +1,8 @@
-"""Export a traced program with its author's inputs and outputs: a decode graph, and the expanded graph beside it.
+"""Export a traced program with its author's inputs and outputs: a decode graph, and usually a second, expanded graph.
 
-A cache is an input that an output continues: ``output = Concat(input, new rows)``. Inputs keep their names; such an
-output is named ``present_{input}``, others ``output_{position}``. The meaning of the other inputs is unknown, so there
-is no manifest, and the program's author runs the graphs.
+A cache is an input to which an output appends: ``output = Concat(input, new rows)``. Inputs keep their names. An output
+that appends is named ``present_{input}``, and any other output ``output_{position}``. The meaning of other inputs is
+unknown, so no manifest is written. The author of the program has to run the graphs.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def export(
     prefill: bool,
     say: Progress,
 ) -> Exported:
-    """Write everything except the report into ``stage``; profiles that another program runs are refused.
+    """Write everything except the report into ``stage``.
 
-    ``options`` apply to the decode graph.
+    ``options`` apply to the decode graph only. Raises :class:`ExportError` for profiles with a ``runner``.
     """
     if profile.runner:
         raise ExportError(
@@ -58,7 +58,7 @@ def export(
         )
     say("rewriting the decode graph")
     decode = convert(program, options, profile.opset)
-    if not attention_nodes(decode.model.graph):  # the program may contain our operator already
+    if not attention_nodes(decode.model.graph):  # the program may already have contained mla_compile's operator
         require_absorbed(decode.report)
     _finish(decode, profile)
     graphs = {"decode.onnx": decode.model}
@@ -86,7 +86,7 @@ def export(
 
 
 def _dtype(graph: ir.Graph) -> str:
-    """Return the dtype that the attention reads; without an attention operator, the dtype of the outputs."""
+    """Return the dtype of the rows that the attention reads. If there is no attention, return the outputs' dtype."""
     nodes = attention_nodes(graph)
     values = [nodes[0].inputs[1]] if nodes else list(graph.outputs)
     return next((_TYPES[v.dtype] for v in values if v is not None and v.dtype in _TYPES), "")
@@ -111,7 +111,10 @@ def _finish(converted: Converted, profile: Profile) -> None:
 
 
 def _counts(graph: ir.Graph, append: GrowingCache) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
-    """Return the (input, axis) with an entry per token, and that with one per new token, or their fixed number."""
+    """Return the (input, axis) that has an entry per token, and the (input, axis) that has an entry per new token.
+
+    If the number of new tokens is fixed, the second result is this number.
+    """
 
     def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:
         wanted = value.shape[1] if value.shape is not None else None
@@ -134,7 +137,7 @@ def _compare(
     dtype: str,
     why_not: str,
 ) -> Verification:
-    """Compare ``made``, graphs or rewritten programs, with the original program on its example inputs."""
+    """Compare graphs or rewritten programs (``made``) with the original program on its example inputs."""
     if program.example_inputs is None:
         return Verification(reason="the program has no example inputs")
     args, kwargs = program.example_inputs
@@ -174,7 +177,7 @@ def _run(file: Path, values: Sequence[torch.Tensor]) -> list[npt.NDArray[np.gene
 
 
 def _held(ort: ModuleType, value: torch.Tensor) -> OrtValue:
-    """Convert a tensor for ONNX Runtime; float8 goes as bytes, because numpy has no float8."""
+    """Convert a tensor for ONNX Runtime. Float8 is passed as bytes, because numpy has no float8."""
     if value.dtype == torch.float8_e4m3fn:
         held = value.contiguous().view(torch.uint8).numpy()
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(held, ir.DataType.FLOAT8E4M3FN)

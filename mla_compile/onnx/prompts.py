@@ -1,4 +1,4 @@
-"""Check requests to a model: prompts of token ids, and a number of new tokens that fits."""
+"""Check that a model can serve a request: its prompts, its number of new tokens, and the tokens that end a row."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def check_prompts(manifest: Manifest, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_lengths(manifest: Manifest, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> None:
-    """Raise :class:`OptionError` unless each row's new tokens fit after its prompt.
+    """Raise :class:`OptionError` unless each row's prompt and new tokens fit into the model's positions.
 
-    The last new token is not read, so it needs no position.
+    The model does not read the last new token, so this token needs no position.
     """
     if len(new_tokens) != len(prompts):
         raise OptionError(
@@ -50,7 +50,7 @@ def check_lengths(manifest: Manifest, prompts: Sequence[Sequence[int]], new_toke
 
 
 def eos_ids(manifest: Manifest, given: Sequence[int] | None) -> frozenset[int]:
-    """Return the tokens that end a row: the given ones, or else the manifest's."""
+    """Return the tokens that end a row: ``given``, or the manifest's if ``given`` is None."""
     if given is None:
         return frozenset(manifest.eos_token_ids)
     for token in given:

@@ -1,4 +1,4 @@
-"""Read a JSON object field by field; a :class:`ModelFileError` names file, field and what was expected in it."""
+"""Read a JSON object field by field. A :class:`ModelFileError` names the file, the field and what was expected."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from mla_compile.errors import ModelFileError
 
 _HASH = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # no separator of any system, no drive, not `.` or `..`
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # excludes path separators, drives, `.` and `..`
 
 
 @dataclass(frozen=True)
 class Record:
-    """An object in a JSON file; ``where`` is its path in the file, for error messages."""
+    """An object in the JSON file ``source``. ``where``: the object's path in the file, for error messages."""
 
     content: dict[str, object]
     source: str
@@ -30,7 +30,7 @@ class Record:
         return cls(content, source, where)
 
     def wrong(self, name: str, got: object, expected: str) -> ModelFileError:
-        """Return the error for field ``name``; the caller raises it."""
+        """Return the error for field ``name``, which the caller has to raise."""
         return ModelFileError(f"{self.source}: {self._place(name)} is {_shown(got)}, expected {expected}")
 
     def get(self, name: str) -> Any:
@@ -40,7 +40,7 @@ class Record:
         return self.content[name]
 
     def names(self) -> Iterator[str]:
-        """The names of the fields."""
+        """Return the names of the fields."""
         return iter(self.content)
 
     def text(self, name: str) -> str:
@@ -64,7 +64,7 @@ class Record:
     def number(self, name: str, *, lowest: int) -> int:
         """Read a whole number of at least ``lowest``."""
         value = self.get(name)
-        if type(value) is not int or value < lowest:  # isinstance counts bool as int
+        if type(value) is not int or value < lowest:  # isinstance would accept a bool
             raise self.wrong(name, value, f"a whole number of at least {lowest}")
         return value
 
@@ -101,7 +101,7 @@ class Record:
         return value
 
     def file_name(self, name: str) -> str:
-        """Read the name of a file in the directory itself."""
+        """Read a file name without a path."""
         return self.plain_name(self.text(name))
 
     def plain_name(self, value: str) -> str:

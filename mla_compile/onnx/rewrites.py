@@ -1,4 +1,4 @@
-"""The rewrites of caches for the profiles inplace and genai, which :mod:`mla_compile.onnx.profile` describes."""
+"""Rewrite caches for the profiles inplace and genai, which :mod:`mla_compile.onnx.profile` describes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mla_compile.onnx.op import ALIKE, LISTED, NAME
 def in_place(
     graph: ir.Graph, appends: Sequence[GrowingCache], total: tuple[ir.Value, int], query: tuple[ir.Value, int] | int
 ) -> None:
-    """Turn caches into buffers that are written from row ``total - query`` on.
+    """Turn caches into buffers. Each call writes the new rows from row ``total - query`` on.
 
-    ``total`` and ``query``: an input and its axis of that size, in tokens; ``query`` may also be the number itself.
-    Attention nodes with a mask read the buffer and stop where the mask ends. WeighAlike gets the number of rows in use,
-    and every other reader gets only these rows.
+    ``total``: an input and an axis whose size is the number of all tokens. ``query``: the same for the number of new
+    tokens, or this number itself. Attention nodes with a mask read the buffer only as far as the mask extends.
+    WeighAlike receives the number of rows in use. Every other reader receives only the rows in use.
     """
     edit = Editor(graph, graph[0], "cache_rows")
     zero = edit.ints(0)
@@ -60,7 +60,7 @@ def _reads_buffer(node: ir.Node) -> bool:
 
 
 def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """Make ``new`` a graph output in place of ``old``."""
+    """Make ``new`` a graph output instead of ``old``."""
     for index, value in enumerate(graph.outputs):
         if value is old:
             new.shape, new.type = old.shape, old.type
@@ -68,14 +68,14 @@ def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir.Node, int]], rows: ir.Value) -> None:
-    """Replace the length of ``past`` in the results of Shape nodes by ``rows``, the rows in use before the call."""
+    """Replace the length of ``past`` in results of Shape nodes by ``rows``, the number of rows used before the call."""
     for node, _ in readers:
         if node.op_type != "Shape":
             continue
         start, end = shape_range(node, 3)
         if not start <= 1 < end:
             continue
-        # Named after the replaced node, because other nodes may read the length of the same cache.
+        # The name contains that of the replaced node, because other nodes may read the length of the same cache.
         edit = Editor(graph, node, f"{node.outputs[0].name}/in_use")
         parts = [edit.op("Shape", past, start=start, end=1)] if start < 1 else []
         parts.append(rows)
@@ -85,10 +85,11 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
 
 
 def halves(graph: ir.Graph, appends: Sequence[GrowingCache], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
-    """Turn each layer's two caches into two of one shape: [B,1,T,(L+R)/2], the halves of [latent, k_rope].
+    """Turn each layer's latent and rotary caches into two caches of equal shape: [B,1,T,(L+R)/2].
 
-    Returns the new inputs and outputs as pairs, two per layer, and removes the old ones from the graph. Raises
-    :class:`ExportError` for a cache that is not a latent with a rotary key, and for a row of odd width.
+    These hold the two halves of [latent, k_rope]. Returns their inputs and outputs as pairs, two pairs per layer, and
+    removes the old inputs and outputs from the graph. Raises :class:`ExportError` if the model has other caches than
+    pairs of latent and rotary key, and for a row of odd width.
     """
     pairs = [(s.latent, s.rope) for s in found]
     grouped = {index for pair in pairs for index in pair if index is not None}
@@ -142,7 +143,7 @@ def _halve(
         old = append.present
         for index in reversed([i for i, v in enumerate(graph.outputs) if v is old]):
             del graph.outputs[index]
-        if consumers(old):  # a node other than the attention reads the cache
+        if consumers(old):  # nodes other than the attention read the cache
             whole = edit.op("Concat", *flat, axis=2)
             replace_input(old, edit.slice(whole, edit.ints(start), edit.ints(stop), 2), consumers(old))
         for node, _ in consumers(append.past):
@@ -157,7 +158,7 @@ def _shape_of_key(graph: ir.Graph, node: ir.Node, key: ir.Value) -> None:
     start, end = shape_range(node, 3)
     if end > 2:
         raise ExportError("profile 'genai' cannot be made: the graph asks for the width of a cache")
-    edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # other nodes may read the length of the same cache
+    edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # unique, as other nodes may read the same length
     axes = {0: (0, 1), 1: (2, 3)}
     parts = [edit.op("Shape", key, start=axes[a][0], end=axes[a][1]) for a in range(start, end)]
     replace_input(node.outputs[0], edit.joined(parts), consumers(node.outputs[0]))

@@ -1,4 +1,4 @@
-"""Choose the next token from logits: the most probable one, or one drawn from the most probable ones."""
+"""Choose the next token from logits: take the most probable token, or draw from the most probable tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Sampling:
     """How a row's tokens are chosen.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the largest logit and draws nothing.
-        top_k: draw from the k most probable tokens only; 0 draws from all.
-        top_p: draw from the fewest tokens whose probabilities sum to at least p, after ``top_k``.
-        seed: the same seed gives the same tokens; ``None`` gives different ones each time.
+        temperature: logits are divided by this number. If it is 0, the token with the largest logit is taken.
+        top_k: draw only from the k most probable tokens. 0 draws from all tokens.
+        top_p: draw only from the fewest tokens whose probabilities sum to at least p. Applied after ``top_k``.
+        seed: the same seed gives the same tokens. ``None`` gives different tokens each time.
     """
 
     temperature: float = 0.0
@@ -35,12 +35,13 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses a token for every row of a batch; each row has its own settings and random numbers."""
+    """Chooses tokens for the rows of a batch. Each row has its own settings and random numbers."""
 
     def __init__(self, sampling: Sampling | Sequence[Sampling], rows: int) -> None:
-        """Take one setting for all rows, each of which draws its own numbers, or one setting per row.
+        """Take one setting for all rows, or a list with one setting per row.
 
-        With one setting per row, a seeded row draws the same numbers whatever its index in the batch.
+        With one setting for all, rows draw different random numbers. With a list, a row's random numbers depend only on
+        its seed, not on its index in the batch.
         """
         if isinstance(sampling, Sampling):
             self._rows = tuple(
@@ -55,11 +56,11 @@ class Sampler:
         )
 
     def choose(self, logits: Logits, row: int) -> int:
-        """Choose a token for a row from its logits, float32 [vocab]; -inf rules a token out.
+        """Choose a token for a row from its logits, float32 [vocab]. A token with logit -inf is never chosen.
 
         Raises :class:`ModelFileError` if the largest logit is not finite, for example after an overflow in the model.
         """
-        best = int(logits.argmax())  # NaN counts as the largest
+        best = int(logits.argmax())  # argmax takes NaN for the largest number
         if not np.isfinite(logits[best]):
             raise ModelFileError(
                 f"the model's logits for row {row} hold {logits[best]}, expected numbers: it overflowed its dtype, or "
@@ -69,7 +70,7 @@ class Sampler:
         if settings.temperature == 0 or settings.top_k == 1:
             return best
         tokens = _most_probable(logits, settings.top_k)
-        with np.errstate(over="ignore"):  # a tiny temperature turns all but the best into -inf, as it should
+        with np.errstate(over="ignore"):  # with a tiny temperature, all but the best overflow to -inf, as they should
             weights = np.exp((logits[tokens].astype(np.float64) - logits[best]) / settings.temperature)
         sums = weights.cumsum()
         # The token that crosses p is included, so at least one token is kept.
@@ -79,10 +80,10 @@ class Sampler:
 
 
 def _most_probable(logits: Logits, top_k: int) -> npt.NDArray[np.int64]:
-    """Return the ``top_k`` most probable token ids (0: all), by falling logit and, where equal, by id."""
+    """Return the ``top_k`` most probable token ids (0: all), sorted by falling logit. Equal logits are sorted by id."""
     if 0 < top_k < len(logits):
         smallest = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
-        tokens = np.flatnonzero(logits >= smallest)  # more than k if several equal the k-th
+        tokens = np.flatnonzero(logits >= smallest)  # more than k if several logits equal the k-th largest
         order = np.argsort(-logits[tokens], kind="stable")[:top_k]
         return tokens[order]
     return np.argsort(-logits, kind="stable")

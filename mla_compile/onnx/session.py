@@ -1,4 +1,4 @@
-"""Run a model directory that an export wrote: prompts in, logits out; caches stay on the device between calls."""
+"""Run an exported model directory: read tokens and return logits. Caches stay on the device between calls."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Session:
 
     Args:
         directory: a directory that ``mla-compile export`` wrote.
-        providers: execution providers of ONNX Runtime, names or (name, options); by default CUDA, if it starts, and
-            CPU.
-        library: a native library for the attention nodes: ``"auto"`` looks for a usable one, a path requires that file,
-            ``None`` uses none. :attr:`decision` tells what was decided.
-        session_options: ``onnxruntime.SessionOptions``. A library is registered in them, so they are for one Session
-            only.
-        verify_files: compare the SHA-256 of every file; otherwise only sizes and external data are checked.
-        load_prefill: also load the graph for prompts, if there is one. Otherwise the decode graph reads prompts, which
-            takes longer but loads the weights only once.
-        prefill_chunk: the number of prompt tokens per call; ``None`` reads a prompt in one call. The scores of an
-            attention are H x chunk x T numbers per prompt.
+        providers: execution providers of ONNX Runtime, as names or (name, options). The default is CUDA, if it starts,
+            and CPU.
+        library: a native library for the attention nodes. ``"auto"`` looks for a usable library, a path requires that
+            file, and ``None`` uses none. :attr:`decision` says what was decided.
+        session_options: ``onnxruntime.SessionOptions``. Use them for one Session only, because a library is registered
+            in them.
+        verify_files: whether to compare the SHA-256 of every file. Sizes and external data are always checked.
+        load_prefill: whether to load the graph for prompts, if there is one. Without it the decode graph reads prompts,
+            which takes longer but loads the weights only once.
+        prefill_chunk: the number of prompt tokens per call. ``None`` reads a prompt in one call. In one call, the
+            scores of an attention are H x chunk x T numbers per prompt.
 
     Raises :class:`ModelFileError` if files, onnxruntime, its providers or a named library cannot be used, and
     :class:`OptionError` for an invalid value.
@@ -88,11 +88,11 @@ class Session:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, capacity: int | None = None
     ) -> tuple[State, npt.NDArray[np.float32]]:
-        """Read prompts; return a new state, and the logits of each prompt's next token, float32 [batch, vocab].
+        """Read prompts. Return a new state, and the logits of each prompt's next token, float32 [batch, vocab].
 
-        Shorter prompts are padded on the left. ``capacity``: the tokens that the state will hold, padding included.
-        Caches written in place get room for that many from the start; to hold more, they are copied. Raises
-        :class:`InputError` for prompts that the model cannot read.
+        Shorter prompts are padded on the left. ``capacity``: the number of tokens that the state will hold, including
+        padding. Caches written in place are allocated for that many tokens. To hold more, they have to be copied.
+        Raises :class:`InputError` for prompts that the model cannot read.
         """
         check_prompts(self.manifest, prompts)
         B, longest = len(prompts), max(len(prompt) for prompt in prompts)
@@ -113,11 +113,11 @@ class Session:
         chunk = self._chunk or longest
         for begin in range(0, longest, chunk):
             logits = self._run(graph, state, ids_BS[:, begin : begin + chunk], mask_BS[:, begin : begin + chunk])
-        state.bindings.pop("prefill", None)  # it would keep the prompt's caches alive as long as the state
+        state.bindings.pop("prefill", None)  # the binding would keep the prompt's caches alive as long as the state
         return state, logits
 
     def step(self, state: State, tokens: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Read one more token of each row; return the logits of the next tokens, float32 [batch, vocab].
+        """Read one more token per row. Return the logits of the rows' next tokens, float32 [batch, vocab].
 
         Raises :class:`InputError` for a wrong number of tokens, ids outside of the vocabulary, or a full context.
         """
@@ -135,19 +135,19 @@ class Session:
     def _run(
         self, graph: str, state: State, ids_BS: npt.NDArray[np.int64], mask_BS: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Call a graph once and return the last token's logits; if the call fails, the state stays usable as it was."""
+        """Call a graph once, and return the logits of each row's last token. A failure leaves the state usable."""
         session = self._graphs[graph]
         binding = state.bindings.get(graph)
         if binding is None:
             binding = state.bindings[graph] = session.io_binding()
-        # Padding may have any valid position, both before a row begins and after it has ended.
+        # Padding tokens (before a row's first token and after its last) may have any valid position.
         positions_BS = np.maximum(
             state.positions[:, None] + np.where(state.ended[:, None], 0, mask_BS.cumsum(1)) - 1, 0
         )
         inputs = (np.ascontiguousarray(ids_BS), state.mask_with(mask_BS), positions_BS)
         for name, value in zip(TOKENS, inputs, strict=True):
             binding.bind_cpu_input(name, value)
-        binding.bind_output("logits", "cpu")  # rebound in each call, or it would overwrite the last call's logits
+        binding.bind_output("logits", "cpu")  # bound anew in each call, or it would overwrite the last call's logits
         state.bind(binding, state.length + ids_BS.shape[1])
         try:
             session.run_with_iobinding(binding)
@@ -161,7 +161,7 @@ class Session:
     def _open(
         self, file: str, options: SessionOptions, providers: Sequence[tuple[str, dict[str, object]]]
     ) -> InferenceSession:
-        """Open the session of one graph, which must have the inputs and outputs of the manifest."""
+        """Open the session of one graph, and check its inputs and outputs against the manifest."""
         path = self.directory / file
         session = engine.open_graph(self._ort, path, self.manifest.dtype, options, providers)
         caches = self.manifest.caches

@@ -1,4 +1,4 @@
-"""The passes that only an export needs, in two tables: before and after :mod:`mla_compile.pipeline.table`."""
+"""The passes that only an export needs. One table runs before :mod:`mla_compile.pipeline.table`, the other after it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mla_compile.pipeline.manager import GraphState, Pass
 
 @dataclass
 class ExportState(GraphState):
-    """The input of these passes, and their results.
+    """The input and the results of these passes.
 
     Attributes:
-        origins: by the name of each baked weight, the node names of the weights that it is computed from.
+        origins: the name of each baked weight -> the node names of the weights that it is computed from.
     """
 
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)

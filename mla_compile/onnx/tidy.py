@@ -1,4 +1,4 @@
-"""Rewrite small patterns of an FX graph that ONNX, or its runtime on a CPU, does not support."""
+"""Rewrite small patterns of an FX graph that ONNX, or a runtime on a CPU, does not support."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHECKS = (
 
 
 def tidy(program: Program) -> int:
-    """Apply all rewrites in order; return how many operators they removed or looked at."""
+    """Apply all rewrites. Return how many operators they removed or examined."""
     graph = program.gm.graph
     checks = [n for n in graph.nodes if n.op == "call_function" and n.target in _CHECKS]
     for node in reversed(checks):  # ONNX has no operator that raises
@@ -35,7 +35,7 @@ def tidy(program: Program) -> int:
 
 
 def without_schedules(graph: fx.Graph) -> int:
-    """Remove schedules, which ONNX lacks, so that every attention prepares its launch; return how many there were."""
+    """Remove schedules, which ONNX lacks, and return their number. Each attention then prepares its own launch."""
     found = graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default)
     for node in found:
         for user in list(node.users):
@@ -45,7 +45,7 @@ def without_schedules(graph: fx.Graph) -> int:
 
 
 def _squeeze(node: fx.Node, builder: Builder) -> None:
-    """Squeeze only axes of size 1: torch ignores others, and ONNX raises an error."""
+    """Squeeze only axes of size 1. For other axes, torch does nothing, but ONNX raises an error."""
     source, dims = argument(node, 0, "self"), argument(node, 1, "dim")
     if dims is None or not val(source).dim():
         return
@@ -56,7 +56,7 @@ def _squeeze(node: fx.Node, builder: Builder) -> None:
 
 
 def _slice_scatter(node: fx.Node, builder: Builder) -> None:
-    """Turn slices that are written one after another into new memory into a concatenation.
+    """Turn slice writes that together fill a new tensor into a concatenation.
 
     Before: ``slice_scatter(slice_scatter(new_empty, a, d, 0, n), b, d, n, end)``. After: ``cat([a, b], d)``.
     """
@@ -71,7 +71,7 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
             return
         assert isinstance(width, int)
         if start in parts:
-            return  # a later write, seen first, has the same place: no concatenation
+            return  # a later write (visited earlier) starts at the same index, so this is not a concatenation
         parts[start] = (argument(current, 1, "src"), min(end, width))
         current = argument(current, 0, "self")
     at = 0
@@ -87,9 +87,9 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
 
 
 def _index_add(node: fx.Node, builder: Builder) -> None:
-    """Add rows at indices in float32 instead of half precision, which runtimes on a CPU cannot scatter.
+    """Compute ``index_add`` in float32 instead of half precision, which runtimes on a CPU cannot scatter.
 
-    A chain of such sums, one for each expert, stays in float32 until its end.
+    A chain of such additions, one for each expert, stays in float32 until its end.
     """
     dtype = val(node).dtype
     if not dtype.is_floating_point or dtype.itemsize > 2:

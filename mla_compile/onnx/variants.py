@@ -1,13 +1,13 @@
-"""Which kernels a native library holds, and how each is compiled without a GPU.
+"""Define which kernels a native library holds, and how each kernel is compiled without a GPU.
 
 The kernels are those of kernels/triton/decode_triton.py, combine_triton.py and tiles_triton.py. They are compiled from
-the same description as a launch (kernels/triton/steps.py), at sizes that Triton cannot turn into constants. In Python
-each kind of call has its own kernel; a library differs from that:
+the same description as a launch in Python (kernels/triton/steps.py), at sizes that Triton cannot turn into constants.
+In Python each kind of call has its own kernel. A library has fewer kernels:
 
-* Sizes and strides are arguments; widths, dtype, tile and kind of mask are constants. Lengths are int64 and always
-  present: a call without ``seq_lens`` passes lengths beyond any capacity, which count as the capacity.
-* A kernel for a causal call also serves a call whose queries have no order: S tokens of H heads are then one token of
-  S*H heads. Only masks that differ between query rows, and windows, need both kernels.
+* Sizes and strides are arguments. Widths, dtype, tile and kind of mask are constants. Lengths are always passed, as
+  int64. A call without ``seq_lens`` passes lengths beyond any capacity, which the kernel limits to the capacity.
+* The kernel for causal calls also serves calls that are not causal: S tokens of H heads become one token of S*H heads.
+  Only masks that differ between query rows, and windows, need separate kernels for both kinds of call.
 * A single split writes the result directly (``direct``), unless the mask differs between query rows.
 * For masks that differ between query rows in a causal call, only the largest tile is compiled.
 """
@@ -29,15 +29,15 @@ from mla_compile.kernels.triton.steps import steps
 from mla_compile.kernels.tuned import TunedTile, table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads from a mask
+NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads of a mask
 MASKS = (NO_MASK, LISTED, BOOL, FLOAT)
 _WIDE = ("query_b", "query_s", "latent_b", "rope_b", "values_b", "mask_b", "mask_h", "mask_s")  # 64-bit arguments
-_B, _S, _H, _T = 3, 2, 5, 48  # sizes of the described call; a stride of 0 or 1 would become a constant
+_B, _S, _H, _T = 3, 2, 5, 48  # sizes of the described call; Triton would make a stride of 0 or 1 a constant
 
 
 @dataclass(frozen=True, order=True)
 class NodeWidths:
-    """The widths of a node, and whether it has a soft-cap or a window. If ``Lv`` is None, latent rows are summed."""
+    """The widths of a node, and whether it has a soft-cap or a window. If ``Lv`` is None, the values are the latent."""
 
     La: int
     Lb: int
@@ -51,7 +51,7 @@ class NodeWidths:
 
     @property
     def out(self) -> int:
-        """The columns of the result."""
+        """The number of columns of the result."""
         return self.La if self.Lv is None else self.Lv
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ TUNED = (NodeWidths(512, 64), NodeWidths(256, 32), NodeWidths(256, 64), NodeWidt
 
 @dataclass(frozen=True)
 class Tile:
-    """A row of the tuned table, fitted to a node's rows, for up to ``max_rows`` query rows (0: any number)."""
+    """A row of the tuned table, fitted to a node's widths. It is for up to ``max_rows`` query rows (0: any number)."""
 
     row: TunedTile
     smem: int
@@ -73,10 +73,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel for one architecture: ``step`` names the kernel, and the other fields are what it is compiled for.
+    """One kernel for one architecture. ``step`` names the kernel; the other fields are what it is compiled for.
 
-    ``dtype`` is the rows' dtype, ``query`` that of query and result. ``mask`` is one of ``MASKS`` for the attention,
-    and ``bool`` or ``float`` for ``scan_mask``.
+    ``dtype``: the dtype of the rows. ``query``: the dtype of query and result. ``mask``: one of ``MASKS`` for the
+    attention, and ``bool`` or ``float`` for ``scan_mask``.
     """
 
     step: str
@@ -110,7 +110,7 @@ class Variant:
         return " ".join(parts)
 
     def described(self) -> Step:
-        """Return the launch that this kernel belongs to, at arbitrary sizes."""
+        """Return the description of a launch of this kernel, at arbitrary sizes."""
         dtype, dims = DTYPES[self.dtype], self.dims
 
         def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Variant:
 
 
 def tiles(arch: str, dtype: str, dims: NodeWidths, mask: str) -> list[Tile]:
-    """Return the tiles that kernels/tiles.py has for these rows, with those for few query rows first.
+    """Return the tiles that kernels/tiles.py has for these rows. Tiles for few query rows come first.
 
     Raises :class:`NoPlanError` if no tile fits the architecture's shared memory.
     """
@@ -179,16 +179,15 @@ def tiles(arch: str, dtype: str, dims: NodeWidths, mask: str) -> list[Tile]:
     for limit in (*limits, 0):
         row, smem = fitted(starting_row(kind, limit or 1 << 30, layout, device, "triton"), layout, device)
         if found and found[-1].row == row:
-            found.pop()  # both limits have the same tile: list it once, under the larger
+            found.pop()  # both limits have the same tile, so keep only the larger limit
         found.append(Tile(row, smem, limit))
     return found
 
 
 def variants(archs: tuple[str, ...], dtypes: tuple[str, ...], dims: tuple[NodeWidths, ...]) -> list[Variant]:
-    """Return every kernel of a library once, in the order in which the host looks for one.
+    """Return every kernel of a library once, in the order in which the host code searches for a kernel.
 
-    Rows in half precision are combined with float32 queries, which absorption makes, and with queries of their own
-    dtype.
+    Rows in half precision get kernels for float32 queries, which absorption makes, and for queries of the rows' dtype.
     """
     found: dict[str, Variant] = {}
     for arch in archs:

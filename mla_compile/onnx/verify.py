@@ -1,7 +1,8 @@
-"""Run the exported graphs beside the original before the files are published.
+"""Compare the exported graphs with the original model before the files are published.
 
-The prefill graph reads two prompts of different lengths, so that one is padded on the left. Then the decode graph takes
-steps, each with the token that the original chose. In a second comparison, the decode graph reads the prompts itself.
+The prefill graph reads two prompts of different lengths, so that one prompt is padded on the left. Then the decode
+graph runs steps. Each step reads the token that the original chose. In a second comparison, the decode graph also reads
+the prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from mla_compile.onnx.profile import Profile
 
 PROMPTS = (9, 6)
 STEPS = 6
-# The largest allowed difference of logits over the largest logit. In half precision, sums in another order differ more.
+# The largest allowed difference of logits, divided by the largest logit. The order of sums matters more in half
+# precision.
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 
 Array = npt.NDArray[np.generic]
@@ -51,7 +53,7 @@ class TokenReader(Protocol):
 
 
 class ProgramRunner:
-    """The program that a graph was translated from, run by torch if ONNX Runtime cannot run the graph here."""
+    """Runs, in torch, the program from which a graph was translated, if ONNX Runtime cannot run the graph here."""
 
     def __init__(self, program: torch.export.ExportedProgram, lm: CausalLM) -> None:
         self.module = program.module()
@@ -71,7 +73,7 @@ class ProgramRunner:
 
 
 class Runner:
-    """One exported graph on the CPU, with its caches as arrays."""
+    """Runs an exported graph on the CPU, with its caches as arrays."""
 
     def __init__(self, file: Path, caches: Sequence[CacheIO], profile: Profile, dtypes: Sequence[str]) -> None:
         ort = onnxruntime()
@@ -87,7 +89,7 @@ class Runner:
         self.room = 32 if profile.layout == "in place" else 0
 
     def empty(self, batch: int) -> list[Array]:
-        """Return empty caches; caches written in place are buffers of NaN, which must never be read."""
+        """Return empty caches. Caches written in place are full of NaN, because unused rows must never be read."""
         made = []
         for cache, dtype in zip(self.caches, self.dtypes, strict=True):
             sizes = [batch, *(self.room if d is None else d for d in cache.shape[1:])]
@@ -110,9 +112,9 @@ class Runner:
 def verify(
     lm: CausalLM, decode: TokenReader, prefill: TokenReader | None, dtype: str, reason: str = "", *, one_token: bool
 ) -> Verification:
-    """Compare the graphs with the original; raise :class:`ExportError` if they differ by more than rounding.
+    """Compare the graphs with the original. Raise :class:`ExportError` if they differ by more than rounding.
 
-    ``reason``: why torch runs the programs instead of ONNX Runtime running the graphs.
+    ``reason``: why torch runs the programs, if ONNX Runtime does not run the graphs.
     """
     worst, compared, equal = 0.0, 0, 0
     for reader in [prefill, decode] if prefill is not None else [decode]:
@@ -154,7 +156,7 @@ def _compare(lm: CausalLM, reader: TokenReader, decode: TokenReader, *, one_toke
 
 
 class _Original:
-    """The model itself, uncompiled, with its own cache."""
+    """The original model, uncompiled, with its own cache."""
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
@@ -162,7 +164,7 @@ class _Original:
         self.device = next(lm.model.parameters()).device
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the last token, float32 [B,vocabulary]."""
+        """Return the logits of each row's last token, float32 [B,vocabulary]."""
         feeds = {name: torch.from_numpy(a).to(self.device) for name, a in _feeds(ids, mask).items()}
         with torch.no_grad():
             out = self.lm.model(**feeds, **{cache_argument(self.lm.model): self.cache}, use_cache=True)
@@ -181,7 +183,7 @@ def _feeds(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Array]:
 
 
 def _difference(got: Array, expected: torch.Tensor) -> float:
-    """Return the largest difference of the last token's logits, relative to the original's largest logit."""
+    """Return the largest difference of the last tokens' logits, divided by the original's largest logit."""
     reference = expected.double().numpy()
     return float(np.abs(got[:, -1].astype(np.float64) - reference).max() / np.abs(reference).max())
 

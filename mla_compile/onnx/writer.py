@@ -1,4 +1,4 @@
-"""Write the nodes of an ONNX function, or of a branch in a function, in order."""
+"""Write the nodes of an ONNX function, or of a branch in a function."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FLOAT = TensorProto.FLOAT
 
 
 class Writer:
-    """Collects nodes. Methods that add one return the name of its value; :meth:`result` takes that name instead.
+    """Collects nodes. A method that adds a node returns the name of its value. :meth:`result` instead takes a name.
 
-    ``prefix`` keeps a branch's names distinct from the surrounding names, which the branch may read.
+    ``prefix`` keeps the names in a branch distinct from the names outside, which the branch may read.
     """
 
     def __init__(self, prefix: str = "v") -> None:
@@ -32,7 +32,7 @@ class Writer:
         return name
 
     def result(self, value: str, name: str, to: int | None = None) -> None:
-        """Give ``value`` the name of an output, cast to ``to`` if given."""
+        """Make ``value`` the output called ``name``. If ``to`` is given, cast it to this dtype."""
         kind, attributes = ("Identity", {}) if to is None else ("Cast", {"to": to})
         self.nodes.append(helper.make_node(kind, [value], [name], name=f"{kind}.{name}", **attributes))
 
@@ -49,7 +49,7 @@ class Writer:
         return self.op("Constant", value=helper.make_tensor("", dtype, [], [value]))
 
     def attribute(self, name: str, kind: AttributeProto.AttributeType) -> str:
-        """Add the value of one of the function's attributes as a constant."""
+        """Add a constant with the value of one of the function's attributes."""
         field = {AttributeProto.FLOAT: "value_float", AttributeProto.INT: "value_int"}[kind]
         output = self._name()
         node = helper.make_node("Constant", [], [output])
@@ -66,33 +66,36 @@ class Writer:
         return self.op("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
 
     def size(self, value: str, start: int, end: int | None = None) -> str:
-        """Return the sizes of axes ``start`` to ``end`` as a vector; without ``end``, of axis ``start`` only."""
+        """Return the sizes of axes ``start`` to ``end`` as a vector; without ``end``, only the size of ``start``."""
         return self.op("Shape", value, start=start, end=start + 1 if end is None else end)
 
     def keys(self, *, masked: bool) -> str:
-        """Return an attention's T as a vector of one: with a mask its columns, because a cache may have more rows."""
+        """Return an attention's number of keys T, as a vector with one element.
+
+        With a mask, T is the number of its columns, because a cache may have more rows.
+        """
         return self.size("mask", 3) if masked else self.size("latent", 1)
 
     def named(self, keys: str) -> tuple[str, str]:
-        """Return the listed positions, int64 [B,S,k], and whether each names a key; ``keys`` is the number of keys."""
+        """Return the listed indices, int64 [B,S,k], and whether each names a key. ``keys``: the number of keys."""
         at = self.op("Cast", "indices", to=TensorProto.INT64)
         return at, self.both([self.op("GreaterOrEqual", at, self.scalar(0)), self.op("Less", at, keys)])
 
     def counted(self, size: str) -> str:
-        """Return the numbers from 0 up to, but without, ``size``, which is a vector of one."""
+        """Return the numbers from 0 to size - 1. ``size`` is a vector with one element."""
         return self.op("Range", self.scalar(0), self.op("Squeeze", size, self.ints(0)), self.scalar(1))
 
     def shaped(self, value: str, *sizes: str | int) -> str:
-        """Reshape ``value`` to sizes given as numbers or as names of vectors."""
+        """Reshape ``value``. The sizes are numbers or names of vectors."""
         return self.op("Reshape", value, self.joined(*sizes))
 
     def joined(self, *sizes: str | int) -> str:
-        """Concatenate sizes to one vector."""
+        """Concatenate sizes, which are numbers or names of vectors, to one vector."""
         parts = [self.ints(size) if isinstance(size, int) else size for size in sizes]
         return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=0)
 
     def both(self, conditions: Sequence[str]) -> str:
-        """Combine conditions, at least one, by And."""
+        """Combine one or more conditions with And."""
         held = conditions[0]
         for other in conditions[1:]:
             held = self.op("And", held, other)
@@ -111,10 +114,10 @@ class Writer:
         imports: Sequence[onnx.OperatorSetIdProto] = (),
         doc: str | None = None,
     ) -> onnx.FunctionProto:
-        """Return the nodes as a function of our domain.
+        """Return the nodes as a function in mla_compile's domain.
 
         ``read``: the attributes that the nodes read. ``ignored``: attributes that are accepted but not read, with their
-        defaults. ``imports``: the operator sets of the nodes besides the standard one.
+        defaults. ``imports``: the operator sets that the nodes use in addition to the standard set.
         """
         opsets = [helper.make_opsetid("", opset), *imports]
         made = helper.make_function(
@@ -126,6 +129,6 @@ class Writer:
         return made
 
     def graph(self, name: str, outputs: Mapping[str, int]) -> onnx.GraphProto:
-        """Return the nodes as a branch; ``outputs`` are names and dtypes."""
+        """Return the nodes as a branch. ``outputs``: the name of each output -> its dtype."""
         values = [helper.make_tensor_value_info(output, dtype, None) for output, dtype in outputs.items()]
         return helper.make_graph(self.nodes, name, [], values)

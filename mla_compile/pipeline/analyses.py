@@ -1,6 +1,7 @@
-"""The analyses of a program, each a function of :class:`~mla_compile.pipeline.manager.Analyses`, which keeps results.
+"""The analyses of a program: functions of :class:`~mla_compile.pipeline.manager.Analyses`, which keeps their results.
 
-All of them assume a canonical program. :func:`canonicalize` makes one outside of the pass table, for trials on copies.
+All of them assume a canonical program. :func:`canonicalize` makes a copy canonical for trials outside of the pass
+table.
 """
 
 from __future__ import annotations
@@ -41,28 +42,28 @@ from mla_compile.pipeline.manager import Analyses
 
 
 def weights(known: Analyses) -> set[fx.Node]:
-    """The nodes that are computed from weights and constants only."""
+    """Return the nodes that are computed from weights and constants only."""
     return weight_nodes(known.program.gm.graph, known.program.weights)
 
 
 def read_weights(known: Analyses) -> set[fx.Node]:
-    """The nodes computed only from weights, constants, and inputs with products of weights or dequantized weights."""
+    """Return the nodes that are computed only from weights, constants, and the inputs that hold folds."""
     kept = {fold.placeholder for fold in known.program.folds}
     return weight_nodes(known.program.gm.graph, {*known.program.weights, *kept})
 
 
 def sites(known: Analyses) -> list[AttentionSite]:
-    """The attentions, in the order of their outputs."""
+    """Return the attentions, in the order of their outputs."""
     return find_attention(known.program.gm.graph, known.get(weights))
 
 
 def linear_maps(known: Analyses) -> LinearMaps:
-    """The linear maps of any node, without virtual sources."""
+    """Return the linear maps of any node, without virtual sources."""
     return LinearMaps(known.get(weights), known.program.fake_mode)
 
 
 def site_maps(known: Analyses) -> Maps:
-    """The linear maps behind K and V, including those from rows that are copied for every head."""
+    """Return the linear maps from which K and V are made, including maps of rows that are copied for every head."""
     found, own = known.get(sites), known.get(weights)
     shared = find_shared_rows(found, own, known.program.fake_mode)
     nearby = Nearby({site.node: [p.q.node for p in site.products] for site in found})
@@ -70,17 +71,17 @@ def site_maps(known: Analyses) -> Maps:
 
 
 def sliced_maps(known: Analyses) -> Maps:
-    """The maps of :func:`site_maps`, but a token slice of K or V may be expressed as that slice of the source rows."""
+    """Return :func:`site_maps`, but a token slice of K or V may be a map of the same slice of the source rows."""
     found = known.get(sites)
     return with_row_slices(found, with_groups(found, known.get(site_maps)))
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on each attention, in order.
+    """An analysis that returns the verdict on each attention, in order.
 
     ``sparse``: whether an attention may read only the keys of an index list. ``device``: the device whose costs are
-    estimated, by default that of the program. ``slices``: whether slices of rows may be sources.
+    estimated; None means the program's device. ``slices``: whether slices of rows may be sources.
     """
 
     forms: Forms
@@ -99,7 +100,7 @@ class Judgement:
 
 
 def lost(known: Analyses) -> list[tuple[fx.Node, Stop]]:
-    """What looks like an attention but was not found or has no softmax, each with the reason, a :class:`Stop`."""
+    """Return what looks like an attention but was not found or has no softmax, each with a :class:`Stop` as reason."""
     graph, own, gm = known.program.gm.graph, known.get(weights), known.program.gm
     found = unfollowed(graph, own, known.get(sites))
     others = find_other_weights(graph, own)
@@ -130,7 +131,7 @@ def canonicalize(known: Analyses) -> None:
 
 
 def copy_with_origins(program: Program) -> Program:
-    """A copy in which every node records the name of its original in ``meta[ORIGIN]``."""
+    """Return a copy in which every node records the name of its original in ``meta[ORIGIN]``."""
     copied = program.copy()
     for node in copied.gm.graph.nodes:
         # Verification looks up its inputs by name, because a copied graph has new nodes with the same names.
@@ -139,6 +140,6 @@ def copy_with_origins(program: Program) -> Program:
 
 
 def device_type(gm: fx.GraphModule) -> str:
-    """The device type of the first tensor of a graph."""
+    """Return the device type of the first tensor of a graph."""
     tensors = (n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     return next((tensor.device.type for tensor in tensors), "cpu")

@@ -32,7 +32,7 @@ _LEGAL = Judgement("absorbed", "never", device=default_device("cpu"), slices=Fal
 
 
 def stand_ins(state: PassState) -> int:
-    """Let plain operators stand in for those of libraries."""
+    """Add plain operators as stand-ins for the operators of libraries."""
     program, graph = state.program, state.graph
     if has_flex(graph):  # readers of flex_attention's results are recognised only in canonical spelling
         for name in ("normalize", "views"):
@@ -47,15 +47,16 @@ def stand_ins(state: PassState) -> int:
 
 
 def canonical(name: str) -> Callable[[PassState], int]:
-    """A pass of :data:`~mla_compile.pipeline.analyses.CANONICAL`."""
+    """Return the pass ``name`` of :data:`~mla_compile.pipeline.analyses.CANONICAL`."""
     return lambda state: CANONICAL[name](state.analyses)
 
 
 def latent_cache(state: PassState) -> int:
     """Replace the K and V that the caller keeps by their rows.
 
-    This is done only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded
-    in every call. If that fails for some attentions, a fresh copy is tried in which their caches stay as they are.
+    An attention's K and V are replaced only if the attention can then be absorbed. Rows are kept to be read directly,
+    not to be expanded in every call. If this fails for some attentions, a fresh copy is tried in which the caches of
+    these attentions stay as they are.
     """
     if state.options.cache != "latent":
         return 0
@@ -82,9 +83,9 @@ def latent_cache(state: PassState) -> int:
 
 
 def _expanded(trial: Analyses, state: PassState, kept: KeptRows) -> set[str]:
-    """The attentions that would have to expand the rows that were kept for them."""
-    # Slices of rows must not count as sources here. Without such slices, the final verdicts, which are needed anyway,
-    # may already show that no attention expands its rows.
+    """Return the attentions that would have to expand the rows that were kept for them."""
+    # Slices of rows must not be sources here. If there are no such slices, the final verdicts are checked first. They
+    # are needed anyway, and may already show that no attention expands its rows.
     if trial.get(sliced_maps) is trial.get(site_maps) and not kept.expanded(trial.get(state.request.judgement)):
         return set()
     return kept.expanded(trial.get(_LEGAL))
@@ -112,11 +113,11 @@ def judge(state: PassState) -> int:
 
 
 def split_heads(state: PassState) -> int:
-    """Split attentions whose heads are computed differently, if a trial on a copy then absorbs more of them."""
+    """Split attentions whose heads are computed differently, if a trial on a copy shows that this absorbs more."""
     candidates = set(_groups(state.analyses, (v for v in state.verdicts if v.site.node.name not in state.failed)))
     told: dict[str, Unsplit] = {}
     while candidates:
-        # Each round needs a fresh copy: the last trial's graph contains its splits.
+        # Each round needs a fresh copy, because the last trial's graph contains the splits of that trial.
         trial = Analyses(state.program.copy())
         whole = {v.site.node.name: v for v in trial.get(state.request.judgement)}
         groups = _groups(trial, (v for name, v in whole.items() if name in candidates))

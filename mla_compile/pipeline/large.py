@@ -65,7 +65,10 @@ class _Grouping:
     notes: dict[str, str] = field(default_factory=dict)
 
     def run(self, names: Collection[str] | None) -> None:
-        """Rewrite the large attentions among ``names``, or all; ``options.strict``: a failed check raises an error."""
+        """Rewrite the large attentions among ``names``, or all.
+
+        With ``options.strict``, a failed check raises an error.
+        """
         checks = Checks(self.known.program.weights)
         for site in self.known.get(sites):
             asked = names is None or site.node.name in names

@@ -1,8 +1,8 @@
 """The pass manager: it runs the passes of a table in order and keeps the analyses of a graph between them.
 
-An analysis is computed when a pass first asks for it, and kept until a pass changes the graph without listing the
-analysis as still valid. A pass that tries something works on a copy with analyses of its own, and the state adopts both
-if the trial is better.
+An analysis is computed when a pass first needs it. It is kept until a pass changes the graph without listing the
+analysis as still valid. A pass that tries something works on a copy with analyses of its own. If the trial is better,
+the state adopts the copy and its analyses.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class PassError(MlaCompileError, RuntimeError):
 
 
 class Analyses:
-    """The analyses of one program. An analysis is a function of this object, or a frozen record that is callable."""
+    """The analyses of one program. An analysis is a function that takes this object, or a frozen callable record."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._kept: dict[Callable[[Analyses], object], object] = {}
 
     def get(self, analysis: Callable[[Analyses], _T]) -> _T:
-        """The result of ``analysis``, computed now unless it is still valid."""
+        """Return the result of ``analysis``. It is computed now unless an earlier result is still valid."""
         if analysis not in self._kept:
             self._kept[analysis] = analysis(self)
         return cast("_T", self._kept[analysis])
@@ -80,7 +80,7 @@ class Pass(Generic[_S]):
         changes: what it changes, in words; empty for an analysis.
         work: runs the pass, and returns how many changes it made, or how many things it found.
         keeps: the analyses that are still valid after it has changed the graph.
-        once: whether it prepares the program, so that it is not repeated when the other passes run again.
+        once: whether it prepares the program. Such a pass is not repeated when the other passes run again.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Pass(Generic[_S]):
 
 
 def run_passes(passes: Iterable[Pass[_S]], state: _S) -> None:
-    """Run ``passes`` in order, record the time of each, and check the graph after each that changed it."""
+    """Run ``passes`` in order, record the time of each, and check the graph after each pass that changed it."""
     for one in passes:
         start, before = time.perf_counter(), state.analyses
         found = one.work(state)
@@ -104,7 +104,7 @@ def run_passes(passes: Iterable[Pass[_S]], state: _S) -> None:
 
 
 def _check(one: Pass[Any], program: Program) -> None:
-    """Lint the graph, and require metadata of its new nodes; captured ones may lack it."""
+    """Lint the graph, and require metadata on its new nodes. Captured nodes may lack metadata."""
     try:
         program.gm.graph.lint()
     except RuntimeError as error:

@@ -31,11 +31,12 @@ class Outcome:
         report: the verdict on every attention.
         absorbed: the number of rewritten sites.
         variants: the costs of sites that are absorbed only in some calls: each call runs ``program`` or ``long``.
-        base: the program in which sites were absorbed: the captured one, or the one whose cache holds rows.
-        sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
+        base: the program in which sites were absorbed: the captured program, or the program whose cache holds rows.
+        sites: for each entry of the report, the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
         by_heads: the number of attentions of ``program`` that are computed for a few heads at a time.
-        expanded: ``base``, which some calls run, with its large attentions computed for a few heads at a time, if any.
-        warnings: messages about what is correct but slower than requested, besides the verdicts of the report.
+        expanded: a copy of ``base`` for the calls that run expanded, with large attentions computed for a few heads at
+            a time; None if there are none.
+        warnings: messages about what is correct but slower than requested. They are not verdicts of the report.
         fused: the number of attentions that the model's own code absorbs and that one operator now replaces.
     """
 
@@ -52,7 +53,7 @@ class Outcome:
 
     @property
     def long(self) -> Program:
-        """The program for calls in which absorbing does not pay: ``base``, perhaps with its heads in groups."""
+        """The program for calls in which absorption does not pay: ``base``, or ``expanded`` if there is one."""
         return self.base if self.expanded is None else self.expanded
 
 
@@ -63,7 +64,7 @@ _APPENDED = "new rows are appended in place to {count} cached tensor{s}, whose r
 
 
 def outcome_of(state: PassState, name: str) -> Outcome:
-    """The outcome for a program; ``name`` is the name of its graph."""
+    """Return the outcome for a program; ``name`` is the name of its graph."""
     program = state.program
     program.gm.recompile()
     reports = reports_of(state.verdicts, state.splits, state.checks, state.folded)
@@ -100,7 +101,10 @@ def _settled(program: Program) -> Program:
 
 
 def _check_collectives(program: Program, done: Outcome) -> None:
-    """Check that the collectives are unchanged: another rank may run another form and would wait for a missing one."""
+    """Check that the collectives are unchanged.
+
+    Another rank may run another form of the graph, and would wait forever for a missing collective.
+    """
     before = collectives(program.gm.graph)
     for after in (done.program, done.base, done.long):
         if collectives(after.gm.graph) != before:
@@ -108,7 +112,7 @@ def _check_collectives(program: Program, done: Outcome) -> None:
 
 
 def _noted(report: SiteReport, name: str, state: PassState) -> SiteReport:
-    """The report on an attention, with the notes and cache sizes recorded for ``name``."""
+    """Return the report on an attention with the notes and cache sizes recorded for ``name``."""
     note, kept = state.head_notes.get(name), state.held.get(name)
     notes = report.notes if note is None else (*report.notes, note)
     if kept is None:
@@ -132,7 +136,7 @@ def _site_cost(verdict: Verdict) -> SiteCost:
 
 
 def _rows_told(program: Program) -> Iterator[str]:
-    """Messages on rows that are appended in place, and on rows that ranks send each other or share."""
+    """Yield messages on rows that are appended in place, and on rows that ranks send each other or share."""
     appended = sum(one.input is not None and not one.shared for one in program.appends)
     if appended:
         yield _APPENDED.format(count=appended, s="s" * (appended != 1))
@@ -149,7 +153,7 @@ def _rows_told(program: Program) -> Iterator[str]:
 
 
 def _packed_told(program: Program) -> tuple[str, ...]:
-    """Notes on what ``cache_dtype="fp8"`` did to the rows of a program's cache, with the measured error."""
+    """Return notes on what ``cache_dtype="fp8"`` did to the rows of a program's cache, with the measured error."""
     recipes = [recipe for recipe, _ in program.cache.recipes.values()] if program.cache else []
     widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
     if not widths:

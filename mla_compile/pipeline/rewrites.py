@@ -1,4 +1,4 @@
-"""Passes that rewrite attentions, and what surrounds them, as the verdicts say."""
+"""Passes that rewrite attentions and what surrounds them, according to the verdicts."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ _INDEX_STAYS = "an indexer stays as the model computes it: as one operator it {p
 
 
 def absorb(state: PassState) -> int:
-    """Rewrite attentions that are worth absorbing, and those that the model's code absorbs and a kernel runs."""
+    """Rewrite attentions that are worth absorbing, and those that the model's code absorbs if a kernel runs them."""
     state.verdicts = [_unless_failed(v, state) for v in state.verdicts]
-    # before absorbing: attentions still read the returned rows and the graph's inputs, not the sources of these
+    # Find these rows before absorbing. Attentions still read the returned rows and the graph's inputs. Absorbed
+    # attentions read the sources of these tensors.
     if state.program.capture.sharing is not None:
         state.shared = begun_rows(state.program, state.verdicts)
     _note_caches(state)
-    # Before the first rewrite: the "before" drawing needs the original nodes.
+    # The graph is copied before the first rewrite, because the "before" drawing needs the original nodes.
     if state.request.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analyses.get(weights)})
     lengths, fake_mode = Lengths(), state.program.fake_mode
@@ -78,7 +79,10 @@ def _note_caches(state: PassState) -> None:
 
 
 def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
-    """Replace hand-absorbed attentions by the operator if a kernel runs it; in a file, only steps over shared rows."""
+    """Replace hand-absorbed attentions by the operator if a kernel runs it.
+
+    In a file, replace only steps over shared rows.
+    """
     done: list[Absorbed] = []
     if state.options.lowering == "aten":
         return done
@@ -86,9 +90,9 @@ def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
         fusion = verdict.fusion
         if fusion is None or verdict.site.node.name in state.failed:
             continue
-        # It is not known which kernels will run a file, so in a file only steps over shared rows are fused: without a
-        # kernel, listed rows of many queries would be gathered. Hand-absorbed attentions keep their operators, which
-        # every runtime has and which copy no row to every head.
+        # It is not known which kernels will run a file, so only steps over shared rows are fused in it. In calls with
+        # many queries, the listed rows of all queries would be gathered if there is no kernel. Hand-absorbed attentions
+        # keep their operators, which every runtime has and which copy no row to every head.
         in_file = fusion.is_step and verdict.code is Code.SHARED_ROWS
         if not (in_file if state.request.frozen else state.request.target.runs(val(fusion.plan.latent.node))):
             continue
@@ -98,7 +102,7 @@ def _fused(state: PassState, lengths: Lengths) -> list[Absorbed]:
 
 
 def verify(state: PassState) -> int:
-    """Check each distinct site once, and give the result to all sites that are the same computation.
+    """Check each distinct site once, and use the result for all sites that are the same computation.
 
     An attention that was split by heads is compared with its original as a whole.
     """
@@ -149,7 +153,7 @@ def _folds(verdict: Verdict) -> bool:
 
 
 def fold_weights(state: PassState) -> int:
-    """Multiply weights ahead of time where a verdict says so."""
+    """Multiply weights ahead of time if a verdict says so."""
     if not any(map(_folds, state.chosen)):
         return 0
     state.folded = fold.fold(state.program, state.analyses.get(linear_maps), state.rewritten, state.chosen)
@@ -171,7 +175,7 @@ def narrow_projections(state: PassState) -> int:
 
 
 def settle(state: PassState) -> int:
-    """Restore the operators of libraries whose stand-ins are still needed."""
+    """Restore the operators of libraries whose stand-ins are still read."""
     if not any(map(stand_in.waits, state.graph.nodes)):
         return 0
     done = stand_in.settle(state.graph)
@@ -181,7 +185,7 @@ def settle(state: PassState) -> int:
 
 
 def project(state: PassState) -> int:
-    """Lower the products with weights that absorbing added."""
+    """Lower the products with weights that absorption added."""
     own, fake_mode = state.analyses.get(read_weights), state.program.fake_mode
     done = lower_projections(state.graph, fake_mode, own, _heads(state))
     remove_dead_code(state.graph)
@@ -204,14 +208,14 @@ def _heads(state: PassState) -> Heads | None:
 
 
 def _native_products(state: PassState) -> bool:
-    # Each rank would choose by its own measurement, but the next token, which all ranks compute, must agree to the last
-    # bit.
+    # With several ranks, each would choose by its own measurements. But all ranks compute the next token, and their
+    # results must agree to the last bit.
     options = state.options
     return options.products == "native" and options.lowering != "aten" and state.request.target.ranks == 1
 
 
 def share(state: PassState) -> int:
-    """Rewrite attention to read this rank's rows, if all caches whose rows ranks share allow it."""
+    """Rewrite attention to read this rank's rows, if all caches that ranks share allow it."""
     program = state.program
     if not program.capture.shared:
         return 0
@@ -244,7 +248,7 @@ def _in_one_form(state: PassState) -> bool:
 
 
 def append(state: PassState) -> int:
-    """Write new rows in place behind the old ones."""
+    """Write new rows in place after the old rows."""
     attended = state.fused or any(v.plan is not None for v in state.verdicts)
     if state.options.appends != "in_place" or not attended:
         return 0

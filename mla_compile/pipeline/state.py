@@ -39,10 +39,10 @@ class PassRequest:
 
     @property
     def fold(self) -> Fold:
-        """The option ``fold``, where "auto" is "never" unless weights are frozen.
+        """The option ``fold``. "auto" becomes "never" unless weights are frozen.
 
-        If weights can change, every call has to compare the folded weights with copies, which reads more bytes than any
-        fold saves.
+        If weights can change, every call has to compare the weights of each fold with copies, which reads more bytes
+        than any fold saves.
         """
         return "never" if self.options.fold == "auto" and not self.frozen else self.options.fold
 
@@ -59,7 +59,7 @@ class PassState:
     Attributes:
         captured: the program as it was captured, which is never changed.
         base: the program in which attentions are absorbed: the captured one, or a copy changed by preparing passes.
-        failed: the attentions to leave, by name, with the code and the reason.
+        failed: maps the name of each attention that must stay unchanged to a code and a reason.
     """
 
     request: PassRequest
@@ -92,7 +92,7 @@ class PassState:
         failed: Mapping[str, tuple[Code, str]],
         base: Program | None = None,
     ) -> PassState:
-        """The state before the passes, on a copy of ``base``, which is the captured program by default."""
+        """Return the state before the passes, on a copy of ``base``; the default for ``base`` is ``captured``."""
         base = captured if base is None else base
         return cls(request, captured, base, failed, Analyses(copy_with_origins(base)))
 

@@ -60,7 +60,7 @@ PASSES: tuple[Pass[PassState], ...] = (
     Pass("absorb", "verdicts", "attentions that are legal and worth absorbing", absorb),
     Pass("verify", "the rewritten and the untouched graph", "", verify),
     Pass("index", "index lists", "scores of indexers, to one operator", index),
-    # Before `dequantize`, because the linear maps do not know its new inputs as weights.
+    # `narrow` and `fold` run before `dequantize`, because the linear maps do not know its new inputs as weights.
     Pass("narrow", "verdicts", "up-projections that are partly read", narrow_projections),
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", fold_weights),
     Pass(

@@ -1,4 +1,4 @@
-"""What the passes know about the machine that will run a program: the only place that queries the kernels."""
+"""What the passes know about the machine that will run a program. No other module of the passes queries the kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Target:
     """A machine. Facts that take long to find (the C kernel is built on first use) are found when a pass needs them.
 
     Attributes:
-        runs: whether a kernel runs the operator over given rows. Its reference implementation does not count: it is no
-            faster than the model's own code.
+        runs: whether a kernel runs the operator over given rows. The operator's reference implementation is not such a
+            kernel: it is no faster than the model's own code.
         reads_float8: whether a kernel on a given device reads rows in float8.
         pays: whether the kernel for products of a few rows beats torch's, by device, dtypes of rows and weight, and
             number of rows.
@@ -40,7 +40,7 @@ class Target:
 
 
 def this_machine() -> Target:
-    """The machine of this process."""
+    """Return the machine of this process."""
     return Target(
         _runs,
         _reads_float8,

@@ -1,4 +1,4 @@
-"""Finds where a graph repeats: stretches of calls that are equal except for the tensors they are given."""
+"""Find where a graph repeats: stretches of calls that are equal except for the tensors that they receive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CallSequence = Sequence[fx.Node]
 """Calls in the order of the graph."""
 
 LEAST_TIMES = 3
-"""Fewer repetitions do not pay: each call of a compiled part costs some microseconds in every step."""
+"""The fewest repetitions that pay: each call of a compiled part costs some microseconds in every step."""
 LEAST_LENGTH = 64
-"""Shorter repetitions are experts or heads; a layer has a hundred calls or more."""
+"""The fewest calls in a repetition: shorter ones are experts or heads, and a layer has a hundred calls or more."""
 
 
 def cut(steps: CallSequence) -> list[list[CallSequence]]:
-    """Cut ``steps`` into stretches, in order: a repeating stretch into its repetitions, any other as a whole.
+    """Cut ``steps`` into stretches, in order. What repeats is cut into its repetitions; anything else stays whole.
 
     Repetitions have equal calls, but their inputs may differ: see :func:`form`.
     """
@@ -30,7 +30,7 @@ def cut(steps: CallSequence) -> list[list[CallSequence]]:
 
 
 def form(steps: CallSequence) -> tuple[Hashable, list[fx.Node]]:
-    """A key of the function that a stretch computes, and its inputs in the order in which they are first read."""
+    """Return a key of the function that a stretch computes, and the stretch's inputs in order of their first use."""
     places = {node: place for place, node in enumerate(steps)}
     inputs: dict[fx.Node, int] = {}
 
@@ -58,7 +58,10 @@ def _cut(steps: CallSequence, labels: torch.Tensor, last_uses: list[int], first:
 
 
 def _most_repeated(labels: torch.Tensor) -> tuple[int, int, int] | None:
-    """Start, length of one repetition, and total length of the stretch whose repetitions save most."""
+    """Find the stretch whose repetitions save most.
+
+    Return its start, the length of a repetition, and its total length.
+    """
     best: tuple[int, int, int] | None = None
     saved = 0
     for length in range(LEAST_LENGTH, len(labels) // LEAST_TIMES + 1):
@@ -73,7 +76,7 @@ def _most_repeated(labels: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def _at_ends(start: int, length: int, total: int, last_uses: list[int], first: int) -> tuple[int, int, int]:
-    """Start, length and number of the repetitions, cut where the fewest tensors pass to the next repetition."""
+    """Return start, length and number of repetitions, cut where the fewest tensors pass to the next repetition."""
 
     def handed(offset: int) -> int:
         end = first + start + offset + length
@@ -85,7 +88,10 @@ def _at_ends(start: int, length: int, total: int, last_uses: list[int], first: i
 
 
 def _last_uses(steps: CallSequence) -> list[int]:
-    """The position at which each tensor is last read; numbers do not count, as passing them on is almost free."""
+    """Return the position at which each tensor is last read.
+
+    Numbers are ignored (-1), because passing them on is almost free.
+    """
     places = {node: place for place, node in enumerate(steps)}
     tensors = (isinstance(node.meta.get("val"), torch.Tensor) for node in steps)
     return [
@@ -95,10 +101,10 @@ def _last_uses(steps: CallSequence) -> list[int]:
 
 
 def _label(node: fx.Node) -> Hashable:
-    """The key of a call without its tensor inputs.
+    """Return the key of a call without its tensor inputs.
 
-    The storage offset of the result is left out. It follows from the inputs, but for equal calls torch may report
-    different ones: a copy that comes from the fake tensor cache starts at another offset than that of the first trace.
+    The storage offset of the result is left out. It follows from the inputs, but torch may report different offsets for
+    equal calls: a tensor from the fake tensor cache may have another offset than the tensor of the first trace.
     """
     given = tuple(
         each(value, lambda v: None if isinstance(v, fx.Node) else constant_of(v)) for value in (node.args, node.kwargs)

@@ -1,4 +1,4 @@
-"""Splits a graph into calls of its parts: equal stretches share one part, a graph of its own."""
+"""Split a graph into calls of its parts. Equal stretches share one part, which is a graph of its own."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from mla_compile.repeats.stretches import (
 def split(
     gm: fx.GraphModule, example_inputs: Sequence[object]
 ) -> tuple[fx.GraphModule, dict[str, list[object]]] | None:
-    """The graph as calls of submodules, and each submodule's name with the example inputs of its first call.
+    """Return the graph as calls of submodules, and for each submodule's name the example inputs of its first call.
 
     ``gm``: ATen with ``meta["val"]`` on every node; it is not changed. ``example_inputs``: one per placeholder. A part
     takes the values it reads and returns one flat tuple.
 
-    Returns None if nothing repeats, or if parts cannot be compiled separately: one may write to a tensor that it also
-    reads as another input, values between them may be tensor subclasses, or sizes may depend on data.
+    Returns None if nothing repeats or if parts cannot be compiled separately. The latter happens if a part may write to
+    a tensor that it also reads as another input, if values between parts may be tensor subclasses, or if sizes may
+    depend on data.
     """
     source = copy_graph(gm.graph)
     inputs = [node for node in source.nodes if _is_given(node)]
@@ -66,15 +67,15 @@ def split(
     constants = {
         str(node.target): operator.attrgetter(str(node.target))(gm) for node in graph.find_nodes(op="get_attr")
     }
-    # Not lazy modules: a lazy module calls itself when it runs, and a user's global hooks would see that call.
+    # Do not make lazy modules: a lazy module calls itself when it runs, and a user's global hooks would see that call.
     return fx.GraphModule({**constants, **modules}, graph), examples_of
 
 
 def _write_early(graph: fx.Graph) -> None:
     """Move each write up to the last reader of the value that it replaces.
 
-    Our graphs write new values of inputs at their end, and only appended rows where they are computed. A write may move
-    up to the point after which nothing reads the old value, directly or through a view.
+    mla_compile's graphs write new values of inputs at the end of the graph; only appended rows are written where they
+    are computed. A write may move up to the point after which nothing reads the old value, directly or through a view.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     shown: dict[fx.Node, list[fx.Node]] = {}
@@ -97,7 +98,7 @@ def _is_given(node: fx.Node) -> bool:
 
 
 def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, object]) -> bool:
-    """Whether some stretch writes to memory that it may be given twice.
+    """Whether a stretch writes to memory that it may receive through two inputs.
 
     A part is compiled for inputs with separate memory, as in its first call.
     """
@@ -118,7 +119,7 @@ def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, object])
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that a call writes to."""
+    """Yield the tensors that a call writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     for place, argument in enumerate(node.target._schema.arguments):
@@ -128,14 +129,14 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The tensor of which a node is a view, directly or indirectly."""
+    """Return the tensor of which a node is a view, directly or indirectly."""
     while (source := view_source(node)) is not None:
         node = source
     return node
 
 
 def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
-    """The graph inputs for the sizes that a stretch uses but does not take as inputs; None if a size is unknown."""
+    """Return the graph inputs for the sizes that a stretch uses but does not take as inputs; None if one is unknown."""
     given = {_symbol(node) for node in one.inputs}
     symbols = set[object]().union(*(free_symbols(value) for value in values_of((*one.inputs, *one.steps)))) - given
     tensors = (node.meta["val"] for node in one.inputs if isinstance(node.meta["val"], torch.Tensor))
@@ -144,7 +145,7 @@ def _sizes(one: Stretch, known: dict[object, fx.Node]) -> list[fx.Node] | None:
 
 
 def _symbol(node: fx.Node) -> object:
-    """The symbol that is the value of a node; None for any other value, also for a compound expression."""
+    """Return the symbol that is the value of a node; None for any other value, including a compound expression."""
     expression = _expression(node.meta.get("val"))
     return expression if getattr(expression, "is_symbol", False) else None
 

@@ -1,4 +1,4 @@
-"""Cuts a graph into stretches of calls; stretches of one kind compute the same function of their inputs."""
+"""Cut a graph into stretches of calls. Stretches of one kind compute the same function of their inputs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Stretch:
 
 
 def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | None:
-    """The graph cut into stretches of few kinds; None if there are as many kinds as stretches.
+    """Return the graph cut into stretches of few kinds; None if there are as many kinds as stretches.
 
-    ``graph`` has ``meta["val"]`` on every node; items of tuples are moved next to their tuple. ``given``: nodes that
-    exist before anything is computed, and belong to no stretch.
+    ``graph`` has ``meta["val"]`` on every node. It is changed: items of tuples are moved next to their tuple.
+    ``given``: nodes that exist before anything is computed, and belong to no stretch.
     """
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
@@ -76,22 +76,22 @@ def is_closed(one: Stretch) -> bool:
 
 
 def values_of(nodes: Sequence[fx.Node]) -> Iterator[object]:
-    """The tensors and symbolic numbers among the values of nodes."""
+    """Yield the tensors and symbolic numbers among the values of nodes."""
     for value in pytree.tree_leaves([node.meta.get("val") for node in nodes]):
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
             yield value
 
 
 def memory_of(value: torch.Tensor) -> int:
-    """The identity of the memory of a tensor that is alive."""
+    """Return the identity of the memory of a tensor that is alive."""
     try:
         return int(StorageWeakRef(value.untyped_storage()).cdata)
-    except NotImplementedError:  # a subclass without memory of its own
+    except NotImplementedError:  # a subclass may have no memory of its own
         return id(value)
 
 
 def alone(one: Stretch, given: Sequence[fx.Node]) -> fx.Graph:
-    """A stretch as a separate graph with the inputs ``given``."""
+    """Return a stretch as a separate graph with the inputs ``given``."""
     graph = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     for node in given:

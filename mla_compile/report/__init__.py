@@ -1,7 +1,7 @@
-"""What was done to a model, and why not more, as records, as text and as an HTML page.
+"""Records, text and an HTML page about what was done to a model, and why not more.
 
-``Report`` and ``SiteReport`` are imported on first use: if ``TORCH_LOGS`` names a package, torch imports all modules in
-it before torch itself is usable.
+``Report`` and ``SiteReport`` are imported on first use: if ``TORCH_LOGS`` names a package, torch imports all of its
+modules before torch itself is usable.
 """
 
 from __future__ import annotations

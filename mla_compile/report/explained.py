@@ -19,9 +19,12 @@ from mla_compile.report.wording import queries
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
-"""The number of KV heads of GQA in the comparison of caches, a common choice; a model with GQA uses its own."""
+"""The number of KV heads, a common choice, when caches are compared with GQA; a model with GQA uses its own number."""
 _UNTOLD = ("refused", "kept", "absorbed by hand", "shared rows")
-"""Families whose cache may hold K and V, or tensors from which every step recomputes K and V: it is unknown which."""
+"""Families whose cache may hold K and V, or tensors from which every step recomputes K and V.
+
+It is unknown which of the two a model caches.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class CacheRow:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """One decoded token of one sequence in one form: FLOPs and bytes of the whole model, by context."""
+    """The FLOPs and bytes of the whole model for one decoded token of one sequence, in one form, for each context."""
 
     form: str
     flops: tuple[int, ...]
@@ -61,7 +64,9 @@ class FoldSide:
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """Break-even and folds of the sites of one size. Seconds come from the cost model, for a GPU and a long context.
+    """Break-even and folds of the sites of one size.
+
+    Seconds are estimates of the cost model for a GPU and a long context.
 
     ``folds``: the sides whose widths are known. ``folded_s``: the time with both sides folded; ``None`` if a width is
     unknown.
@@ -78,14 +83,14 @@ class SiteChoice:
 
     @property
     def when_absorbing_pays(self) -> str:
-        """In words, the number of queries below which absorbing takes fewer FLOPs, by context."""
+        """The number of queries below which absorbing takes fewer FLOPs, for each context, in words."""
         at = ", ".join(f"{queries(s)} at {T // 1024}k" for s, T in zip(self.break_even, CONTEXTS, strict=True))
         long = queries(self.break_even_long)
         return f"absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})"
 
     @property
     def whether_folding_pays(self) -> str:
-        """Which sides to fold, and the seconds that decide it."""
+        """The sides to fold, and the seconds that decide it, in words."""
         if not self.folds:
             return "unknown, because the widths of the query and the output projection are"
         times = f"about {seconds(self.chained_s)} chained"
@@ -108,7 +113,7 @@ class Explained:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes that are needed to read the tables, or the reason why there are none."""
+        """Notes that are needed to read the tables, or the reason why there are no tables."""
         count = self.facts.in_part
         if not count:
             return self.facts.notes
@@ -134,7 +139,10 @@ class Explained:
 
 
 def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
-    """Return the tables of one model. Cached values, and weights unless stored quantized, take ``element_bytes``."""
+    """Return the tables of one model.
+
+    Cached values take ``element_bytes``, and so do weights that are not stored quantized.
+    """
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
         tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),
@@ -142,7 +150,10 @@ def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
 
 
 def _cache(model: Facts, element: int) -> tuple[CacheRow, ...]:
-    """Return all kinds of cache with the model's heads and widths; d is half the width of a head's K and V together."""
+    """Return all kinds of cache for the model's heads and widths.
+
+    ``d`` is half the width of a head's K and V together.
+    """
     sizes: list[tuple[int, dict[str, float]]]
     own_groups = 1
     if model.in_part or model.family in _UNTOLD:
@@ -178,7 +189,7 @@ def _values(formula: sympy.Expr, letters: Mapping[str, float], groups: int) -> i
 
 
 def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
-    """Return the cost of a decoded token per context and form. If the weights are unknown, only attentions count."""
+    """Return the cost of a decoded token per context and form. If weights are unknown, only attentions are counted."""
     active, stored = model.weights.active, model.stored
     read = model.weights.share_read(stored) if stored else element * active
     if model.in_part or model.family in _UNTOLD:
@@ -219,7 +230,7 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
 
 
 def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the FLOPs of one call of an attention by its number of queries, expanded and absorbed."""
+    """Return the FLOPs of one call of an attention for each number of queries, in expanded and in absorbed form."""
     forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
     return tuple(
         (name, tuple(int(formulas.evaluate(formulas.flops(form), dims, B=1, S=S, T=T)) for S in queries))

@@ -17,10 +17,10 @@ Family = Literal[
 ]
 """The kind of attention in a model.
 
-``refused``: no site is proved to be MLA, and some are refused. ``kept``: the latent of the sites is no narrower than K
-and V. ``absorbed by hand``: the model's code already has all sites with a latent in absorbed form.
-``shared rows``: heads share rows that are both key and value, and no weight expands them into K or V. ``not MLA``: MHA,
-GQA or MQA, and the report does not tell which.
+``refused``: no site is proved to be MLA, and some sites are refused. ``kept``: the latent of the sites is no narrower
+than K and V. ``absorbed by hand``: the model's code already has all sites with a latent in absorbed form. ``shared
+rows``: heads share rows that are both key and value, and no weight expands these rows into K or V. ``not MLA``: MHA,
+GQA or MQA, but the report does not say which of them.
 """
 
 
@@ -29,7 +29,7 @@ class Weights:
     """The number of parameters, by their use.
 
     Attributes:
-        total: all parameters; tied ones count once.
+        total: all parameters; tied parameters are counted once.
         lookup: the input embedding, of which a token reads one row; 0 if it is also the output projection.
         experts: the routed experts of all layers.
         expert_count, expert_top_k: routed experts per layer, and how many of them a token takes on average.
@@ -54,7 +54,7 @@ class Weights:
         return self.dense + round(self.experts * self.expert_top_k / self.expert_count)
 
     def share_read(self, stored: StoredWeights) -> int:
-        """The stored bytes of the active parameters."""
+        """Return the stored bytes of the active parameters."""
         experts = stored.part("routed experts").bytes
         dense = stored.bytes - experts - stored.lookup_bytes
         return dense + round(experts * self.expert_top_k / self.expert_count)
@@ -64,8 +64,8 @@ class Weights:
 class LatentSites:
     """``count`` attention sites of the same sizes that read one latent row per token.
 
-    ``whole``: the sites are absorbed neither in part nor by groups of heads; the formulas of an attention hold only
-    then. ``chosen``: the number of keys that a query attends to, ``None`` for all. ``choosing_flops``,
+    ``whole``: the sites are absorbed neither in part nor by groups of heads; only then do the formulas of an attention
+    hold. ``chosen``: the number of keys that a query attends to, ``None`` for all. ``choosing_flops``,
     ``choosing_bytes``: the cost per context token of choosing these keys, 0 if another attention chose them.
     """
 
@@ -83,10 +83,10 @@ class CachedLayers:
     """``count`` layers with equal caches: the heads and widths of the cached keys and values.
 
     ``besides``: cached values per token that are neither keys nor values, for example those of an indexer. ``every``:
-    how many tokens a row represents; 0 if no row is kept for good. ``window``: the number of last tokens that
-    additionally have a row each. ``value_width`` is 0 if one row is both key and value. ``chosen``: how many of the
-    kept rows an indexer picks, 0 for all; ``choosing_flops`` is its cost per row. ``waiting_bytes``: the bytes held of
-    each token for which no row has been made yet. ``state_bytes``: the bytes of a state that does not grow.
+    how many tokens a row represents; 0 if no row is kept for good. ``window``: the number of latest tokens that each
+    have a row in addition. ``value_width`` is 0 if one row is both key and value. ``chosen``: how many of the kept rows
+    an indexer picks, 0 for all; ``choosing_flops`` is its cost per row. ``waiting_bytes``: the bytes held for each
+    token that has no row yet. ``state_bytes``: the bytes of a state that does not grow.
     """
 
     key_heads: int
@@ -114,9 +114,9 @@ class CachedLayers:
         return int(found) if found == int(found) else found
 
     def bytes_beside(self, tokens: int, *, most: bool = False) -> int:
-        """The bytes held beside the rows of ``tokens`` tokens: for tokens that have no row yet, and for a state.
+        """Return the bytes held in addition to the rows of ``tokens`` tokens: for tokens without a row and for a state.
 
-        ``most``: the most bytes for any number of tokens up to ``tokens``.
+        ``most``: return the most bytes for any number of tokens up to ``tokens``.
         """
         waiting = min(tokens, self.every - 1) if most else tokens % self.every if self.every else 0
         return max(0, waiting) * self.waiting_bytes + (self.state_bytes if tokens >= self.every else 0)
@@ -137,8 +137,8 @@ class CachedLayers:
 class Drafting:
     """``count`` layers that predict tokens after the next one (multi-token prediction).
 
-    ``layer`` describes one of them as a model by itself. It makes its logits with the model's output projection, which
-    does not count among its weights.
+    ``layer`` describes one of these layers as a model by itself. It makes its logits with the model's output
+    projection, which is not counted among the layer's weights.
     """
 
     count: int
@@ -147,11 +147,11 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Facts:
-    """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown.
+    """One model as ``explain`` and ``plan`` see it. Query ``heads`` and model ``width`` may be unknown.
 
-    ``sites`` and ``messages`` come from the model's report. ``stored`` describes the weights of a quantized checkpoint;
-    ``None`` if they are not known to be quantized. ``drafting`` is ``None`` if the config names no drafting layers;
-    ``weights`` and ``cached`` do not include them.
+    ``sites`` and ``messages`` are those of the model's report. ``stored`` describes the weights of a quantized
+    checkpoint; ``None`` if they are not known to be quantized. ``drafting`` is ``None`` if the config names no drafting
+    layers; ``weights`` and ``cached`` do not include these layers.
     """
 
     name: str
@@ -193,16 +193,16 @@ class Facts:
 
 
 def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str) -> Facts:
-    """Return the facts that a report contains: those about sites, not those about weights and caches."""
+    """Return the facts about sites, which a report contains. Facts about weights and caches are left empty."""
     family = family_of(sites) or ("not MLA" if sites else "no attention")
     latent = latent_sites((site, site.dims) for site in sites)
     return Facts(name, family, sites, latent, (), Weights(0), messages=messages)
 
 
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[LatentSites, ...]:
-    """Count attentions of equal sizes together, given each site and its sizes.
+    """Count attentions of equal sizes together. ``found`` lists each site with its sizes.
 
-    A site whose heads form G groups with a latent each counts as G attentions.
+    A site whose heads form G groups with a latent each is counted as G attentions.
     """
     counts: Counter[LatentSites] = Counter()
     for site, dims in found:

@@ -45,7 +45,7 @@ class SiteGroup:
 
 
 def of_each_attention(sites: Iterable[SiteReport]) -> list[SiteReport]:
-    """Return one site per attention of the model, even if several graphs contain it: if possible an absorbed one.
+    """Return one site per attention of the model, even if several graphs contain it. An absorbed site is preferred.
 
     Attentions of one module are distinguished by their order in the graph.
     """
@@ -68,7 +68,7 @@ def _known(site: SiteReport) -> tuple[bool, bool, bool]:
 def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
     """Return groups of equal sites, in order of first appearance.
 
-    Sites of a group differ only in their index, their graph, how many attentions they stand for, the numbers in module
+    Sites of a group may differ in their index, their graph, how many attentions they represent, the numbers in module
     paths, the names of nodes (which the trace numbers) and measured errors. A group shows its worst error.
     """
     groups: dict[SiteReport, list[SiteReport]] = {}
@@ -78,7 +78,10 @@ def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
 
 
 def module_pattern(paths: Sequence[str]) -> str:
-    """``a.{0-2,5}.b`` for ``a.0.b``, ``a.1.b``, ``a.2.b``, ``a.5.b``; a plain list if the numbers form no full grid."""
+    """Write paths as one pattern: ``a.{0-2,5}.b`` for ``a.0.b``, ``a.1.b``, ``a.2.b``, ``a.5.b``.
+
+    Return the paths as a list if their numbers form no full grid.
+    """
     distinct = list(dict.fromkeys(paths))
     if len({_NUMBER.sub("#", path) for path in distinct}) > 1:
         return ", ".join(distinct)
@@ -91,7 +94,7 @@ def module_pattern(paths: Sequence[str]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``3`` for one number, ``{0-2,5}`` for several (sorted, distinct)."""
+    """Format sorted, distinct numbers: ``3`` for one number, ``{0-2,5}`` for several."""
     if len(numbers) == 1:
         return str(numbers[0])
     runs: list[list[int]] = []
@@ -121,5 +124,6 @@ def _anonymous(site: SiteReport) -> SiteReport:
 
 
 def _unnumbered(where: Location) -> Location:
-    # Nodes' names are dropped even where no module path tells sites apart, because they do not identify layers.
+    # The names of nodes are dropped even if no module path distinguishes the sites, because these names do not identify
+    # layers.
     return replace(where, node="", module=_NUMBER.sub("#", where.module))

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SCHEMA = "mla_compile.report/2"
-"""Written into every JSON report. The number grows when a reader of the old layout would misread the new layout."""
+"""The schema in every JSON report. The number grows when a reader of the old layout would misread the new layout."""
 
 _SHOWN_SECONDS = 0.01
-"""The text omits passes that took less time; the record has all of them."""
+"""The text omits passes that took less time than this; the record has all passes."""
 
-_NOT_OURS = ("trace", "code", "guards")  # a compilation's stages in Dynamo and in the code generator
+_NOT_OURS = ("trace", "code", "guards")  # stages of a compilation that Dynamo or the code generator runs
 
 _STYLES: dict[VerdictName, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
 
@@ -36,7 +36,7 @@ NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), unde
 """The message of a report before the first call."""
 
 UNSEEN = "no graph that was compiled has an attention"
-"""The beginning of a message in a report without sites, if some code of the model is in no graph."""
+"""The beginning of a message in a report without sites if some code of the model is in no graph."""
 
 LEFT_OUT = "an attention ran uncompiled"
 """The beginning of a message about a method of an optimized module that calls uncompiled code."""
@@ -52,7 +52,7 @@ class Report:
         sites: one entry for each attention.
         graph: the names of the graphs.
         passes: the changes and seconds of the capture and of each pass. For an optimized module, Dynamo's trace comes
-            before them, and the code generation (by kind of layer) and Dynamo's guards after them.
+            first, and the code generation (by kind of layer) and Dynamo's guards come last.
         messages: notes that concern no single site.
     """
 
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def kept(self) -> int:
-        """The number of sites left as they are, because of cost, an option or a failed check, for example."""
+        """The number of sites left as they are, for example because of cost, an option or a failed check."""
         return self._count("kept")
 
     @property
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """The time spent in the capture and in all passes: the compile time without Dynamo and the code generation."""
+        """The time spent in the capture and in all passes: the compile time without Dynamo and code generation."""
         return sum(p.seconds for p in self.passes if is_ours(p.name))
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +137,10 @@ class Report:
 
     @classmethod
     def merged(cls, reports: Iterable[Report]) -> Report:
-        """Merge reports of several graphs: sites are renumbered, passes of one name added up, messages kept once."""
+        """Merge reports of several graphs.
+
+        Sites are renumbered, passes of one name added up, and messages kept once.
+        """
         several = list(reports)
         sites = [(site, site.graph or report.graph) for report in several for site in report.sites]
         totals: dict[str, PassRecord] = {}
@@ -152,7 +155,7 @@ class Report:
         )
 
     def within(self, path: str) -> Report:
-        """Return the report with module paths as in a model that holds the reported module at ``path``."""
+        """Return the report with module paths as seen from a model that holds the reported module at ``path``."""
         if not path:
             return self
         placed = (replace(s.where, module=".".join(filter(None, (path, s.where.module)))) for s in self.sites)
@@ -171,7 +174,7 @@ class Report:
         for verdict in VERDICTS:
             sites = [site for site in self.sites if site.verdict == verdict]
             if sites:
-                # Only the codes of kept and refused sites differ from site to site and matter to the reader.
+                # Show codes only for kept and refused sites: only these codes vary and matter to the reader.
                 codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
                 counts.append(f"{len(sites)} {WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
         noun = "attention site" if len(self.sites) == 1 else "attention sites"
@@ -182,7 +185,10 @@ class Report:
         return line + (f"; capture and passes {self.seconds:.2f} s" if self.passes else "")
 
     def _figures(self) -> list[str]:
-        """Say how many values the model's absorbed attentions read and hold per token, counting each attention once."""
+        """Say how many values absorbed attentions read and hold per token.
+
+        Each attention of the model is counted once.
+        """
         each = [site for site in of_each_attention(self.sites) if site.verdict == "absorbed"]
         said = []
         for words, before, after in (
@@ -214,7 +220,7 @@ class Report:
         return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 32em; border: 0"></iframe>'
 
     def __rich__(self) -> RenderableType:
-        # rich is imported only when a report is shown, so that compiling a graph does not pay for the import.
+        # Import rich only when a report is shown, so that compiling a graph does not pay for the import.
         from rich.console import Group
         from rich.padding import Padding
         from rich.table import Table
@@ -251,6 +257,6 @@ def is_ours(stage: str) -> bool:
 
 
 def count_sites(report: Report) -> None:
-    """Count the verdicts on the attentions of a graph that is compiled, served or saved."""
+    """Add the verdicts on the attentions of a compiled, served or saved graph to the metrics."""
     for site in report.sites:
         count("sites", became=site.verdict)

@@ -1,4 +1,4 @@
-"""How a checkpoint stores the weights of a model: the bytes of each part, and what absorbing dequantizes."""
+"""How a checkpoint stores the weights of a model: the bytes of each part, and what absorption dequantizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled
 
 _SHOWN = 6
-"""The number of names that the text lists; the record has all of them."""
+"""The number of names that the text lists; the record has all names."""
 
 PartName = Literal["attention", "routed experts", "rest"]
 
@@ -29,9 +29,10 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class UpProjections:
-    """The weights W_kc and W_v of ``layers`` attentions, which make K and V from latent rows, in values and as stored.
+    """The weights W_kc and W_v of ``layers`` attentions, which make K and V from latent rows.
 
-    ``names`` are the names of their modules. ``packing`` describes in words how they are stored if they are quantized.
+    ``values`` is their number and ``bytes`` their stored size. ``names`` are the names of their modules. ``packing``
+    describes in words how they are stored if they are quantized.
     """
 
     names: tuple[str, ...]
@@ -41,7 +42,7 @@ class UpProjections:
     packing: str | None
 
     def dequantized(self, dtype: str) -> int:
-        """The bytes of the dequantized weights that are kept beside the stored ones; 0 if nothing is quantized."""
+        """Return the bytes of dequantized weights kept in addition to the stored ones; 0 if nothing is quantized."""
         return self.values * BYTES[dtype] if self.packing else 0
 
 
@@ -55,9 +56,9 @@ class StoredWeights:
         dtype: the dtype of unquantized and of dequantized weights.
         arithmetic: the dtype in which quantized weights are multiplied.
         parts: attention, routed experts and the rest, in this order.
-        lookup_bytes: the bytes of the input embedding, unless it is also the output projection; counted in "rest".
-        unquantized: the modules of the unquantized matrices; ``N`` stands for the index of a layer.
-        up: the weights that absorbing splits; ``None`` if there is no latent, or if its weights were not found.
+        lookup_bytes: the bytes of the input embedding, unless it is also the output projection; included in "rest".
+        unquantized: the modules of the unquantized matrices; ``N`` represents the index of a layer.
+        up: the up-projections, which absorption splits; ``None`` if there is no latent, or if they were not found.
     """
 
     method: str
@@ -76,7 +77,7 @@ class StoredWeights:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the dequantized W_kc and W_v that absorbing keeps beside the stored weights."""
+        """The bytes of the dequantized W_kc and W_v that absorption keeps in addition to the stored weights."""
         return self.up.dequantized(self.dtype) if self.up else 0
 
     @property

@@ -1,4 +1,4 @@
-"""The wording for one attention site in text and on the page: a headline, and a line for each fact."""
+"""The wording for one attention site in the text and on the page: a headline, and a line for each fact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def queries(number: float) -> str:
 
 
 def not_mla(kind: str = PLAIN) -> str:
-    """Name the kind of a model without MLA, as the end of a sentence."""
+    """Return the name of the kind of a model without MLA, as the end of a sentence."""
     return f"{kind}, not Multi-head Latent Attention: there is no latent to absorb"
 
 
@@ -32,7 +32,7 @@ def headline(site: SiteReport) -> str:
 
 
 def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
-    """Return label and value of every line below a headline; unknown facts are left out."""
+    """Return the label and the value of every line below a headline. Unknown facts are left out."""
     site = group.site
     rows = [("source", _source(site.where)), ("why", site.reason)]
     if site.blame is not None:
@@ -47,7 +47,7 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
     rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
     if site.dims is not None:
         rows.append(("dims", str(site.dims)))
-    # Heads may share rows that each stand for several tokens; how many is known to the cache, not to the graph.
+    # Heads may share rows that each represent several tokens. The cache knows how many tokens, but the graph does not.
     each_one = "cached row" if site.code is Code.SHARED_ROWS else "context token"
     for label, before, after, unit in (
         ("reads", site.values_read_before, site.values_read_after, "values per key"),
@@ -85,7 +85,7 @@ def _source(where: Location, *, with_op: bool = False) -> str:
 
 
 def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> str:
-    """``a -> b`` for an absorbed site, ``a (absorbed: b)`` for any other; empty if unknown."""
+    """Return ``a -> b`` for an absorbed site, ``a (absorbed: b)`` for any other site; empty if unknown."""
     if before is None:
         return ""
     if after is None:

@@ -1,1 +1,1 @@
-"""The code that runs around compiled graphs in each call: the choice of a form, folded weights, caches of rows."""
+"""Code that runs around compiled graphs in each call: it chooses a form, folds weights, and keeps caches as rows."""

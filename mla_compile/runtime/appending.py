@@ -1,15 +1,15 @@
-"""Spare capacity behind the rows of a growing cache, so that a call writes new rows instead of copying the old ones.
+"""Spare capacity after the rows of a growing cache: a call can then write new rows without copying the old ones.
 
-A program that appends (:mod:`mla_compile.passes.cache.append`) takes ``T + S`` rows, of which it writes the last ``S``.
-All of these lie in the memory of the caller's ``T`` rows if that memory is ours, has room, and nobody has appended to
-those rows before. Otherwise the old rows are copied once into new memory for up to twice as many. The caller gets back
-a tensor of ``T + S`` rows like the one that ``cat`` would have made, with two exceptions:
+A program that appends (:mod:`mla_compile.passes.cache.append`) takes ``T + S`` rows and writes the last ``S``. All of
+these rows lie in the memory of the caller's ``T`` rows if this module allocated that memory, it has enough capacity,
+and nobody has appended to the ``T`` rows before. Otherwise the old rows are copied once into new memory for up to twice
+as many rows. The caller receives a tensor of ``T + S`` rows like the result of ``cat``, with two exceptions:
 
-* in a batch its rows are stored token by token, so it is not contiguous;
-* it shares memory with the tensors it grew from: *writing* into an older one changes it, too.
+* in a batch, its rows are stored token by token, so it is not contiguous;
+* it shares memory with the tensors it grew from: *writing* into an older tensor changes the new one, too.
 
-The length of this tensor is marked as dynamic. Without that, Dynamo would compile the first step for this length only,
-and the second step anew for any length.
+The length of the returned tensor is marked as dynamic. Without this mark, Dynamo would compile the first step for its
+exact length, and would compile the second step again for any length.
 
 Appending twice to the same rows (two continuations of one prompt) gives each continuation its own memory. Rows that are
 sliced, reordered or copied between two calls are treated like any other rows: they are copied once.
@@ -36,12 +36,12 @@ class _RowMemory:
 
 
 _held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensor that was returned to a caller -> its memory."""
+"""Maps each tensor that was returned to a caller to its memory."""
 _lock = threading.Lock()
 
 
 def length_marker() -> Callable[[torch.Tensor, int], None]:
-    """A function that marks a size of a tensor as dynamic for Dynamo; under ``dynamic=False`` it does nothing.
+    """Return a function that marks a size of a tensor as dynamic for Dynamo, or does nothing under ``dynamic=False``.
 
     Call ``length_marker`` while Dynamo compiles, because ``dynamic=False`` is a setting of the compilation.
     """
@@ -52,7 +52,7 @@ def length_marker() -> Callable[[torch.Tensor, int], None]:
 
 
 def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """``rows`` followed by ``count`` rows of undefined values along ``axis``, in the same memory if there is room."""
+    """Return ``rows`` followed by ``count`` uninitialized rows along ``axis``, in the same memory if they fit there."""
     T = rows.shape[axis]
     with _lock:
         memory = _held.get(rows)
@@ -65,7 +65,10 @@ def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
 
 
 def _continues(rows: torch.Tensor, memory: _RowMemory, axis: int) -> bool:
-    """Whether ``rows`` are still all used rows of ``memory``: a caller may have given the tensor other memory since."""
+    """Whether ``rows`` still shows exactly the used rows of ``memory``.
+
+    The caller may have replaced its memory since.
+    """
     return (
         memory.used == rows.shape[axis]
         and rows.data_ptr() == memory.rows.data_ptr()
@@ -80,8 +83,8 @@ def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
 
 
 def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
-    """New memory for at least ``least`` rows that begins with ``rows``."""
-    # Powers of two: the capacity doubles whenever it is full, and is at most twice what is needed.
+    """Allocate memory for at least ``least`` rows, and copy ``rows`` to its beginning."""
+    # With powers of two, the capacity doubles whenever the memory is full, and is at most twice what is needed.
     try:
         made = _memory(rows, axis, 1 << least.bit_length())
     except torch.OutOfMemoryError:  # exactly ``least`` rows may still fit
@@ -93,15 +96,16 @@ def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
 
 def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
-    # A normal tensor: the cache may be made in inference mode and used outside of it.
+    # Make a normal tensor, because a cache that was made in inference mode may be used outside of it.
     with torch.inference_mode(mode=False):
         return torch.empty_strided(shape, token_major(shape, axis), dtype=like.dtype, device=like.device)
 
 
 def first_rows(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """The first ``count`` rows of the memory that :func:`larger` returned."""
+    """Return the first ``count`` rows of the memory that :func:`larger` returned."""
     shape = (*memory.shape[:axis], count, *memory.shape[axis + 1 :])
-    # Autograd must not see a view: a compiler would take the whole memory as the view's base and guard on its size.
+    # Autograd must not see a view. Otherwise a compiler would take the whole memory as the view's base and guard on its
+    # size.
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=memory.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), 0, shape, token_major(shape, axis))

@@ -1,10 +1,11 @@
-"""Rows that are kept beside buffers of K and V, which stay as they are, for code that ``torch.compile`` compiled.
+"""Rows that are kept in addition to unchanged buffers of K and V, for code that ``torch.compile`` compiled.
 
-The backend of ``torch.compile`` owns no module, so it cannot put rows in the place of a buffer. It may keep them beside
-it: a compiled call writes K to the buffer, as the model does, and writes the rows from which K was made to a tensor
-that this module keeps for the buffer. The next call attends to these rows. They are used as long as only such calls
-have written to the buffer since it was empty. Other writes change its version counter; those that are not counted
-(through ``.data``, NumPy or a user's own kernel) are detected by comparing a random sample of its values.
+The backend of ``torch.compile`` owns no module, so it cannot replace a buffer by rows. It can keep rows in addition to
+the buffer. A compiled call writes K to the buffer, as the model does. It also writes the rows from which K was made to
+a tensor that this module keeps for the buffer. The next call attends to these rows. They are used as long as only
+compiled calls have written to the buffer since it was empty. Other writes change the buffer's version counter. Writes
+that do not change the counter (through ``.data``, NumPy or a user's own kernel) are detected by comparing a random
+sample of the buffer's values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _OTHERS_WROTE = (
 
 @dataclass(frozen=True)
 class _Beside:
-    """The rows beside a buffer, and the state in which the last call that wrote them left the buffer."""
+    """The rows of a buffer, and the state of the buffer after the last call that wrote these rows."""
 
     rows: LatentTensor
     version: int
@@ -42,31 +43,34 @@ class _Beside:
 
     @classmethod
     def of(cls, rows: LatentTensor, buffer: torch.Tensor, before: _Beside | None) -> _Beside:
-        """The state of ``buffer`` now; ``before`` is its state before this call, if any."""
+        """Record the present state of ``buffer``; ``before`` is its state before this call, if it was known."""
         same = before is not None and before.memory == _memory_of(buffer)
         places = before.places if before is not None and same else _places(buffer)
         return cls(rows, version(buffer), _memory_of(buffer), places, _sample(buffer, places))
 
     def describes(self, buffer: torch.Tensor) -> bool:
-        """Whether nothing has changed the buffer since that call."""
+        """Whether ``buffer`` is unchanged since the call that wrote the rows."""
         counted = (self.version, self.memory) == (version(buffer), _memory_of(buffer))
         return counted and same_bits(_sample(buffer, self.places), self.sample)
 
 
 def _memory_of(buffer: torch.Tensor) -> tuple[object, ...]:
-    """A buffer's address, device, shape and strides."""
+    """Return a buffer's address, device, shape and strides."""
     return buffer.data_ptr(), buffer.device, buffer.shape, buffer.stride()
 
 
 _SAMPLES = 1024
-"""About how many values of a buffer are compared in each call: all if it has fewer, more if its batch is large."""
+"""About how many values of a buffer are compared in each call.
+
+A smaller buffer is compared completely. For a large batch, ``_SAMPLES_OF_ONE`` raises the number.
+"""
 
 _SAMPLES_OF_ONE = 64
-"""The least number of compared values for each entry of the first axis, the batch."""
+"""The least number of compared values for each batch entry, which is an entry of the first axis."""
 
 
 def _places(buffer: torch.Tensor) -> torch.Tensor:
-    """The places in memory of a random sample of a buffer, spread evenly over every axis.
+    """Draw a random sample of a buffer's values, spread evenly over every axis, and return their offsets in memory.
 
     Source: Latin hypercube sampling (McKay, Beckman and Conover 1979), for each entry of the first axis.
     """
@@ -76,7 +80,7 @@ def _places(buffer: torch.Tensor) -> torch.Tensor:
         first, *others = buffer.shape
         count = max(_SAMPLES // first, _SAMPLES_OF_ONE)
         chance = torch.Generator()
-        chance.seed()  # the user's own generator is not advanced
+        chance.seed()  # does not advance the user's generator
         drawn = torch.rand(first, len(others), count, generator=chance, dtype=torch.float64)
         strata = torch.rand(drawn.shape, generator=chance).argsort(-1)
         inner = ((strata + drawn) / count * torch.tensor(others).unsqueeze(-1)).long()
@@ -93,11 +97,11 @@ def _sample(buffer: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Buffer of K or V -> the rows beside it."""
+"""Maps each buffer of K or V to its rows."""
 
 
 def rows_beside(buffer: torch.Tensor) -> LatentTensor | None:
-    """The rows from which the present values of ``buffer`` are made; None if unknown."""
+    """Return the rows from which the present values of ``buffer`` are made; None if they are unknown."""
     known = _known.get(buffer)
     if known is None or not known.describes(buffer):
         return None
@@ -110,9 +114,9 @@ def rows_beside(buffer: torch.Tensor) -> LatentTensor | None:
 
 
 def may_have_rows(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The written buffers beside which rows can be kept: those whose rows are known, or whose values are all zero.
+    """Return the written buffers for which rows can be kept: their rows are known, or all their values are zero.
 
-    Tensors that share memory are left out, and those without a version counter.
+    Tensors that share memory or have no version counter are left out.
     """
     owners = [_owner(b) for b in buffers.values()]
     return {name: b for name, b in buffers.items() if owners.count(_owner(b)) == 1 and _may_have_rows(b)}
@@ -125,13 +129,13 @@ def _may_have_rows(buffer: torch.Tensor) -> bool:
 
 
 def _owner(tensor: torch.Tensor) -> object:
-    """A key of a tensor's memory; for a subclass, which need not show its memory, a key of the tensor itself."""
+    """Return a key of a tensor's memory. A subclass need not show its memory, so its key is the tensor's identity."""
     return tensor.untyped_storage()._cdata if type(tensor) is torch.Tensor else id(tensor)
 
 
 @dataclass(frozen=True)
 class _Twin:
-    """An input that takes rows: its recipe, readers of its weights, the rows' names, and the position of the buffer."""
+    """An input that takes rows: its recipe, readers of its weights, the names of its rows, and its buffer's index."""
 
     recipe: Recipe
     leaves: tuple[Callable[[Inputs], torch.Tensor], ...]
@@ -139,21 +143,21 @@ class _Twin:
     buffer: int
 
     def reads(self, known: LatentTensor, inputs: Inputs) -> bool:
-        """Whether ``known`` has the recipe of this input, and the weights of this call."""
+        """Whether ``known`` has the recipe of this input and was made with the weights of this call."""
         return known.recipe == self.recipe and all(
             leaf is read(inputs) for leaf, read in zip(known.leaves, self.leaves, strict=True)
         )
 
 
 class RowsBeside:
-    """A callable of a graph's inputs that keeps rows beside buffers among them.
+    """A callable of a graph's inputs that keeps rows for some of the buffers among them.
 
     Args:
-        call: takes the graph's inputs, and then the rows of ``twins``.
-        otherwise: the original graph. It runs, after a warning, if rows for the values of a buffer are unknown.
+        call: takes the graph's inputs, followed by the rows of ``twins``.
+        otherwise: the original graph. It runs, after a warning, if the rows of a buffer's values are unknown.
         program: the program of ``call``, whose cache holds rows.
         names: the names of the inputs that ``call`` takes.
-        twins: the name of an input that takes rows -> the name of the buffer beside which they are kept.
+        twins: maps the name of each input that takes rows to the name of the buffer to which they belong.
     """
 
     def __init__(
@@ -176,21 +180,21 @@ class RowsBeside:
         if rows is None:
             warn(_OTHERS_WROTE)
             return self._otherwise(*inputs)
-        # During the call no rows are known, so that none are left if it fails midway.
+        # During the call, the rows are removed from ``_known``. If the call fails midway, none are used later.
         states = [_known.pop(inputs[twin.buffer], None) for twin in self._twins]
         before = [_versions(own) for own in rows]
         done = self._call(*inputs, *rows)
         for twin, own, was, state in zip(self._twins, rows, before, states, strict=True):
-            if all(now > old for now, old in zip(_versions(own), was, strict=True)):  # else the original graph ran
+            if all(now > old for now, old in zip(_versions(own), was, strict=True)):  # if not, the original graph ran
                 buffer = inputs[twin.buffer]
                 _known[buffer] = _Beside.of(own, buffer, state)
         return done
 
     def _rows(self, inputs: Inputs) -> list[LatentTensor] | None:
-        """The rows of all buffers; for a buffer of zeros, rows of zeros.
+        """Return the rows of all buffers. A buffer of zeros gets rows of zeros.
 
-        None if a buffer holds other values without known rows for the recipe and the weights of this call, or if the
-        graph writes to the same memory through two inputs.
+        Return None if a buffer holds other values and no rows with this call's recipe and weights are known for them,
+        or if the graph writes to the same memory through two inputs.
         """
         owners = [_owner(inputs[index]) for index in self._written]
         if len(set(owners)) < len(owners):
@@ -208,7 +212,10 @@ class RowsBeside:
         return found
 
     def _empty(self, twin: _Twin, inputs: Inputs, fresh: dict[str, torch.Tensor]) -> LatentTensor:
-        """Rows of zeros; ``fresh``: those that other buffers of this call use already, by name."""
+        """Return rows of zeros for a buffer.
+
+        ``fresh`` maps names to the rows that other buffers of this call already use. New rows are added to it.
+        """
         buffer = inputs[twin.buffer]
         with torch.inference_mode(mode=False), torch.no_grad():
             for index, name in enumerate(twin.rows):

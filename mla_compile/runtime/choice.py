@@ -1,4 +1,4 @@
-"""Chooses in each call between two compiled graphs, absorbed and expanded, by the sizes of the inputs."""
+"""Choose in each call between two compiled graphs, absorbed and expanded, by the sizes of the inputs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
 
 
 def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs], bool]:
-    """A predicate on a call's inputs: whether absorbing all sites together saves FLOPs.
+    """Return a predicate on a call's inputs: whether absorbing all sites together saves FLOPs.
 
-    A size that no input shows, such as one computed in the graph, counts as ``UNSEEN``.
+    A size that no input shows, for example one computed in the graph, is replaced by ``UNSEEN``.
     """
     gain = _gain(program, variants)
     found = {symbol: _reader(program, symbol) for symbol in sorted(gain.free_symbols, key=str)}
@@ -43,7 +43,7 @@ def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
 
 
 def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
-    """Multiply-adds that absorbing saves over all sites, in the graph's current shape symbols."""
+    """Return how many multiply-adds absorption saves over all sites, in the graph's current shape symbols."""
     gain = sympy.Integer(0)
     for site, count in Counter(variants).items():
         dims, sizes = site.dims, {formulas.S: site.S, formulas.T: site.T}
@@ -60,7 +60,7 @@ def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
 
 
 def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Inputs], int] | None:
-    """A function that reads the value of a shape symbol from the inputs; ``None`` if no input has it."""
+    """Return a function that reads the value of a shape symbol from the inputs; ``None`` if no input has it."""
     for index, axis, value in _symbolic_inputs(program):
         if size(value) == symbol:
             return lambda inputs: int(inputs[index] if axis is None else inputs[index].shape[axis])
@@ -68,7 +68,10 @@ def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Inputs], int] |
 
 
 def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymInt]]:
-    """Symbolic numbers, then symbolic axes of tensors: position of the input, axis (None for a number), value."""
+    """List the symbolic numbers and then the symbolic axes of input tensors.
+
+    Each entry is the input's position, the axis (None for a number) and the value.
+    """
     values = [node.meta["val"] for node in program.placeholders]
     found: list[tuple[int, int | None, Any]] = [(i, None, v) for i, v in enumerate(values)]
     tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -77,7 +80,7 @@ def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymI
 
 
 def choose_by_call(pays: Callable[[Inputs], bool], absorbed: Call, expanded: Call) -> Call:
-    """A callable that runs ``absorbed`` on inputs for which it ``pays``, and ``expanded`` on all others."""
+    """Return a callable that runs ``absorbed`` on inputs for which it ``pays``, and ``expanded`` on all others."""
 
     def call(*inputs: object) -> object:
         return absorbed(*inputs) if pays(inputs) else expanded(*inputs)

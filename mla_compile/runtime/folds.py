@@ -1,4 +1,4 @@
-"""Keeps folds up to date: products of weights, or dequantized weights, which a compiled graph takes as inputs."""
+"""Keep folds up to date: products of weights, or dequantized weights, that a compiled graph takes as inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mla_compile.errors import StaleWeightError, WeightError
 class _Seen:
     """A weight at the time of folding: a weak reference to the object, and a copy of its values.
 
-    ``snapshot`` is None if only versions and addresses are to show whether the weight has changed. For a tensor
-    subclass or a DTensor it holds the local plain tensors: comparing the weight itself might involve other ranks.
+    ``snapshot`` is None if only versions and addresses show whether the weight has changed. For a tensor subclass or a
+    DTensor it holds the local plain tensors, because comparing the weight itself might involve other ranks.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -28,23 +28,23 @@ class _Seen:
     addresses: tuple[int, ...]
 
     def is_current(self, live: torch.Tensor) -> bool:
-        """Whether the weight is unchanged: cheap checks first, then every bit."""
+        """Whether the weight is unchanged. Cheap checks are made first; then every bit is compared."""
         if self.tensor() is not live or self.versions != versions(live) or self.addresses != addresses(live):
             return False
         return self.snapshot is None or all(map(same_bits, parts_of(live.detach()), self.snapshot))
 
 
 class FoldedWeights:
-    """The values of a program's folds, computed from the live weights and recomputed when one of these has changed.
+    """The values of a program's folds, computed from the live weights and recomputed when a weight has changed.
 
     Each call compares every weight bit by bit with a copy from the time of folding, because ``p.data.mul_(2)`` changes
     neither the identity nor the address nor the version of ``p``. New values are written into the same memory, so that
-    a CUDA graph that holds its address stays correct. One compiled graph may serve several layers in turn, so values
-    are kept per set of weights until one of the weights is gone. Beyond :attr:`SETS` sets, the least recently used one
-    is dropped.
+    a CUDA graph that holds its address stays correct. One compiled graph may serve several layers in turn. Values are
+    therefore kept for each set of weights until one of its weights is freed. Beyond :attr:`SETS` sets, the least
+    recently used set is dropped.
 
-    Dequantized weights are checked by versions and addresses only: comparing the stored values would read as many
-    bytes as using them. All graphs that need such a value share it.
+    Dequantized weights are checked by versions and addresses only: comparing the stored values would read as many bytes
+    as using them. All graphs that need the same dequantized weight share one tensor.
     """
 
     SETS = 128
@@ -59,14 +59,14 @@ class FoldedWeights:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, object]:
-        """The state without the computed values and the lock."""
+        """Return the state without the computed values and the lock."""
         return {**vars(self), "_known": {}, "_lock": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
     def values(self, inputs: Inputs) -> list[torch.Tensor]:
-        """One tensor per fold for these inputs. Raises :class:`WeightError` for weights that cannot be folded."""
+        """Return one tensor per fold for these inputs. Raises :class:`WeightError` if weights cannot be folded."""
         live = {name: read(inputs) for name, read in self._read.items()}
         with self._lock:
             return self._values(live)
@@ -92,7 +92,7 @@ class FoldedWeights:
 
 
 _stored: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
-"""Key of the computation and ids of the weights -> the dequantized weight, as long as a graph keeps it."""
+"""Maps a computation's key and the ids of its weights to the dequantized weight, while a graph uses this weight."""
 
 
 def _shared(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -101,13 +101,13 @@ def _shared(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tenso
     key = (fold.stored, *(id(live[name]) for name in fold.weights))
     value = compute(fold, live)
     known = _stored.setdefault(key, value)
-    if known is not value:  # it may be stale: an id may have belonged to another tensor, or a weight has changed
+    if known is not value:  # stale if a weight has changed, or if its id belonged to another tensor before
         known.copy_(value)
     return known
 
 
 def compute(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The value of a fold. Raises :class:`WeightError` for weights that are not dense or cannot be multiplied."""
+    """Compute a fold's value. Raises :class:`WeightError` for weights that are not dense or cannot be multiplied."""
     for name in fold.weights:
         check_weight(name, live[name], _without(fold))
     try:
@@ -119,7 +119,7 @@ def compute(fold: FoldedWeight, live: Mapping[str, torch.Tensor]) -> torch.Tenso
 
 
 def folded_values(program: Program) -> dict[str, torch.Tensor]:
-    """The values of all folds of a program that is about to be saved, computed from its present weights.
+    """Compute the values of all folds of a program that is about to be saved, from its present weights.
 
     Raises :class:`WeightError` for weights without dense values.
     """
@@ -131,12 +131,12 @@ def folded_values(program: Program) -> dict[str, torch.Tensor]:
 
 
 def _without(fold: FoldedWeight) -> str:
-    """The option value that avoids a fold."""
+    """Return the option setting that avoids a fold."""
     return 'fold="never"' if fold.stored is None else 'dequantize="step"'
 
 
 def check_weight(name: str, tensor: torch.Tensor | None, instead: str = 'fold="never"') -> None:
-    """Raise :class:`WeightError`, which says what to do ``instead``, unless the tensor has dense values."""
+    """Raise :class:`WeightError` unless the tensor has dense values. The message recommends the option ``instead``."""
     problem = None
     if tensor is None or tensor.is_meta:
         problem = "has no values (it is on the meta device, or fake)"
@@ -164,12 +164,12 @@ def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: FoldedWeight) -> No
 
 
 def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> Callable[[Inputs], torch.Tensor]:
-    """A function that reads a weight of ``program`` from a call's inputs, or from the program if it is an attribute."""
+    """Return a function that reads a weight from a call's inputs, or from ``program`` if the weight is an attribute."""
     if name in positions:
         index = positions[name]
         return lambda inputs: inputs[index]
     if not any(node.name == name for node in program.gm.graph.nodes):
-        # Only the fold still reads this constant, so its node is gone.
+        # Only the fold still reads this constant, so its node was removed from the graph.
         constant = program.weights[name]
         if constant is None:
             raise KeyError(name)
@@ -181,22 +181,22 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
 
 
 def version(tensor: torch.Tensor) -> int:
-    """The version counter of a tensor; -1 for inference tensors, which have none."""
+    """Return the version counter of a tensor; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def versions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """:func:`version` of a tensor, or of its plain tensors."""
+    """Return the :func:`version` of a tensor, or of each of its plain tensors."""
     return tuple(map(version, parts_of(tensor)))
 
 
 def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The addresses of a tensor, or of its plain tensors."""
+    """Return the address of a tensor, or of each of its plain tensors."""
     return tuple(part.data_ptr() for part in parts_of(tensor))
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors of which ``tensor`` is made on this rank; the tensor itself if it is plain."""
+    """Return the plain tensors of which ``tensor`` is made on this rank; the tensor itself if it is plain."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -205,7 +205,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:
-    """Wrap ``call`` as a callable of the original inputs, to which it appends the folded weights."""
+    """Wrap ``call`` as a callable of the original inputs: the folded weights are appended to them in each call."""
 
     def folded(*inputs: object) -> object:
         return call(*inputs, *folds.values(inputs))

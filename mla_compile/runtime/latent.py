@@ -1,6 +1,6 @@
-"""K or V of a cache as a tensor that holds its latent rows, and expands them only for code that reads it.
+"""K or V of a cache as a tensor that holds latent rows, and expands them only for code that reads the tensor.
 
-A compiled graph whose K and V the caller keeps (in a Cache object, a tuple, an attribute) returns them as such tensors.
+If the caller keeps K and V (in a Cache object, a tuple, an attribute), a compiled graph returns them as such tensors.
 To all other code they are tensors of the shape of K: an operator that reads one gets K, computed from the rows. The
 next compiled graph takes the rows themselves. How the caller keeps the cache does not matter.
 """
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes that tensors of a cache hold. K and V kept as rows count as these rows, which count once if shared."""
+    """Return the bytes that tensors of a cache occupy. K and V kept as rows count as their rows, shared rows once."""
     held = (row for t in tensors for row in (t._cell.rows if isinstance(t, LatentTensor) and t.recipe else (t,)))
     return sum({(t.data_ptr(), t.shape): t.nbytes for t in held}.values())
 
@@ -37,8 +37,9 @@ def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
 class LatentTensor(torch.Tensor):
     """K (or V) of shape ``recipe.shape(rows)``, held as rows of ``recipe.widths`` values per token.
 
-    ``rows`` and ``leaves`` (the weights that expand them) are tensors in the recipe's order. Tensors of one
-    :class:`Cell` share memory as views do. ``span``: the tokens of the cell that this tensor shows; ``None`` means all.
+    ``rows`` and ``leaves`` (the weights that expand the rows) are tensors in the recipe's order. Tensors of one
+    :class:`Cell` share memory as views do. ``span`` is the range of the cell's tokens that this tensor shows; ``None``
+    means all.
     """
 
     _cell: Cell
@@ -49,7 +50,7 @@ class LatentTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[LatentTensor], cell: Cell, tokens: int, span: tuple[int, int] | None = None) -> LatentTensor:
-        """A tensor that shows a cell; :meth:`of` creates one from rows."""
+        """Create a tensor that shows a cell; :meth:`of` creates one from rows."""
         if cell.full is not None:  # slices of K itself are plain tensors
             assert span is None
             like, shape, dtype = cell.full, tuple(cell.full.shape), cell.full.dtype
@@ -70,7 +71,7 @@ class LatentTensor(torch.Tensor):
     def of(
         cls, recipe: Recipe, rows: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, own: bool = False
     ) -> LatentTensor:
-        """A new tensor that is computed from ``rows``; ``own``: it is a buffer, and its rows may be written to."""
+        """Create a tensor that is computed from ``rows``. If ``own``, it is a buffer whose rows may be written to."""
         return cls(Cell(recipe, rows, leaves, own=own), recipe.tokens)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
@@ -127,12 +128,12 @@ class LatentTensor(torch.Tensor):
         return self._cell.leaves
 
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """The rows. Raises :class:`StaleWeightError` if the weights for which they were made have changed."""
+        """Return the rows. Raises :class:`StaleWeightError` if the weights for which they were made have changed."""
         self._cell.check()
         return self.shown_rows()
 
     def shown_rows(self) -> tuple[torch.Tensor, ...]:
-        """The rows, without checking the weights. K and V of one attention return the same tensors."""
+        """Return the rows without checking the weights. K and V of one attention return the same tensors."""
         cell = self._cell
         if self._span is None or cell.recipe is None:
             return cell.rows
@@ -141,23 +142,26 @@ class LatentTensor(torch.Tensor):
         if cell.own:  # later writes must show in the rows: return a view
             return tuple(once((r,), torch.Tensor.narrow, *how) for r in cell.rows)
         if self._part is None:
-            # A copy has the layout of whole rows, so compiled graphs need no recompilation for it.
+            # A copy has the same layout as the whole rows, so compiled graphs are not recompiled for it.
             self._part = tuple(once((r,), _narrowed, *how) for r in cell.rows)
         return self._part
 
     def expanded(self) -> torch.Tensor:
-        """K itself, a plain tensor. It shares memory with this one only if K has already replaced the rows."""
+        """Return K as a plain tensor. It shares memory with this tensor only if K has already replaced the rows."""
         full = self._cell.full
         return self._cell.expand(self.rows()) if full is None else self._shown(full)
 
     def settled(self) -> torch.Tensor:
-        """K itself. From now on it is the memory of this tensor and of all its views, and the rows are dropped."""
+        """Return K after replacing the rows by it for good.
+
+        K is then the memory of this tensor and of all its views.
+        """
         return self._shown(self._cell.settle())
 
     def _shown(self, full: torch.Tensor) -> torch.Tensor:
         if self._span is None:
             return full
-        # The same tensor object each time, because compilers recognise inputs by identity.
+        # Return the same tensor object each time, because compilers recognise inputs by identity.
         if self._view is None or self._view[0] is not full:
             with torch.inference_mode(mode=False):
                 self._view = full, full.narrow(self._tokens, self._span[0], self._span[1] - self._span[0])
@@ -191,10 +195,10 @@ class LatentTensor(torch.Tensor):
         return result
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Index the tensor; a range of tokens is again a tensor of rows.
+        """Index the tensor. An index that takes a range of tokens returns a tensor of rows again.
 
-        This is handled here and not in the dispatcher, because autograd records views that the dispatcher
-        makes, and compilers replay them.
+        Indexing is handled here and not in the dispatcher, because autograd records the views that the dispatcher
+        makes, and compilers replay these views.
         """
         rows = self.recipe is not None and not torch.compiler.is_compiling()
         tokens = range_of(index, self.dim(), self._tokens) if rows else None
@@ -204,18 +208,18 @@ class LatentTensor(torch.Tensor):
         first = 0 if self._span is None else self._span[0]
         return LatentTensor(self._cell, self._tokens, (first + low, first + max(low, high)))
 
-    # Methods that read memory without going through the dispatcher.
+    # These methods read memory without going through the dispatcher.
 
     def data_ptr(self) -> int:
-        """The address of K, which replaces the rows."""
+        """Return the address of K. K then replaces the rows."""
         return self.settled().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """K, which replaces the rows, as an array that shares its memory."""
+        """Return K as an array that shares K's memory. K then replaces the rows."""
         return self.settled().numpy(force=force)
 
     def tolist(self) -> Any:
-        """K as nested lists."""
+        """Return K as nested lists."""
         return self.expanded().tolist()
 
     def __array__(self, dtype: object = None) -> object:
@@ -248,7 +252,10 @@ class LatentTensor(torch.Tensor):
 
 
 def _on_rows(func: object, args: tuple[Any, ...], kwargs: dict[str, object]) -> LatentTensor | None:
-    """Do to the rows what caches do to K along tokens and batch: copy, concatenate, reorder, clear; None for others."""
+    """Apply to the rows what caches do to K along tokens and batch: copy, concatenate, reorder, clear.
+
+    Return None for any other operation.
+    """
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)
     x = args[0] if args else None

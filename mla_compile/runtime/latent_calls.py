@@ -21,9 +21,10 @@ from mla_compile.runtime.shared_rows import RankRows
 
 
 def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[object]:
-    """The example inputs of a Dynamo graph, with plain fake tensors in place of tensors that hold rows.
+    """Return the example inputs of a Dynamo graph with plain fake tensors in place of tensors that hold rows.
 
-    They replace the graph's own examples, too, because a trace of a part of the graph starts from those.
+    The plain tensors also replace the examples stored in the graph, because a trace of a part of the graph starts from
+    those.
     """
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -37,7 +38,7 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[object]:
 
 
 def expanding(call: Call, gm: fx.GraphModule) -> Call:
-    """Wrap a callable of the plain inputs of ``gm`` so that it accepts tensors of rows."""
+    """Wrap a callable of the plain inputs of ``gm`` so that it also accepts tensors of rows."""
     may_be_written = possibly_written(gm.graph)
     written = [node in may_be_written for node in gm.graph.find_nodes(op="placeholder")]
 
@@ -48,7 +49,7 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
 
 
 def _plain(value: object, *, written: bool) -> object:
-    """``value``, or K itself if it holds rows; for a graph that writes to K, memory that replaces the rows for good."""
+    """Return ``value`` itself, or K if it holds rows. If the graph writes to K, K replaces the rows for good."""
     if isinstance(value, RankRows):  # every rank runs this graph, so the collective is safe
         return value.refuse("a graph writes to it") if written else value.full_tensor()
     if not isinstance(value, LatentTensor):
@@ -57,7 +58,10 @@ def _plain(value: object, *, written: bool) -> object:
 
 
 def possibly_written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that a Dynamo graph may write to: those that a writing call takes, directly or as a possible view."""
+    """Return the nodes that a Dynamo graph may write to.
+
+    These are the arguments of writing calls, and all nodes of which such an argument may be a view.
+    """
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in found or _writes(user) for user in node.users):
@@ -80,13 +84,13 @@ def _writes(user: fx.Node) -> bool:
 
 
 def example_in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """A fake tensor of the shape of ``rows`` whose axes have this order in memory."""
+    """Return a fake tensor of the shape of ``rows`` whose axes have this order in memory."""
     made = torch.empty_like(rows.permute(*order), memory_format=torch.contiguous_format)
     return made.permute(*(order.index(dim) for dim in range(len(order))))
 
 
 def in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """``rows``, dense with their axes in this order in memory; copied only if they are not."""
+    """Return ``rows`` as a dense tensor whose axes have this order in memory. Copy them only if needed."""
     moved = rows.permute(*order)
     return rows if moved.is_contiguous() else moved.contiguous().permute(*(order.index(d) for d in range(len(order))))
 
@@ -101,10 +105,10 @@ def with_rows(
 ) -> Call:
     """Wrap ``call``, which takes the program's inputs, as a callable of the captured inputs ``names``.
 
-    The wrapper takes the rows out of the tensors that hold them and returns the new rows in such tensors. It warns and
-    calls ``otherwise`` if an input holds K or V instead of rows, or if it has other weights or shares rows in another
-    way than the program was compiled for. ``appends``: the rows that will grow. ``layouts``: for other rows by name,
-    the order of their axes in memory for which the code was compiled.
+    The wrapper takes the rows out of the tensors that hold them and returns the new rows in tensors of this kind. It
+    warns and calls ``otherwise`` in three cases: an input holds K or V instead of rows, its weights differ from the
+    call's weights, or rows are shared in another way than the program was compiled for. ``appends`` lists the rows that
+    will grow. ``layouts`` maps the names of other rows to the order of axes in memory for which the code was compiled.
     """
     cache = program.cache
     assert cache is not None
@@ -122,7 +126,7 @@ def with_rows(
     count = len(program.outputs) - len(program.mutations) - len({r for rows in cache.outputs.values() for r in rows})
 
     def _otherwise(why: str) -> Call:
-        # A warning and not a log record: the call is correct, but as slow as without this package.
+        # This is a warning and not a log record: the call is correct, but as slow as without this package.
         warn(f"the original graph runs in this call, because its cache is {why}; start with an empty cache")
         return otherwise
 
@@ -149,7 +153,7 @@ def with_rows(
         for index, recipe, leaves, parts, own in gives:
             held, weights = [results[part] for part in parts], [read(inputs) for read in leaves]
             made = LatentTensor.of(recipe, held, weights, own=own)
-            # Marking a tensor also marks its inner tensors with equally many axes, whatever these axes mean.
+            # Marking a tensor also marks its inner tensors that have the same number of axes, whatever these axes mean.
             if growing.issuperset(parts) and all(inner.dim() != made.dim() for inner in (*held, *weights)):
                 mark(made, recipe.tokens)
             results[index] = made

@@ -1,4 +1,7 @@
-"""The cell that the tensors of one K share: the rows from which K is computed, or K itself once it was written to."""
+"""The cell that the tensors of one K share.
+
+It holds the rows from which K is computed, or K itself after K was written.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from mla_compile.runtime.folds import parts_of, version, versions
 
 
 class Cell:
-    """The contents of one K, shared by all tensors that show it or a part of it.
+    """The contents of one K, shared by all tensors that show K or a slice of it.
 
-    ``full`` is K itself, which replaces the rows once someone has written to K or holds a view of it. ``own``: the cell
-    belongs to a buffer of a module, into whose rows compiled graphs write.
+    ``full`` is K itself. It replaces the rows once someone has written to K or holds a view of it. ``own`` means that
+    the cell belongs to a buffer of a module, and that compiled graphs write into its rows.
     """
 
     def __init__(
@@ -45,15 +48,16 @@ class Cell:
             _sharing.setdefault(row, weakref.WeakSet()).add(self)
 
     def sharers(self) -> set[Cell]:
-        """All cells of buffers that share any of these rows: a write to the rows changes all of them."""
+        """Return all cells of buffers that share rows with this cell. A write to the rows changes all of them."""
         found = (_sharing.get(row, ()) for row in self.rows)
         return {cell for cells in found for cell in cells if any(a is b for a in cell.rows for b in self.rows)}
 
     def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute K from ``rows``, which may be a part of the cell's rows."""
+        """Compute K from ``rows``, which are the cell's rows or a range of them."""
         self.check()
         assert self.recipe is not None
-        # The recipe contains the casts of the graph that made the rows, so the reader's autocast must not apply.
+        # The recipe contains the casts of the graph that made the rows. The autocast mode of the reading code must not
+        # apply.
         with torch.no_grad(), torch._C._DisableAutocast():
             made: torch.Tensor = expand(self.recipe, rows, self.leaves, at_once)
         return made.contiguous()
@@ -61,7 +65,7 @@ class Cell:
     def settle(self) -> torch.Tensor:
         """Replace the rows by K, and return K."""
         if self.full is None:
-            with torch.inference_mode(mode=False):  # the caller may write to it outside of inference mode
+            with torch.inference_mode(mode=False):  # the caller may write to K outside of inference mode
                 full = self.expand(self.rows)
             self.replace(full)
             return full
@@ -70,24 +74,24 @@ class Cell:
     def replace(self, full: torch.Tensor) -> None:
         """Replace the contents with a dense tensor and drop the rows."""
         self.full = full
-        if not isinstance(full, FakeTensor):  # the guards of a trace refer to the inputs, so a trace keeps the rows
+        if not isinstance(full, FakeTensor):  # a trace keeps the rows: its guards refer to inputs
             self.rows = self.leaves = ()
 
     def clear(self) -> None:
         """Set the contents to zeros, which are valid for any weights.
 
-        Other cells that share the rows keep the old ones until they are cleared, too.
+        Other cells that share the rows keep the old rows until these cells are cleared, too.
         """
         self.rows = tuple(once((row,), zeros) for row in self.rows)
-        if any(version(row) for row in self.rows):  # another cell got these zeros, and has written to them
+        if any(version(row) for row in self.rows):  # another cell has these zeros too, and wrote to them
             self.rows = tuple(map(zeros, self.rows))
         self.versions = [versions(leaf) for leaf in self.leaves]
         self._share()
 
     def check(self) -> None:
-        """Check that the weights are there, and unchanged since the rows were made.
+        """Check that the weights have memory, and are unchanged since the rows were made.
 
-        Raises :class:`StaleWeightError` if a weight has changed, and :class:`WeightError` if it has no memory.
+        Raises :class:`StaleWeightError` if a weight has changed, and :class:`WeightError` if a weight has no memory.
         """
         if any(versions(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
             empty = "empty it with zero_()" if self.own else "start with an empty cache"
@@ -103,14 +107,14 @@ class Cell:
 
 
 _sharing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Rows of buffers -> the cells of the buffers that use them."""
+"""Maps rows of buffers to the cells of the buffers that use them."""
 
 
 _made: dict[tuple[object, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}
 
 
 def once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:
-    """``make(*sources, *how)``, or its earlier result for the same tensors, so that K and V go on sharing rows."""
+    """Return ``make(*sources, *how)``, or its earlier result for the same tensors, so that K and V still share rows."""
     key = (make, *map(id, sources), *(version(source) for source in sources), *how)
     known = _made.get(key)
     if known is not None and all(ref() is source for ref, source in zip(known[1], sources, strict=True)):
@@ -126,6 +130,6 @@ def once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *
 
 
 def zeros(rows: torch.Tensor) -> torch.Tensor:
-    """New rows of zeros."""
-    with torch.inference_mode(mode=False):  # a normal tensor counts writes, and can leave inference mode
+    """Return new rows of zeros."""
+    with torch.inference_mode(mode=False):  # only a normal tensor counts writes and may leave this mode
         return torch.zeros_like(rows)

@@ -1,11 +1,11 @@
 """Buffers of K and V that an optimized module keeps as rows.
 
 A cache that belongs to a module (``self.k_cache[:B, start:end] = k``) is allocated before the first token. As long as
-it is empty, rows of zeros expand to the same zeros, so an optimized module may hold a :class:`LatentTensor` in its
-place. Code that reads the attribute sees K, and compiled graphs write rows into the tensor.
+it is empty, rows of zeros expand to the same zeros. An optimized module may therefore hold a :class:`LatentTensor` in
+the buffer's place. Code that reads the attribute sees K, and compiled graphs write rows into the tensor.
 
-A trace of the first call, on copies, finds the buffers that can be kept like that, and their recipes. The original's
-buffers do not change: the modules on the path to one are copied for the optimized model.
+A trace of the first call, made on copies, finds the buffers that can be kept as rows, and their recipes. The buffers of
+the original module do not change. For the optimized model, the modules on the path to a buffer are copied.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
 
 FindKept = Callable[[nn.Module, Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
-"""Finds the empty buffers of a module that can be kept as rows, by a trace of its forward with these arguments.
+"""Trace a module's forward with these arguments to find the empty buffers that can be kept as rows.
 
 Raises :class:`InputError` for arguments with which the forward does not run.
 """
 
 
 _TRIES = 3
-"""After this many calls that could not be traced, the search for buffers is given up."""
+"""The search for buffers stops after this many calls that could not be traced."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class KeptBuffer:
     """A buffer that rows can replace.
 
     Attributes:
-        place: where the model holds it.
-        recipe: how it is computed from its rows.
+        place: where the model holds the buffer.
+        recipe: how the buffer is computed from its rows.
         leaves: the attribute path to each weight that the recipe reads.
-        rows: a name and the dtype of each tensor of rows; buffers share rows of equal names and shapes.
+        rows: a name and the dtype of each tensor of rows. Buffers share rows of equal names and shapes.
     """
 
     place: Place
@@ -56,7 +56,7 @@ class KeptBuffer:
     rows: tuple[tuple[Hashable, torch.dtype], ...]
 
     def fits(self, buffer: torch.Tensor) -> bool:
-        """Whether rows can replace this tensor, which need not be the traced one."""
+        """Whether rows can replace this tensor, which may be another tensor than the traced one."""
         kinds = self.recipe.kinds
         return (
             buffer.dtype == self.recipe.dtype
@@ -65,7 +65,10 @@ class KeptBuffer:
         )
 
     def empty(self, model: nn.Module, buffer: torch.Tensor, shared: dict[Hashable, torch.Tensor]) -> LatentTensor:
-        """A tensor like ``buffer`` whose rows are zeros; ``shared`` has the rows that other buffers use already."""
+        """Make a tensor like ``buffer`` whose rows are zeros.
+
+        ``shared`` has the rows that other buffers already use.
+        """
         rows = []
         with torch.inference_mode(mode=False), torch.no_grad():
             for index, (name, dtype) in enumerate(self.rows):
@@ -78,13 +81,16 @@ class KeptBuffer:
 
 
 def empty_buffers(model: nn.Module, tensors: Mapping[Place, Any]) -> dict[Place, torch.Tensor]:
-    """The tensors of a model that could be a cache of K or V, are empty, and are reachable in only one way."""
+    """Return the tensors of a model that could be a cache of K or V, are empty, and are reachable in only one way."""
     found = {place: tensor for place, tensor in tensors.items() if may_be_cache(tensor) and is_empty(tensor)}
     return {place: found[place] for place in only_here(model, found)} if found else {}
 
 
 def may_be_cache(value: object) -> bool:
-    """Whether a value is a float tensor of three or more axes that may be K or V, or our settled tensor of a buffer."""
+    """Whether a value may be a buffer of K or V: a plain float tensor of three or more axes that needs no gradient.
+
+    An own :class:`LatentTensor` that has settled may be one, too.
+    """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
         return False
     if value.dim() < 3 or not value.numel():
@@ -99,16 +105,16 @@ def _are_rows(value: torch.Tensor) -> bool:
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds nothing but zeros; one without values counts as empty."""
+    """Whether a tensor holds nothing but zeros. A tensor without values (on the meta device) is considered empty."""
     if tensor.is_meta:
         return True
     plain = tensor.expanded() if isinstance(tensor, LatentTensor) else tensor
-    # Almost every cache in use has a nonzero value at its beginning, so that the rest need not be read.
+    # Almost every cache in use has a nonzero value at its beginning. The rest is then not read.
     return not plain[(0,) * (plain.dim() - 1)].any() and not plain.any()
 
 
 class BuffersInTrace:
-    """The empty buffers of a traced module, and in :attr:`kept` those that can be kept as rows."""
+    """The empty buffers of a traced module. :attr:`kept` lists the buffers that can be kept as rows."""
 
     def __init__(self, module: nn.Module, places: Collection[Place]) -> None:
         self._module = module
@@ -121,9 +127,9 @@ class BuffersInTrace:
         return id(value) in self._places
 
     def noting(self, call: Call, captured: Program, base: Program) -> Call:
-        """``call``, which also records the buffers among its inputs that ``base`` takes as rows.
+        """Wrap ``call`` so that it also records which of its inputs are buffers that ``base`` takes as rows.
 
-        The record is made in the call, because one graph may serve several layers.
+        The record is made during the call, because one graph may serve several layers.
         """
 
         def noted(*inputs: object) -> object:
@@ -144,7 +150,10 @@ class BuffersInTrace:
                 self.kept.append(KeptBuffer(self._places[id(given[name])], recipe, known, kinds))
 
     def _path(self, weight: fx.Node, given: Mapping[str, object]) -> tuple[str, ...] | None:
-        """The attribute path to a weight, which may be an attribute of a tensor of the module; None if unknown."""
+        """Return the attribute path to a weight; None if unknown.
+
+        The weight may be an attribute of one of the module's tensors.
+        """
         attributes: tuple[str, ...] = ()
         while weight.target is getattr:
             attributes = (str(weight.args[1]), *attributes)
@@ -175,13 +184,16 @@ class OwnBuffers:
         return bool(self._kept)
 
     def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Replace empty buffers by rows, in the first call and whenever they are empty again."""
+        """Replace empty buffers by rows, in the first call and whenever the buffers are empty again."""
         if self._links is None or not self._is_settled(self._links):
             with self._lock:
                 self._look(args, kwargs)
 
     def _is_settled(self, links: Iterable[Link]) -> bool:
-        """Whether all buffers, and what leads to them, are as the last call left them; cheap, for every call."""
+        """Whether all buffers, and the holders on the paths to them, are as the last call left them.
+
+        This check runs in every call, so it is cheap.
+        """
         return all(
             _are_rows(now) if isinstance(held, torch.Tensor) else now is held
             for holder, key, held in links
@@ -194,7 +206,7 @@ class OwnBuffers:
             empty = empty_buffers(plain, dict(tensors_of(plain)))
             try:
                 kept = self._find_kept(plain, args, kwargs, empty) if empty else []
-            except InputError:  # the call itself raises it in the model's words, unless only our trace failed
+            except InputError:  # the call itself raises this error, unless only our trace failed
                 self._failures += 1
                 self._links = [] if self._failures == _TRIES else None
                 return
@@ -214,12 +226,12 @@ class OwnBuffers:
             self._own(place)
             *_, (holder, key, _) = place.links(self._module)
             holder[key] = rows
-        # Without duplicates: the paths to several buffers have common beginnings.
+        # Remove duplicates: the paths to several buffers begin with the same links.
         links = [link for place in self._kept for link in place.links(self._module)]
         self._links = list({(id(holder), key): (holder, key, held) for holder, key, held in links}.values())
 
     def _own(self, place: Place) -> None:
-        """Copy those modules, lists and dicts on the path to a buffer that still belong to the original."""
+        """Copy the modules, lists and dicts on the path to a buffer, unless they have been copied already."""
         self._detach(self._module)
         for depth in range(len(place.modules)):
             owner, name, module = place.links(self._module)[depth]
@@ -231,7 +243,7 @@ class OwnBuffers:
             holder[key] = copy.copy(items)
 
     def _detach(self, module: nn.Module) -> None:
-        """Give a copied module dicts of its own in place of those that it still shares with the original."""
+        """Copy the dicts that a copied module still shares with the original."""
         if module not in self._copies:
             self._copies.add(module)
             for name in ("_modules", "_buffers", "_non_persistent_buffers_set"):

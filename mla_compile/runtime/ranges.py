@@ -1,4 +1,4 @@
-"""Slices that a Python index takes of one axis."""
+"""Recognize Python indices that take a slice of one axis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def range_of(index: Any, rank: int, axis: int) -> slice | None:
-    """The slice, of step 1, that an index takes of ``axis`` if it takes all of every other axis; else ``None``."""
+    """Return the slice, of step 1, that an index takes of ``axis``; ``None`` unless it takes all other axes whole."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(p is not Ellipsis and not isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
         return None

@@ -1,8 +1,8 @@
-"""The rows of a cache that ranks share, as a tensor that has the shape of all rows and holds this rank's share.
+"""The rows of a cache that ranks share: a tensor that has the shape of all rows, but holds only this rank's share.
 
-Compiled graphs of this library read the local share. Any other read raises an error, since it would need a collective
-in which the other ranks may not take part. Some operations apply to the share: what caches do along axes before the
-tokens (reorder, repeat, copy), clearing, and truncation to the first tokens.
+Compiled graphs of this library read the local share. Any other read raises an error, because it would need a collective
+in which the other ranks may not take part. A few operations are applied to the share: what caches do along the axes
+that precede the tokens (reorder, repeat, copy), clearing, and truncation to the first tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOW = "call full_tensor() on all ranks for all of its rows, or compile without 
 
 @dataclass
 class _RankMemory:
-    """Memory for a rank's rows, which holds its share of ``tokens`` tokens."""
+    """Memory for the rows of one rank, which holds the rank's share of ``tokens`` tokens."""
 
     rows: torch.Tensor
     tokens: int
@@ -38,7 +38,7 @@ class _RankMemory:
 class RankRows(torch.Tensor):
     """Rows of all tokens along ``axis``, of which this rank holds ``local``: its share, and possibly one row more.
 
-    Rows of a growing cache lie in memory with spare capacity; those of a buffer of full length do not.
+    Rows of a growing cache lie in memory with spare capacity. Rows of a full-length buffer have no spare capacity.
     """
 
     local: torch.Tensor
@@ -55,7 +55,7 @@ class RankRows(torch.Tensor):
         sharing: Sharing,
         memory: _RankMemory | None = None,
     ) -> RankRows:
-        """A tensor that shows ``tokens`` rows; :meth:`of` takes a share of all rows."""
+        """Create a tensor that shows ``tokens`` rows; :meth:`of` creates one from a tensor of all rows."""
         shape = (*local.shape[:axis], tokens, *local.shape[axis + 1 :])
         made: RankRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.axis, made.sharing, made._memory = local, axis, sharing, memory
@@ -63,15 +63,15 @@ class RankRows(torch.Tensor):
 
     @classmethod
     def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> RankRows:
-        """This rank's share of ``rows``, a plain tensor of all rows, which every rank has.
+        """Take this rank's share of ``rows``, a plain tensor of all rows, which every rank has.
 
-        ``grows``: in memory with spare capacity.
+        If ``grows``, the share is stored in memory with spare capacity.
         """
         return cls.made_of(_share(rows, axis, sharing), axis, rows.shape[axis], sharing, grows=grows)
 
     @classmethod
     def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> RankRows:
-        """``own``, the rank's rows of ``tokens`` tokens, in new memory; ``grows``: with spare capacity."""
+        """Copy ``own``, the rank's rows of ``tokens`` tokens, into new memory. If ``grows``, it has spare capacity."""
         count = sharing.capacity(tokens)
         own = own.narrow(axis, 0, min(count, own.shape[axis]))
         if grows:
@@ -83,8 +83,8 @@ class RankRows(torch.Tensor):
         return cls(local, axis, tokens, sharing)
 
     def buffer(self) -> torch.Tensor:
-        """This rank's rows as a dense tensor that may be written to."""
-        if not self.local.is_contiguous():  # rows of a cache that grew are not contiguous
+        """Return this rank's rows as a dense tensor that may be written to."""
+        if not self.local.is_contiguous():  # a cache that grew is not contiguous
             self.local, self._memory = self.local.contiguous(), None
         return self.local
 
@@ -95,9 +95,9 @@ class RankRows(torch.Tensor):
             self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
 
     def grown(self, count: int) -> RankRows:
-        """These rows and ``count`` new ones, not written yet; in the same memory if there is room.
+        """Return these rows and ``count`` unwritten ones, in the same memory if its capacity suffices.
 
-        Only the newest tensor in a memory can grow there; the rows of an older one are copied.
+        Only the newest tensor of a memory can grow in it. The rows of an older tensor are copied.
         """
         tokens = self.shape[self.axis] + count
         with _lock:
@@ -109,7 +109,7 @@ class RankRows(torch.Tensor):
         return RankRows(first_rows(memory.rows, self.axis, capacity), self.axis, tokens, self.sharing, memory)
 
     def full_tensor(self) -> torch.Tensor:
-        """All rows, a plain tensor. A collective: every rank that shares them has to call it."""
+        """Return all rows as a plain tensor. This is a collective: every rank that shares the rows has to call it."""
         axis = self.axis
         with torch.no_grad():
             rows = self.sharing.all_rows(self.local.movedim(axis, 0), self.shape[axis])
@@ -140,7 +140,7 @@ class RankRows(torch.Tensor):
     ) -> object:
         kwargs = dict(kwargs or {})
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, RankRows)]
-        # Dynamo traces with fake tensors, for which only shapes matter
+        # Dynamo traces with fake tensors. Only their shapes matter, so operators run on all rows.
         if all(isinstance(x.local, FakeTensor) for x in given):
             plain = pytree.tree_map_only(RankRows, _empty, (args, kwargs))
             return func(*plain[0], **plain[1])
@@ -155,7 +155,7 @@ class RankRows(torch.Tensor):
         return given[0].refuse(f"{func} reads it")
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the rows: the first tokens are again shared rows; any other index is an operator for the dispatcher."""
+        """Index the rows. The first tokens are again shared rows; any other index is left to the dispatcher."""
         if torch.compiler.is_compiling():
             return super().__getitem__(index)
         tokens = range_of(index, self.dim(), self.axis)
@@ -165,13 +165,13 @@ class RankRows(torch.Tensor):
         return self.made_of(self.local, self.axis, high, self.sharing, grows=self._memory is not None)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **how: Any) -> torch.Tensor:
-        """Repeat entries of an axis before the tokens; any other ``dim`` raises an error, except in a trace."""
+        """Repeat entries of an axis that precedes the tokens. Any other ``dim`` raises an error, except in a trace."""
         if dim is None or not 0 <= dim < self.axis or torch.compiler.is_compiling():
             return super().repeat_interleave(repeats, dim, **how)
         return self._with(self.local.repeat_interleave(repeats, dim, **how))
 
     def _with(self, local: torch.Tensor) -> RankRows:
-        """A tensor with other local rows for the same tokens."""
+        """Return a tensor with other local rows for the same tokens."""
         return self.made_of(local, self.axis, self.shape[self.axis], self.sharing, grows=self._memory is not None)
 
     def refuse(self, what: str) -> NoReturn:
@@ -208,7 +208,7 @@ class RankRows(torch.Tensor):
 
 
 def _share(rows: torch.Tensor, axis: int, sharing: Sharing) -> torch.Tensor:
-    """This rank's share of rows that are all present."""
+    """Return this rank's share of ``rows``, which contains all rows."""
     return rows[(slice(None),) * axis + (slice(sharing.rank, None, sharing.size),)]
 
 
@@ -217,7 +217,7 @@ def _empty(x: RankRows) -> torch.Tensor:
 
 
 def _spares_tokens(func: object, args: tuple[Any, ...], axis: int) -> bool:
-    """Whether an operator copies rows, or selects among them along an axis before the tokens."""
+    """Whether an operator copies rows, or selects among them along an axis that precedes the tokens."""
     if func is aten.clone.default:
         return True
     if func is aten.index_select.default:

@@ -1,4 +1,4 @@
-"""What saving and loading share: the two files of a compiled call, and the conditions under which a folder is valid."""
+"""Shared by saving and loading: the two files of a compiled call, and the conditions under which a folder is valid."""
 
 from __future__ import annotations
 

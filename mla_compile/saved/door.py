@@ -20,10 +20,10 @@ def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[
     """Compile an optimized module for the calls of ``run``, and write the code to a new folder for :func:`load`.
 
     The calls run twice: once to compile them, and once with the compiled code. Only the code that the second run uses
-    is saved. Sizes that differ between the calls are dynamic in it.
+    is saved. Sizes that differ between the calls are dynamic in the saved code.
 
     Args:
-        model: what ``optimize`` returned. It does not change, and need not have been called before.
+        model: what ``optimize`` returned. The model does not change, and need not have been called before.
         folder: a path at which nothing exists yet, or an empty folder.
         run: a function that takes a model and calls it as other processes will call theirs. By default,
             ``generate()`` runs with a growing cache, for one sequence and for a batch of two. The code then fits any
@@ -41,17 +41,18 @@ def save(model: torch.nn.Module, folder: str | os.PathLike[str], run: Callable[[
 
 
 def load(folder: str | os.PathLike[str], model: Module, **options: object) -> Module:
-    """Return what ``optimize`` would return for ``model``, with the code in a folder instead of a compiler.
+    """Return what ``optimize`` would return for ``model``, but with saved code from a folder instead of a compiler.
 
     Nothing is traced and nothing is compiled. A call that no saved code fits raises :class:`ModelFileError`, which says
     what is different. The folder fits a model of the same class, names, shapes and dtypes, whatever its weights are. It
-    also requires the kind of machine, the versions and the source code for which it was written. A folder holds native
-    code, so load only folders that you trust. Files that another user could have written are refused before they are
-    read.
+    also requires the kind of machine, the versions and the source code for which it was written.
+
+    A folder holds native code, so load only folders that you trust. Files that another user could have written are
+    refused before they are read.
 
     Args:
         folder: a folder that :func:`save` wrote.
-        model: a module, as for ``optimize``. It does not change.
+        model: a module, as for ``optimize``. The module does not change.
         **options: the options of ``optimize``, which must be the same as when the folder was written.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compiled calls that replace Dynamo: the first call whose guards hold is run."""
+"""Runs compiled calls in place of Dynamo: of all saved calls, the first whose guards hold is run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Entry:
 
     @property
     def guards(self) -> GuardManagerWrapper:
-        """The guards of torch: ``check`` takes arguments by name, and ``check_verbose`` also says which guard fails.
+        """The guards of the call, as torch builds them: ``check`` tells whether they hold for arguments given by name.
 
-        They are built on first use, because those of a deep model take a second. Raises :class:`ModelFileError` if the
-        model has changed since the code was saved.
+        ``check_verbose`` also says which guard fails. The guards are built on first use, because this takes a second
+        for a deep model. Raises :class:`ModelFileError` if the model has changed since the code was saved.
         """
         if self._guards is None:
             with one_at_a_time(), collector.paused():
@@ -52,7 +52,7 @@ class Entries:
         given = {"module": module, "args": args, "kwargs": kwargs, "forward": forward}
         for entry in self.entries:
             if entry.guards.check(given):
-                if entry is not self.entries[0]:  # like Dynamo, try the last match first in the next call
+                if entry is not self.entries[0]:  # like Dynamo, try the latest match first in the next call
                     self.entries = [entry, *(other for other in self.entries if other is not entry)]
                 entry.hits += 1
                 return entry.run(module, args, kwargs, forward)
@@ -69,13 +69,13 @@ class Entries:
 def _first_failure(guards: GuardManagerWrapper, given: dict[str, object]) -> str:
     """Return the first guard that fails, as Dynamo writes it, without its comments."""
     parts = [part.split("  #")[0].strip() for part in guards.check_verbose(given).verbose_code_parts]
-    # All relations between sizes form one guard, whose message lists all of them and not the one that fails.
+    # All relations between sizes form one guard. Its message lists all of them, and does not say which one fails.
     failing = (part for part in parts if len(parts) == 1 or not _holds(part, given))
     return next(failing, parts[0] if parts else "a guard of Dynamo does not hold")
 
 
 def _holds(relation: str, given: dict[str, object]) -> bool:
-    """Whether a relation between sizes holds; also True if it depends on more than the arguments."""
+    """Whether a relation between sizes holds. It counts as true if it depends on more than the arguments."""
     try:
         return bool(eval(relation, {"L": given}))  # the folder is trusted: its code runs anyway
     except Exception:  # noqa: BLE001  some guards are not expressions

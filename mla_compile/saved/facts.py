@@ -1,4 +1,7 @@
-"""Describes values: two values, also of two processes, are described alike if Dynamo's guards would accept either."""
+"""Describes values in words, so that values of different processes can be compared.
+
+Two values have the same description if Dynamo's guards would accept one in place of the other.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ _PLAIN = (
 )  # fmt: skip
 """Types whose ``repr`` describes the value completely."""
 _MEMOS = ("__slotnames__", "__annotations__", "__annotations_cache__")
-"""Attributes that Python adds to a class on demand: the first when an object of the class is copied or pickled."""
+"""Attributes that Python adds to a class on demand. Copying or pickling an object, for example, adds the first."""
 _SHOWN = 200
-"""The characters of a description that an error shows."""
+"""How many characters of a description an error shows."""
 
 
 def told(value: object, depth: int = 3) -> str:
-    """Describe a value: constants by ``repr``, code by its digest, collections by their items, other things by type.
+    """Describe a value: a constant by ``repr``, code by digest, a collection by its items, anything else by type.
 
     ``depth``: how many levels of nested collections are described.
     """
@@ -59,7 +62,7 @@ def name_of(kind: type) -> str:
 
 
 def digest_of(code: types.CodeType) -> str:
-    """Hash what a function does, without its file and lines."""
+    """Return a hash of what a function does. It is independent of the function's file and lines."""
     digest = hashlib.sha256(code.co_code)
     for const in code.co_consts:
         digest.update((digest_of(const) if isinstance(const, types.CodeType) else told(const)).encode())
@@ -68,7 +71,7 @@ def digest_of(code: types.CodeType) -> str:
 
 
 def told_apart(one: str, other: str) -> tuple[str, str]:
-    """Return two descriptions as an error shows them: long ones are cut to the part around their first difference."""
+    """Return two descriptions as an error shows them. If they are long, only text near the first difference is kept."""
     if max(len(one), len(other)) <= _SHOWN:
         return one, other
     equal = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,7 +1,7 @@
-"""The folder on disk: a manifest that lists the other files, and the checks that each file passes before it is used.
+"""Writes and reads the folder on disk: a manifest lists the other files, and each file is checked before it is used.
 
-Unpickling a file and loading a library run code. A file is therefore refused if another user could have written it, or
-if its digest is not the one in the manifest.
+Unpickling a file or loading a library runs code. A file is therefore refused if another user could have written it, or
+if its digest differs from the digest in the manifest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write(folder: Path, kind: Mapping[str, object], files: Mapping[str, bytes]) 
         for name, data in {**files, MANIFEST: said.encode()}.items():
             (draft / name).write_bytes(data)
             (draft / name).chmod(0o644 & ~umask())
-        check_new(folder)  # somebody may have made it meanwhile
+        check_new(folder)  # somebody may have made the folder meanwhile
 
 
 def check_new(folder: Path) -> None:
@@ -44,7 +44,7 @@ def check_new(folder: Path) -> None:
 
 
 def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
-    """Return the manifest of a folder; ``needed``: the files that every folder must have.
+    """Return the manifest of a folder. ``needed``: the files that every folder must have.
 
     Raises :class:`ModelFileError` if the folder was not written by ``save``, or belongs to another user.
     """
@@ -72,7 +72,7 @@ def manifest(folder: Path, needed: Iterable[str]) -> dict[str, Any]:
 
 
 def read(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the contents of the files, after checking each.
+    """Return the contents of the files, after checking each file.
 
     Raises :class:`ModelFileError` for a file that is missing, belongs to another user, or was changed after saving.
     """

@@ -1,8 +1,8 @@
-"""Dynamo's guards in a file that refers to the parts of the model instead of holding them.
+"""Stores Dynamo's guards in a file that refers to the modules and tensors of the model instead of holding them.
 
 Dynamo assumes facts about a model (types, flags, hooks, functions, sizes of weights). Loading first checks these facts
-on the given model and then guards them there, so that a later change is noticed as Dynamo itself would notice it. The
-file describes the arguments of calls (tokens, caches) without their values.
+on the given model. Then it installs guards for them, so that later changes are noticed just as under Dynamo. The file
+describes the arguments of calls (tokens, caches) without their values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_st
 
 @dataclass(frozen=True)
 class GuardsOfCall:
-    """The guards of one compiled call, and the descriptions of their values in the same order."""
+    """The guards of one compiled call, and descriptions of the values that they guard, in the same order."""
 
     state: GuardsState
     guards: list[Guard]
@@ -41,7 +41,7 @@ class GuardsOfCall:
 
 
 class _GuardsPickler(GuardsStatePickler):
-    """Omits what no guard reads, as torch's pickler does, and writes the parts of the model as references."""
+    """A pickler that omits what no guard reads, as torch's does, and writes parts of the model as references."""
 
     def __init__(self, names: Mapping[int, str], *given: Any) -> None:
         super().__init__(*given)
@@ -96,7 +96,7 @@ def _empty(
 
 
 def guards_in_file(state: GuardsState, builder: GuardBuilder, names: Mapping[int, str]) -> bytes:
-    """Return the bytes that :func:`guards_of_file` reads. torch calls this while it builds guards."""
+    """Return the bytes that :func:`guards_of_file` reads. torch calls this function while it builds guards."""
     guards = [replace(guard, stack=None, user_stack=None) for guard in state.output_graph.guards]
     state.output_graph._guards = torch._guards.GuardsSet(torch.utils._ordered_set.OrderedSet(guards))
     values = _values(guards, builder.scope)
@@ -114,7 +114,7 @@ def guards_in_file(state: GuardsState, builder: GuardBuilder, names: Mapping[int
 
 
 def _values(guards: list[Guard], scope: dict[str, Any]) -> list[str]:
-    """Describe the value of each guard."""
+    """Describe the value that each guard guards."""
     closure, known = dynamo_guards._get_closure_vars(), dict[Any, Any]()
     values = []
     for guard in guards:

@@ -1,7 +1,7 @@
-"""The native code in a folder: the extension modules that Inductor's CPU code calls, and our own kernels.
+"""The native code in a folder: the extension modules that Inductor's CPU code calls, and mla_compile's own kernels.
 
-Inductor looks extension modules up by compiler, flags and cache location. A folder looks them up by source
-and argument types, so that the machine that loads it needs no compiler.
+Inductor looks up extension modules by compiler, flags and cache location. In a folder, they are looked up by source and
+argument types, so that the machine that loads the folder needs no compiler.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def key_of(argument_types: list[str], source: str) -> str:
 
 @contextmanager
 def noting(found: dict[str, Path], folder: Path) -> Iterator[None]:
-    """Within the block, add to ``found``, by key, the file of each kernel that Inductor's code loads.
+    """Within the block, record in ``found`` the file of each kernel that Inductor's code loads, by key.
 
-    ``folder`` is Inductor's cache meanwhile. If it is empty, all code is loaded anew, except for kernels that this
-    process has compiled: these come from memory.
+    Inductor uses ``folder`` as its cache within the block. If ``folder`` is empty, all code is loaded anew, except for
+    kernels that this process has compiled, which come from memory.
     """
     from torch._inductor.async_compile import AsyncCompile
 

@@ -1,4 +1,7 @@
-"""The conditions of compiled code as plain data: versions, machine, options, model and the traced source files."""
+"""The conditions under which compiled code is valid, as plain data.
+
+They are the versions, the machine, the options, the model and the traced source files.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _MATTERS = re.compile(
     r"avx|amx|sse|fma|f16c|bmi|abm|aes|pclmul|gfni|movbe|popcnt|sha|asimd|sve|bf16|i8mm|fp|dotprod|sme"
 )
 _OF_DATACLASS = ("<string>", "__init__")
-"""The file and name of the code that a dataclass generates. A file ``<frozen ...>`` is part of Python itself."""
+"""The file and name of the code that a dataclass generates. Files ``<frozen ...>`` are part of Python itself."""
 _OURS = Path(__file__).parents[1]
 _SHOWN = 3
 
@@ -87,7 +90,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def of_code(traced: Iterable[CodeType]) -> Kind:
-    """Return a digest of each traced source file except torch's and ours, which :func:`of_versions` covers.
+    """Return a digest of each traced source file, except torch's and mla_compile's (see :func:`of_versions`).
 
     Raises :class:`ExportError` for code that another process could not import, such as code of ``__main__``.
     """
@@ -107,13 +110,13 @@ def digest_of_module(name: str) -> str:
     """Return the digest of a module's source."""
     try:
         file = inspect.getsourcefile(importlib.import_module(name))
-    except (ImportError, TypeError):  # gone, or built in
+    except (ImportError, TypeError):  # the module is gone, or built into Python
         file = None
     return "no source" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def differences(saved: Kind, now: Kind, of: str = "") -> list[str]:
-    """Describe how ``now`` differs from ``saved``: the first few differences of each part."""
+    """Describe how ``now`` differs from ``saved``. Of each part, only the first few differences are described."""
     found: list[str] = []
     for name in dict.fromkeys([*saved, *now]):
         before, value, path = saved.get(name), now.get(name), f"{of}{name}"

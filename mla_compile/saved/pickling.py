@@ -1,4 +1,4 @@
-"""Convert compiled calls to bytes: our closures, graphs as source code, and Inductor's own serialized code.
+"""Converts compiled calls to bytes: mla_compile's closures, graphs as source code, and Inductor's serialized code.
 
 The owner and the digest of a file are checked before it is read, because unpickling runs code.
 """
@@ -46,7 +46,7 @@ class SavedGraph:
 
 
 def references(model: torch.nn.Module) -> dict[str, object]:
-    """Return the modules, parameters and buffers of a model by path; a file refers to them and does not hold them."""
+    """Return the modules, parameters and buffers of a model by the references that files hold instead of them."""
     found: dict[str, object] = {}
     for path, module in model.named_modules():
         found[f"module {path}"] = module
@@ -56,7 +56,7 @@ def references(model: torch.nn.Module) -> dict[str, object]:
 
 
 def pickled(value: object, names: Mapping[int, str]) -> bytes:
-    """Pickle ``value`` with references to parts of a model. ``names`` has the reference of each part by its ``id``.
+    """Pickle ``value``, with references in place of parts of a model. ``names`` maps a part's ``id`` to its reference.
 
     Raises :class:`ExportError` for a value that cannot be pickled.
     """
@@ -69,7 +69,7 @@ def pickled(value: object, names: Mapping[int, str]) -> bytes:
 
 
 def unpickled(data: bytes, found: Mapping[str, object]) -> Any:
-    """Unpickle a value, with references resolved to the parts of a model in ``found``."""
+    """Unpickle a value. ``found`` maps each reference to a part of a model."""
     return _Unpickler(found, io.BytesIO(data)).load()
 
 

@@ -1,4 +1,4 @@
-"""The work of :func:`mla_compile.load`."""
+"""Implements :func:`mla_compile.load`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mla_compile.saved.pickling import unpickled
 
 
 def read(folder: Path, model: Module, options: Mapping[str, object]) -> Module:
-    """Return the optimized module of ``model`` with the code of a folder."""
+    """Return the optimized module of ``model``, with saved code from a folder."""
     manifest = files.manifest(folder, (*names(0), REPORT))
     saved = manifest["kind"]
     given = saved["options"]
     now = {**kind_of(model, {**given, **options}), "code": saved["code"]}
     _refuse(folder, differences({"versions": saved["versions"]}, {"versions": now["versions"]}))
-    _refuse(folder, differences(saved, now))  # comparable, because the same version made both
+    _refuse(folder, differences(saved, now))  # comparable, because the same version of mla_compile made both
     source = {name: digest_of_module(name) for name in saved["code"]}  # imports the modules
     _refuse(folder, differences({"code": saved["code"]}, {"code": source}))
     data = files.read(folder, manifest["files"])
@@ -55,7 +55,7 @@ def read(folder: Path, model: Module, options: Mapping[str, object]) -> Module:
 
 
 def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, place: Path, *, inductor: bool) -> Entries:
-    """Return the calls in the files ``data``. Native code is copied to ``place`` and loaded from there."""
+    """Return the calls in the files ``data``. Native code is copied to ``place`` and loaded from this copy."""
     libraries = {name: place / name for name in data if name.endswith(".so")}
     for name, path in libraries.items():
         path.write_bytes(data[name])
@@ -69,14 +69,14 @@ def _entries(where: Path, data: Mapping[str, bytes], model: torch.nn.Module, pla
             call, guards = (data[name] for name in pair)
             entries.append(entry_of(call, guards, model))
     try:
-        _ = entries[0].guards  # those of the other calls are built, and checked, when they are first needed
+        _ = entries[0].guards  # the guards of the other calls are built and checked when they are first needed
     except ModelFileError as error:
         raise ModelFileError(f"{where} does not fit: {error}") from error
     return Entries(entries, str(where))
 
 
 def _parsed(where: Path, given: Mapping[str, Any]) -> tuple[str | None, dict[str, object], Options]:
-    """Return the mode, Dynamo's settings and the options of a manifest."""
+    """Return the mode, the settings for Dynamo and the :class:`Options` that a manifest contains."""
     ours = {field.name: given[field.name] for field in fields(Options) if field.name in given}
     settings = {name: value for name, value in given.items() if name in ("dynamic", "fullgraph")}
     try:

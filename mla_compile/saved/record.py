@@ -1,4 +1,4 @@
-"""Record what Dynamo compiles for the calls of a model."""
+"""Records what Dynamo compiles for the calls of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RecordedCall:
 
     Attributes:
         code: Dynamo's bytecode, which unpacks the entry's arguments, calls graphs, and assembles the model's result.
-        guards: the conditions under which it may run, as :func:`guards_in_file` writes them.
+        guards: the conditions under which the code may run, as :func:`guards_in_file` writes them.
         modules: the modules that the code reads as globals, by the names of the globals.
         values: the other globals that the code reads, mainly compiled graphs.
     """
@@ -46,7 +46,7 @@ class Recording:
     """The argument ``package`` of Dynamo, to which Dynamo reports everything that it compiles for one function.
 
     Attributes:
-        names: the reference that a file holds for each part of the model, by the part's ``id``.
+        names: ``id`` of a module, parameter or buffer of the model -> the reference that a file holds in its place.
         compiled: the calls, in the order in which they were compiled.
         traced: the functions that were traced.
         problem: why the calls cannot be saved; None if they can.
@@ -74,7 +74,7 @@ class Recording:
 
     @contextmanager
     def code_context(self, code: CodeType) -> Iterator[None]:
-        """The context of one compilation, in which torch generates code and guards that can be saved."""
+        """Enter the context of one compilation, in which torch generates code and guards that can be saved."""
         self._code, self._modules, self._graphs = code, {}, {}
         with ExitStack() as stack:
             write = partial(guards_in_file, names=self.names)
@@ -88,8 +88,8 @@ class Recording:
     def add_guarded_code(self, guards: bytes, code: CodeType) -> None:
         """Record a call that was compiled.
 
-        Functions that guards call (attributes of our tensors) are ignored, because they may run uncompiled. Functions
-        after a graph break are reported to :meth:`add_resume_function`.
+        Code of functions that guards call (for attributes of mla_compile's tensors) is ignored, because it may run
+        uncompiled. Code after a graph break is reported to :meth:`add_resume_function` instead.
         """
         assert self._function is not None
         if self._code is not self._function.__code__:

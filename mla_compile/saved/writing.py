@@ -1,4 +1,4 @@
-"""The work of :func:`mla_compile.save`."""
+"""Implements :func:`mla_compile.save`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from mla_compile.saved.pickling import pickled, references
 from mla_compile.saved.record import Recording
 
 Calls = Callable[[Any], object]
-"""A function that calls a model as it will be called."""
+"""A function that calls a model in the way in which other processes will call it."""
 
 
 def write(model: torch.nn.Module, folder: Path, run: Calls | None) -> None:
-    """Compile the calls of ``run``, repeat them with the compiled code, and write what that used."""
+    """Compile the calls of ``run``, repeat them with the compiled code, and write the code that the repetition used."""
     forward = forward_of(model)
     _check_means(model)
     options = _options(forward)
@@ -71,8 +71,8 @@ def _recorded(twin: torch.nn.Module, run: Calls) -> Recording:
 
 
 def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str, bytes]:
-    """Run the compiled calls once more, and return those that this run used, as files."""
-    # The last call comes first, because its sizes are dynamic where those of earlier ones are fixed.
+    """Repeat ``run`` with the compiled calls. Return the calls that it used, as file names with contents."""
+    # The last call is tried first, because sizes that are fixed in earlier calls are dynamic in it.
     written = [
         (pickled((one.code, one.modules, one.values), recording.names), one.guards)
         for one in reversed(recording.compiled)
@@ -93,7 +93,7 @@ def _tried(twin: torch.nn.Module, recording: Recording, run: Calls) -> dict[str,
         except ModelFileError as error:
             raise ExportError(f"{type(twin).__name__} cannot be saved: when its calls are repeated, {error}") from error
         data: dict[str, bytes] = {}
-        # In the order of compilation, in which they will also be needed.
+        # Calls are numbered in the order of compilation, in which they will also be needed.
         for number, at in enumerate(at for at in reversed(range(len(entries))) if entries[at].hits):
             data |= dict(zip(names(number), written[at], strict=True))
             data |= {f"kernel_{key}.so": file.read_bytes() for key, file in used[at].items()}

@@ -4,5 +4,5 @@
 the model. ``bodies``: the requests that clients may send. ``reading``: the handlers of transformers, which read text in
 a thread. ``generation``: from token ids to answers, one request at a time. ``door``: the checks that every request
 passes first. ``app``: the routes. ``exposition``: the figures that Prometheus reads. ``trial``: the server's own first
-requests. ``server``: starting and shutting down.
+requests. ``server``: startup and shutdown.
 """

@@ -1,4 +1,4 @@
-"""The FastAPI routes: those of ``transformers serve`` that answer requests, not those that load or unload models."""
+"""The FastAPI routes: those of ``transformers serve`` that answer requests, none that load or unload models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LEFT = 499
 
 
 def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
-    """The application of one server."""
+    """Return the application of one server."""
     app = FastAPI(title="mla_compile", version=__version__)
 
     @app.exception_handler(AnyHTTPException)
@@ -50,7 +50,7 @@ def build(settings: Settings, loaded: Loaded, desk: Desk) -> FastAPI:
     async def not_valid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         names = (str(part) for part in first["loc"] if part != "body")
-        # Pydantic adds the members of a union to the path; they are no fields of the request.
+        # Pydantic adds the members of a union to the path. They are not fields of the request.
         place = ".".join(name for name in names if name.isidentifier() or name.isdecimal())
         return refusal(422, f"{place or 'the body'}: {first['msg'].removeprefix('Value error, ')}")
 
@@ -139,7 +139,7 @@ class Ticket:
 
 
 class TicketedResponse(Response):
-    """A response that keeps its ticket until it has been sent, or sending has failed."""
+    """A response that keeps its ticket until it has been sent or sending has failed."""
 
     def __init__(self, response: Response, ticket: Ticket) -> None:
         self._response, self._ticket = response, ticket
@@ -154,7 +154,7 @@ class TicketedResponse(Response):
 
 
 async def _unless_gone(answer: Any, request: Request) -> Any:
-    """Return the result of ``answer``, which is cancelled if the client leaves."""
+    """Return the result of ``answer``. If the client disconnects first, cancel ``answer``."""
     work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +172,7 @@ async def _gone(request: Request) -> None:
 
 
 async def _with_end(parts: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """Add the last event, which clients of OpenAI's interface expect and transformers omits."""
+    """Add the final event, which clients of OpenAI's interface expect and transformers omits."""
     async for part in parts:
         yield part
     yield "data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""The requests that clients may send: fields that this server reads are checked, and what it cannot do is refused.
+"""The requests that clients may send. Fields that this server reads are checked; requests for unsupported things fail.
 
 All other fields of OpenAI's interface are passed to the handlers of transformers, which ignore them.
 """
@@ -11,11 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 MOST_STOPS = 16
 _NEUTRAL = object()
-"""Marks unsupported fields, whose only permitted values ask for nothing."""
+"""Marks unsupported fields. Their only permitted values request nothing."""
 
 
 def _only(*neutral: Any) -> Any:
-    """Declare an unsupported field, which may only have a value that asks for nothing."""
+    """Declare an unsupported field, which may only have a value that requests nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
@@ -39,7 +39,7 @@ _Text = Annotated[str, Field(min_length=1)]
 class Body(BaseModel):
     """The fields that all requests have."""
 
-    # Other fields are passed on to transformers, which refuses those that OpenAI's interface does not have.
+    # Other fields are passed to transformers, which refuses fields that OpenAI's interface does not have.
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
 
     model: str | None = Field(None, description="The name of the model; by default that of the server.")

@@ -1,6 +1,6 @@
 """What happens before a request is read: it gets an id, and under ``/v1/`` its key, size and duration are checked.
 
-The server uses ids of its own. The id that a client sent is returned to it, and has no other use.
+The server uses its own ids. An id that a client sends is returned to this client, and has no other use.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class _Figures:
 
 @cache
 def registry() -> CollectorRegistry:
-    """Return a registry of our own, apart from the process-wide one that other libraries use."""
+    """Return a registry for the server's figures alone. Other libraries use the process-wide registry."""
     made = CollectorRegistry(auto_describe=False)
     made.register(_Figures())
     return made

@@ -1,4 +1,4 @@
-"""Turn token ids into answers: each request separately, up to its stop strings and within its time limit."""
+"""Turn token ids into answers. Each request is handled separately, up to its stop strings and within its time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _UpToStop:
         self._held, self._done = "", False
 
     def put_nowait(self, item: object) -> None:
-        """Put the text that may be sent, and hold back an end that may be the beginning of a stop string."""
+        """Put the text that may be sent. Hold back the end of the text if a stop string may begin there."""
         if self._done:
             return
         if not isinstance(item, str) or isinstance(item, ReasoningText):
@@ -50,12 +50,12 @@ class _UpToStop:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of ``text`` are a beginning of ``stop``."""
+    """Return the number of characters at the end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class _Streamer(CBStreamer):
-    """The streamer of one request. To cancel it a second time, or after the request has ended, does nothing."""
+    """The streamer of one request. Cancelling it twice, or after the request has ended, does nothing."""
 
     def __init__(self, generation: ServedGeneration, request_id: str, *args: object, **kwargs: object) -> None:
         super().__init__(generation.manager, request_id, *args, **kwargs)
@@ -73,8 +73,8 @@ class _Streamer(CBStreamer):
 class ServedGeneration(BaseGenerateManager):
     """The manager to which the handlers of transformers submit their requests.
 
-    A request ends with an error after ``seconds``. A failure is a 503 (the client may try again), or an error in the
-    stream.
+    A request that takes longer than ``seconds`` ends with an error. A failure is reported as status 503 (the client may
+    try again), or as an error in the stream.
     """
 
     def __init__(self, manager: LatentManager, seconds: float) -> None:
@@ -126,7 +126,7 @@ class ServedGeneration(BaseGenerateManager):
         gen_config: GenerationConfig,
         request_id: str,
     ) -> tuple[str, int, list[int]]:
-        """Return the text, the number of tokens of the prompt, and the new tokens."""
+        """Return the text, the number of prompt tokens, and the new tokens."""
         ids = inputs["input_ids"]
         if _stops(gen_config):
             queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
@@ -152,7 +152,7 @@ class ServedGeneration(BaseGenerateManager):
         return processor.decode(output.generated_tokens, skip_special_tokens=True), len(ids), output.generated_tokens
 
     async def _up_to_stop(self, queue: asyncio.Queue[str | _StreamError | None], request_id: str) -> str:
-        """Return the whole text that a streamer puts into ``queue``, which ends before the first stop string."""
+        """Return the whole text that a streamer puts into ``queue``. The text ends before the first stop string."""
         texts: list[str] = []
         try:
             while (item := await queue.get()) is not None:
@@ -191,7 +191,7 @@ class ServedGeneration(BaseGenerateManager):
         self._pending[request_id] = asyncio.get_running_loop().call_later(self._seconds, on_timeout)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request that has not ended yet; do nothing for any other id."""
+        """Cancel a request that has not ended yet. Do nothing for any other id."""
         if self._ended(request_id):
             self.manager.cancel_request(request_id)
 
@@ -205,7 +205,7 @@ class ServedGeneration(BaseGenerateManager):
         return f"the request took longer than {self._seconds:g} s"
 
     def stop(self) -> None:
-        """Stop the loop, and end the requests that still run."""
+        """Stop the loop, and end the requests that are still running."""
         self.manager.stop(block=True, timeout=5, hard_stop=True)
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger("mla_compile")
 
 
 class Loaded:
-    """The state of the model while it is loaded and served; ``told`` is called with each stage as it begins.
+    """The state of the model while it is loaded and served. ``told`` is called with each stage as it begins.
 
     Attributes:
         stage: the current stage in words.
@@ -45,7 +45,7 @@ class Loaded:
     def load(self, try_out: Callable[[], None] = lambda: None) -> None:
         """Load the weights, rewrite and compile the graphs, start the loop and call ``try_out``.
 
-        All ranks except the first only run the steps that the first one asks for. Raises :class:`InputError` for a
+        All ranks except the first only run the steps that the first rank requests. Raises :class:`InputError` for a
         model that cannot be loaded, that has no latent attention, or that transformers cannot divide among ranks.
         """
         begin = time.monotonic()
@@ -108,7 +108,7 @@ class Loaded:
             raise HTTPException(503, f"the server is not ready: {why}", LATER)
 
     def trouble(self) -> str | None:
-        """Return the reason why no requests are answered; None if they are."""
+        """Return the reason why no requests are answered; None if requests are answered."""
         if self.stopping:
             return "it is stopping"
         if not self.ready:
@@ -124,7 +124,7 @@ class Loaded:
         return live - (0 if processor is None else len(processor.scheduler.active_requests))
 
     def stop(self) -> None:
-        """Stop the loop, and end the requests that still run."""
+        """Stop the loop, and end the requests that are still running."""
         self.stopping = True
         if self.generation is not None:
             self.generation.stop()

@@ -1,6 +1,6 @@
 """The processes that serve one model together, started by torchrun.
 
-All of them load the same model, compile the same graphs and run the same steps. The first one listens, and the
+All of them load the same model, compile the same graphs and run the same steps. The first process listens, and the
 scheduler of transformers distributes its requests to the others.
 """
 
@@ -19,9 +19,9 @@ from mla_compile.serving.settings import Settings
 
 @dataclass(frozen=True)
 class ServerRanks:
-    """The number of this rank among ``count``, and how many ranks share weights (``tensor``) and rows (``context``).
+    """This rank's ``number`` among ``count`` ranks, and how many share weights (``tensor``) and rows (``context``).
 
-    Ranks that share rows either hold the weights together as well, or each have a copy of them.
+    Ranks that share rows either hold the weights together, too, or each have a copy of the weights.
     """
 
     number: int = 0
@@ -31,7 +31,7 @@ class ServerRanks:
 
     @classmethod
     def of(cls, settings: Settings) -> ServerRanks:
-        """Return the ranks that torchrun started. Raises :class:`OptionError` if ``settings`` ask for other ranks."""
+        """Return the ranks that torchrun started. Raises :class:`OptionError` if ``settings`` specify other ranks."""
         started = dist.is_available() and dist.is_torchelastic_launched()
         number, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if started else (0, 1)
         context = settings.context_parallel
@@ -57,7 +57,7 @@ class ServerRanks:
         return {"device_map": kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"}
 
     def sharing(self) -> dict[str, DeviceMesh]:
-        """Return the option of :func:`mla_compile.continuous_batching` by which ranks share rows."""
+        """Return the option of :func:`mla_compile.continuous_batching` that makes ranks share rows."""
         if self.context == 1:
             return {}
         groups = init_device_mesh(

@@ -1,9 +1,9 @@
 """The handlers of transformers for a model that is already loaded, with text read outside of the event loop.
 
 A handler is a coroutine that checks a request, tokenizes its text, submits the token ids and answers. Tokenizing
-megabytes takes seconds, during which the event loop could answer nobody. So each handler runs twice: in a thread, up to
-the token ids, and then on the event loop with these ids. In the thread, any error of a template or tokenizer is blamed
-on the client's text.
+megabytes takes seconds. Meanwhile the event loop could not answer any request. So each handler runs twice: first in a
+thread, until it has the token ids, and then on the event loop with these ids. In the thread, any error of a template or
+tokenizer is attributed to the client's text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class _Read(Exception):  # noqa: N818  not an error: it ends the first run
 
 
 class _TextRequest:
-    """A stand-in for the tokenizer: it tokenizes and ends the first run, or returns what the first run tokenized."""
+    """A stand-in for the tokenizer.
+
+    In the first run it tokenizes the text and ends the run. In the second run it returns the same tokens.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, inputs: BatchEncoding | None = None) -> None:
         self._of, self._inputs = tokenizer, inputs
@@ -115,7 +118,7 @@ LIMITS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/responses": ("max_output_tokens",),
 }
-"""The fields in which each kind of request limits the number of tokens; the first field that is present counts."""
+"""The fields in which each kind of request limits the number of tokens. The first field that is present is used."""
 
 
 class RequestReader:
@@ -127,7 +130,10 @@ class RequestReader:
         self._own_template_words = set(inspect.signature(state.tokenizer.apply_chat_template).parameters)
 
     def read(self, body: dict[str, Any]) -> BatchEncoding:
-        """Return the handler's inputs; call it in a thread. Raises :class:`HTTPException` for an unreadable request."""
+        """Return the handler's inputs.
+
+        Call this in a thread. Raises :class:`HTTPException` for an unreadable request.
+        """
         words = self._own_template_words & {*(body.get("chat_template_kwargs") or {})}
         if words:
             raise HTTPException(400, f"chat_template_kwargs may not set {', '.join(sorted(words))}")
@@ -146,9 +152,9 @@ class RequestReader:
         raise AssertionError("a handler of transformers that reads no text")
 
     def bound(self, body: dict[str, Any], inputs: BatchEncoding, room: int) -> None:
-        """Limit the number of new tokens so that prompt and answer have at most ``room`` tokens.
+        """Limit the number of new tokens so that prompt and answer together have at most ``room`` tokens.
 
-        Raises :class:`HTTPException` if the prompt is empty or leaves no room.
+        Raises :class:`HTTPException` if the prompt is empty or leaves no tokens for the answer.
         """
         count = len(inputs["input_ids"])
         left = room - count
@@ -160,7 +166,7 @@ class RequestReader:
         body[self._limits[0]] = min(left, 1024 if wanted is None else wanted)
 
     async def answer(self, body: dict[str, object], inputs: BatchEncoding, request_id: str, given: Body) -> Response:
-        """Return the response of the handler of transformers; ``given`` is the request as the client sent it."""
+        """Return the response of the handler of transformers. ``given`` is the request as the client sent it."""
         _given.set(given)
         _text.set(_TextRequest(self._state.tokenizer, inputs))
         response: Response = await self._handler.handle_request(body, request_id)

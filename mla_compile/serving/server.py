@@ -1,4 +1,4 @@
-"""Start and shut down: after SIGTERM no more requests are accepted, and running ones have some time to end."""
+"""Start and shut down. After SIGTERM no more requests are accepted, and running requests have some time to end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Server:
     """
 
     def __init__(self, settings: Settings, told: Callable[[str], None] = lambda _: None) -> None:
-        # Silenced, because transformers logs the arrival of each request.
+        # This logger is silenced, because transformers logs the arrival of each request.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         self.loaded = Loaded(settings, told)
         self.desk = Desk(settings, self.loaded)
@@ -42,12 +42,12 @@ class Server:
     def load(self) -> None:
         """Load and compile the model. Raises the errors of :meth:`Loaded.load`."""
         self.loaded.load(self._first_requests)
-        if self.loaded.ranks.count > 1:  # if a rank fails, the loop cannot restart; ended ranks can, by torchrun
+        if self.loaded.ranks.count > 1:  # if a rank fails, torchrun has to restart all ranks
             threading.Thread(target=self._until_ranks_end, daemon=True).start()
 
     def _first_requests(self) -> None:
         try_out(self.app)
-        # The objects that exist now are permanent, and a search for garbage among them would block for a third of a
+        # The objects that exist now are permanent. A garbage collection that searches them would block for a third of a
         # second.
         gc.collect()
         gc.freeze()
@@ -60,7 +60,7 @@ class Server:
             self.end()
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+        """Serve until SIGTERM or SIGINT. A second signal ends the process at once.
 
         Raises the error that kept the model from loading, or that ended a rank.
         """
@@ -77,7 +77,7 @@ class Server:
             threading.Thread(target=self._load_behind, args=(http,), daemon=True).start()
         try:
             http.run()
-        finally:  # if uvicorn exits (port taken, say), the generation loop would keep the process alive
+        finally:  # if uvicorn exits, the generation loop would keep the process alive
             self.loaded.stop()
         if self.loaded.problem is not None:
             raise self.loaded.problem
@@ -100,10 +100,10 @@ class Server:
 
 
 def follow(settings: Settings) -> None:
-    """Serve as a rank other than the first: run the steps that the first rank asks for, and end when it ends.
+    """Serve as a rank other than the first: run the steps that the first rank requests, and end when it ends.
 
     Raises the errors of :meth:`Loaded.load`, and :class:`RankError` if another rank fails. After loading, this process
-    ignores the first signal, because the first rank has the requests and ends all ranks; a second signal ends this
+    ignores the first signal, because the first rank has the requests and ends all ranks. A second signal ends this
     process at once.
     """
     seen: list[int] = []
@@ -121,14 +121,17 @@ def follow(settings: Settings) -> None:
 
 
 class _Http(uvicorn.Server):
-    """A server that exits with status 0 after one signal, and at once after a second."""
+    """A server that exits with status 0 after one signal, and ends at once after a second signal."""
 
     def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
         super().__init__(config)
         self._stopping = stopping
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop. Uvicorn itself would raise the signal again at its end, which would set the exit status."""
+        """Begin to stop.
+
+        Uvicorn's own method would raise the signal again at the end, which would set the exit status.
+        """
         if self.should_exit:
             os._exit(_AT_ONCE if sig == signal.SIGTERM else 130)
         self.should_exit = True

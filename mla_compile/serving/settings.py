@@ -15,22 +15,23 @@ class Settings:
     Attributes:
         model: a folder, or a name that ``from_pretrained`` takes.
         name: what clients call the model; by default ``model``.
-        host, port: the address on which it listens; by default other machines cannot reach it.
+        host, port: the address on which the server listens; by default other machines cannot reach it.
         dtype, device: as for ``transformers serve``.
         quantization: "bnb-4bit" or "bnb-8bit".
-        tensor_parallel: ranks that hold the weights together; by default all that torchrun started.
-        context_parallel: ranks that share the rows of each request.
-        trust_remote_code: run the Python code that lies beside the weights.
+        tensor_parallel: the number of ranks that hold the weights together; by default all that torchrun started.
+        context_parallel: the number of ranks that share the rows of each request.
+        trust_remote_code: whether to run the Python code that is stored with the weights.
         max_model_len: the most tokens of one request, prompt and answer together; by default the limit in the config.
         page_size, pages: the tokens of a page, and the pages of the pool (by default as many as fit in memory).
-        max_batch_tokens: the most tokens of prompts in one step.
+        max_batch_tokens: the most prompt tokens in one step.
         max_requests: the most requests in one step.
         max_waiting: the most requests that wait, at least 1; further requests are answered with 429.
-        max_body: the most bytes of one request; larger ones are answered with 413.
-        timeout: the seconds for a request to arrive, and again from its submission as token ids to its last token.
+        max_body: the most bytes of one request; larger requests are answered with 413.
+        timeout: the seconds for a request to arrive. The same limit applies from its submission as token ids to its
+            last token.
         grace: the seconds in which running requests may end after SIGTERM.
         api_key: the key that clients must send as ``Authorization: Bearer``; None requires no key.
-        warm_up: compile for all expected sizes before the server is ready.
+        warm_up: whether to compile for all expected sizes before the server is ready.
         options: the options of :func:`mla_compile.continuous_batching`.
     """
 

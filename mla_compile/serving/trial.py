@@ -1,4 +1,4 @@
-"""The server's own first requests, so that no client waits for imports and builds on first use."""
+"""The server's own first requests, so that no client waits for imports and compilation on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message
 
 logger = logging.getLogger("mla_compile")
 TRIAL = "trial"
-"""The id of these requests. The ids of clients' requests are random, so none of them is equal to it."""
+"""The id of these requests. Clients' requests have random ids, so no client's request has this id."""
 _BODIES: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "a b c"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b c"}]},
@@ -18,7 +18,10 @@ _BODIES: dict[str, dict[str, object]] = {
 
 
 def try_out(app: ASGIApp) -> None:
-    """Send each kind of request, streamed and not. A refusal (without a chat template, for example) is only logged."""
+    """Send each kind of request, streamed and not streamed.
+
+    Refusals are only logged (without a chat template, for example).
+    """
     for path, body in _BODIES.items():
         for stream in (False, True):
             status = asyncio.run(_status(app, path, {**body, "max_tokens": 2, "temperature": 0, "stream": stream}))

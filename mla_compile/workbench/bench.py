@@ -1,8 +1,8 @@
 """``mla-compile bench``: time decode steps of a model in eager, Inductor and mla, in turns on this machine.
 
-The layers of the model keep their sizes, but there are few of them, and the vocabulary is small. So a published model
-fits on a small machine, and most of the measured time is attention. Timing starts only after all variants return the
-same logits.
+The model's layers keep their sizes, but only a few layers and a small vocabulary are built. A published model then fits
+on a small machine, and most of the measured time is attention. Timing starts only after all variants return the same
+logits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIANTS = ("eager", "inductor", "mla")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY = 256
 _DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_PART_OF_FREE = 0.8  # of the free memory; the rest is for the compiler and for other programs
+_PART_OF_FREE = 0.8  # the share of free memory to use; the rest is for the compiler and for other programs
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,11 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Results at one context length: variants too large for memory; by variant, logit errors and seconds per step."""
+    """Results at one context length.
+
+    ``too_large`` lists the variants that do not fit in memory. ``error`` (of logits) and ``seconds`` (per step) are by
+    variant.
+    """
 
     context: int
     too_large: tuple[str, ...]
@@ -95,7 +99,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure, before anything of it is allocated."""
+    """A model to measure. Nothing of it has been allocated yet."""
 
     config: PreTrainedConfig
     facts: Facts
@@ -110,8 +114,8 @@ class Subject:
     def bytes_at(self, tokens: int, *, expanded: bool) -> int:
         """Estimate the bytes of the weights and of a step at ``tokens``.
 
-        The latent rows count three times (pool, cache, next cache). If K and V are expanded, one layer's K and V count
-        too, with the copies that eager PyTorch makes of them.
+        The latent rows are counted three times (pool, cache, next cache). If K and V are expanded, one layer's K and V
+        are counted, too, with the copies that eager PyTorch makes of them.
         """
         size, d = DTYPES[self.settings.dtype].itemsize, self.dims
         values: float = self.facts.weights.total
@@ -123,7 +127,10 @@ class Subject:
 
 
 def config_of(source: str, layers: int) -> tuple[object, tuple[str, ...]]:
-    """Read the config in a file or directory, cut to ``layers`` and a small vocabulary. Raises :class:`InputError`."""
+    """Read the config in a file or directory, and cut it to ``layers`` layers and a small vocabulary.
+
+    Raises :class:`InputError` if it cannot be read or cut.
+    """
     if source.startswith("python:"):
         raise InputError("bench builds its model from a config; give a config.json, a directory with one, or --dims")
     raw, path = config_file.read_raw(source)
@@ -137,7 +144,7 @@ def config_of(source: str, layers: int) -> tuple[object, tuple[str, ...]]:
     if not isinstance(depth, int):
         raise InputError(f"{path}: the number of layers is {depth!r}, expected a whole number")
     part |= {name: min(layers, depth) for name in _DEPTH if name in part}
-    # Lists with as many entries as there are layers, such as their kinds of attention, are cut, too.
+    # Also cut lists with one entry per layer, such as the layers' kinds of attention.
     part |= {n: v[:layers] for n, v in part.items() if isinstance(v, list) and len(v) == depth}
     if depth > layers:
         notes.append(f"{layers} of {depth} layers")
@@ -192,7 +199,7 @@ def subject(config: object, notes: tuple[str, ...], settings: BenchSettings) -> 
 
 
 def nothing(found: Survey) -> str:
-    """Tell why there is nothing to compare, and what to do."""
+    """Return a message that says why there is nothing to compare, and what to do instead."""
     name, family = found.facts.name, found.facts.family
     if family in ("MHA", "GQA", "MQA"):
         return f"{name} is {not_mla(family)} and nothing to compare; `mla-compile plan` says what it costs to serve"
@@ -253,7 +260,8 @@ class Bench:
                     f"its cache has a {type(slot).__name__}, and bench fills caches of keys and values only"
                 )
             slots.append((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]))
-        # The pool fits beside the weights. At a context where the expanded form does not fit, only mla is measured.
+        # The pool and the weights fit in memory together. At a context where the expanded form does not fit, only mla
+        # is measured.
         longest = max(*settings.contexts, *WARM_UP) + 1
         calls = variants(model, VARIANTS, settings.codegen)
         return DecodeSteps(model, calls, slots, batch=settings.batch, longest=longest, dtype=dtype, device=device)
@@ -262,7 +270,7 @@ class Bench:
         needed = self.subject.bytes_at(context, expanded=True) - self.subject.bytes_at(0, expanded=False)
         fits = needed < _PART_OF_FREE * available_bytes(steps.device)
         chosen = VARIANTS if fits else ("mla",)
-        # Two steps each, because the first one at a length may compile.
+        # Run two steps each, because the first step at a length may compile.
         logits = {name: [steps.step(name, context)[1].float() for _ in range(2)][-1] for name in chosen}
         errors, allowed = differences(logits), TOLERANCE[steps.dtype]
         for name, error in errors.items():

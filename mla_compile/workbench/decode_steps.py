@@ -1,7 +1,7 @@
 """Decode steps of a transformers causal language model, called as generate() calls them, on caches of random rows.
 
-No prompt is run to fill a cache. Attention takes just as long on random rows, and reading a prompt of 100,000 tokens
-would take longer than everything that is measured.
+Caches are not filled by running a prompt. Attention takes just as long on random rows, and reading a prompt of 100,000
+tokens would take longer than everything that is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 WARM_UP = (97, 98, 99)
-"""Contexts after which the graph of a decode step is stable: static, then symbolic, then unchanged."""
+"""Contexts to step through before timing: the graph is compiled with a static size, then a symbolic one, then kept."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """The allowed difference of logits, relative to the largest logit."""
@@ -30,10 +30,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 def variants(
     model: PreTrainedModel, names: Sequence[str], codegen: str = "inductor"
 ) -> dict[str, Callable[..., CausalLMOutputWithPast]]:
-    """Return the model uncompiled (``eager``), compiled (``inductor``), and compiled by our backend (``mla``).
+    """Return the model uncompiled (``eager``), compiled (``inductor``), and compiled by our own backend (``mla``).
 
-    Without Inductor (``codegen="eager"``) the compiled variants run the graphs that they would otherwise pass to
-    Inductor.
+    With ``codegen="eager"``, the compiled variants directly run the graphs that Inductor would otherwise receive.
     """
     made: dict[str, Callable[..., CausalLMOutputWithPast]] = {}
     for name in names:
@@ -51,8 +50,8 @@ class DecodeSteps:
 
     Args:
         model: the model in eval mode, on its device.
-        calls: the callables that run a step, by variant.
-        slots: heads and width of K, heads and width of V, for each slot of the cache.
+        calls: maps each variant to the callable that runs its step.
+        slots: for each slot of the cache, the heads and width of K, then the heads and width of V.
         longest: the number of tokens in the longest cache.
     """
 
@@ -90,7 +89,7 @@ class DecodeSteps:
         return cache
 
     def inputs(self, tokens: int, cache: Cache) -> dict[str, object]:
-        """Return what generate() passes for the token after ``tokens`` cached ones."""
+        """Return the arguments that generate() passes to the model for the token after ``tokens`` cached tokens."""
         static = hasattr(cache.layers[0], "cumulative_length")
         if static:
             for layer in cache.layers:
@@ -121,11 +120,11 @@ class DecodeSteps:
 
 
 def _cut(rows: Tensor, tokens: int) -> Tensor:
-    """The first rows as a new contiguous tensor: compiled code checks the stride even of a batch of one."""
+    """Return the first rows as a new contiguous tensor: compiled code checks the stride even of a batch of one."""
     return rows[:, :, :tokens].clone(memory_format=torch.contiguous_format)
 
 
 def differences(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of each variant's logits from the first's, relative to the first's largest."""
+    """Return each variant's largest difference from the first variant's logits, divided by the largest of those."""
     (_, reference), *others = logits.items()
     return {name: float((x - reference).abs().max() / reference.abs().max()) for name, x in others}

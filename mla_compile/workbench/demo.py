@@ -86,11 +86,11 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the original's and the optimized model's tokens agree, greedily decoded from one prompt.
+    """How far the greedily decoded tokens of the original and the optimized model agree, for one prompt.
 
     ``first_difference``: the first step whose tokens differ, ``None`` if all are equal. ``tie``: at that step, the
-    original's two best logits differ by at most twice the models' largest difference, so that rounding decided.
-    ``logits_error``: the largest difference of logits over the largest logit, in the steps with equal inputs.
+    original's two best logits differ by at most twice the largest difference between the models, so rounding decided.
+    ``logits_error``: the largest difference of logits divided by the largest logit, in the steps with equal inputs.
     """
 
     tokens: tuple[int, ...]
@@ -113,7 +113,10 @@ class Timing:
     times: Mapping[str, Times]
 
     def per_1000(self, last: Timing, variant: str) -> float | None:
-        """Return the milliseconds per 1,000 more cached tokens, up to ``last``; ``None`` if the spread hides them."""
+        """Return the milliseconds that each 1,000 more cached tokens add, from this context to that of ``last``.
+
+        Return ``None`` if the spread of the times hides the difference.
+        """
         a, b = self.times[variant], last.times[variant]
         grown, spread = b.median - a.median, (b.high - b.low) / 2 + (a.high - a.low) / 2
         return None if grown <= spread else 1000 * grown / (last.context - self.context)
@@ -132,9 +135,10 @@ class Decoded:
 class DemoResult:
     """The results of the demo.
 
-    ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest ratio of an absorbed
-    site's error to its original form's error, both against float64; ``None`` if no site was checked. ``held``: the
-    bytes per token in the caches of the original and the optimized model, measured after generation.
+    ``report`` describes a decode step at the longest context. ``precision_ratio`` compares each absorbed site's error
+    with the error of its original form, both against float64. It is the largest such ratio; ``None`` if no site was
+    checked. ``held``: the bytes per token in the caches of the original and the optimized model, measured after
+    generation.
     """
 
     settings: DemoSettings
@@ -146,7 +150,7 @@ class DemoResult:
 
     @property
     def read_bytes(self) -> tuple[int, int]:
-        """The bytes that absorbed attentions read per cached token: K and V of every head before, latent rows after."""
+        """The bytes per cached token that absorbed attentions read: K and V of all heads before, latent rows after."""
         size = DTYPES[self.settings.dtype].itemsize
         absorbed = [site for site in self.report.sites if site.verdict == "absorbed"]
         expanded = sum(site.values_read_before or 0 for site in absorbed)
@@ -199,7 +203,7 @@ def run(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
     longest = max(settings.contexts)
     report = mla_compile.explain(model, **steps.inputs(longest, steps.dynamic(longest)))
     progress("compiling the original with Inductor")
-    steps.step("inductor", settings.prompt)  # two lengths, of which the second makes the context symbolic
+    steps.step("inductor", settings.prompt)  # This runs two lengths, and the second makes the context symbolic.
     timings = []
     for context in settings.contexts:
         progress(f"decoding at a context of {context:,} tokens")
@@ -208,7 +212,10 @@ def run(settings: DemoSettings, progress: Callable[[str], None]) -> DemoResult:
 
 
 def _check_memory(settings: DemoSettings) -> None:
-    """Estimate the memory: 14 million weights per layer, expanded K and V with eager's copies, and three caches."""
+    """Raise :class:`InputError` if memory is too small.
+
+    The estimate is 14 million weights per layer, expanded K and V with eager's copies, and three caches.
+    """
     longest = max(settings.contexts)
     values = 5e6 + settings.layers * (14e6 + 3 * 576 * longest) + 16 * (3 * 256 + 128) * longest
     needed, free = values * DTYPES[settings.dtype].itemsize, available_bytes()
@@ -220,7 +227,7 @@ def _check_memory(settings: DemoSettings) -> None:
 
 
 def _precision(report: Report | None) -> float | None:
-    """Return the worst ratio in a report on compiled graphs; raise if they hold no absorbed site."""
+    """Return the worst ratio in a report on compiled graphs. Raise an error if they contain no absorbed site."""
     if report is None or not report.absorbed:
         found = "no graph with attention was compiled" if report is None else report.summary()
         raise NothingToCompareError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
@@ -263,7 +270,7 @@ def generate(model: PreTrainedModel, prompt: Tensor, count: int) -> Decoded:
 
 
 def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreement:
-    """Compare two results of :func:`generate` up to the first differing token; after it the inputs differ."""
+    """Compare two results of :func:`generate` up to the first differing token, after which the inputs differ."""
     tokens, logits, other_tokens, other_logits = original.tokens, original.logits, optimized.tokens, optimized.logits
     different = (tokens != other_tokens).nonzero()
     first = int(different[0]) if len(different) else None
@@ -289,11 +296,11 @@ def measure(steps: DecodeSteps, context: int, rounds: int) -> Timing:
 
 
 def _decode_steps(model: PreTrainedModel, optimized: PreTrainedModel, settings: DemoSettings) -> DecodeSteps:
-    """The original as it is and compiled by Inductor, and the optimized model, called as generate() calls them."""
-    of_generate = {"logits_to_keep": 1, "return_dict": True}  # as in generate(), whose compiled code is then reused
+    """Return steps of the original (eager and by Inductor) and the optimized model, called as generate() calls them."""
+    of_generate = {"logits_to_keep": 1, "return_dict": True}  # as in generate(), so that its compiled code is reused
     models = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
     calls = {name: torch.no_grad()(partial(one, **of_generate)) for name, one in models.items()}
-    cached = (1, model.config.kv_lora_rank, 1, model.config.qk_rope_head_dim)  # heads, widths: latent, rotary key
+    cached = (1, model.config.kv_lora_rank, 1, model.config.qk_rope_head_dim)  # heads, width: latents, rotary keys
     return DecodeSteps(
         model, calls, [cached] * settings.layers, batch=1, longest=max(settings.contexts),
         dtype=DTYPES[settings.dtype],

@@ -18,10 +18,10 @@ from mla_compile.workbench.step_formulas import MEANING, Layout, number
 class Attention:
     """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V).
 
-    ``N`` and ``V`` are the widths to which prompts expand latent rows. ``J``: the number of tokens that a
-    query attends to, 0 for all. ``F``: the FLOPs per context token for choosing them, 0 if another, or none, chose.
-    ``every``: how many tokens a row represents, 0 if no row is kept for good. ``window``: the number of last tokens
-    that additionally have a row each.
+    ``N`` and ``V`` are the widths to which prompts expand latent rows. ``J``: the number of tokens that a query attends
+    to, 0 for all. ``F``: the FLOPs per context token for choosing these tokens; 0 if no tokens are chosen or another
+    attention chose them. ``every``: how many tokens a row represents, 0 if no row is kept for good. ``window``: the
+    number of latest tokens that each have a row in addition.
     """
 
     count: int
@@ -53,7 +53,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Floor:
-    """The seconds of passes on one machine, by cause; ``network_bytes`` go over the links of a machine.
+    """The seconds of passes on one machine, by cause. ``network_bytes`` is what crosses the links of a machine.
 
     ``attention_s``, ``choosing_s``, ``weights_s``: the longer of memory time and arithmetic time, summed over passes.
     """
@@ -71,11 +71,11 @@ class Floor:
     network_s: float
 
     def __add__(self, other: Floor) -> Floor:
-        """The floor of both, one after the other."""
+        """Return the floor of two passes, one after the other."""
         return Floor(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: float) -> Floor:
-        """The floor of ``times`` equal passes."""
+        """Return the floor of ``times`` equal passes."""
         return Floor(*(times * a for a in astuple(self)))
 
     @property
@@ -85,7 +85,7 @@ class Floor:
 
     @property
     def busiest_s(self) -> float:
-        """The seconds of the busiest of memory, arithmetic and links: the bound if all three are always busy."""
+        """The seconds of memory, arithmetic or links, whichever is longest: the floor if all three overlap fully."""
         memory = self.cache_memory_s + self.choosing_memory_s + self.weight_memory_s
         arithmetic = self.attention_compute_s + self.choosing_compute_s + self.weight_compute_s
         return max(memory, arithmetic, self.network_s)
@@ -154,8 +154,8 @@ def values(site: Attention, letters: Mapping[str, float], *, prompt: bool = Fals
     """Return the inputs of the formulas: sizes of an attention, and ``letters`` by name; missing letters are 0."""
     sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
     T = site.rows(letters["T"])
-    # Keys are chosen only among rows kept for good, but the formulas count all tokens (of a prompt) or all rows (in a
-    # step): F is scaled to the share of kept rows.
+    # Keys are chosen only among rows that are kept for good. The formulas, however, count all tokens of a prompt, or
+    # all rows in a step. F is therefore scaled by the share of kept rows.
     older = 0.0 if not (site.every and T) else 1 / site.every if prompt else site.kept(letters["T"]) / T
     sizes |= {"J": min(site.J or T, T), "F": site.F * older, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | {**letters, "T": T}

@@ -1,4 +1,4 @@
-"""Plan one layout of a request: what fits, the floors of a step and of prompts, and the tokens/s that they allow."""
+"""Plan one layout of a request: what fits, the floors of a step and of prompts, and the tokens/s that these allow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mla_compile.workbench.step_formulas import Layout, by_user, number
 
 @dataclass(frozen=True)
 class Prefill:
-    """All users' prompts read in one pass: its floor in seconds, and prompt tokens/s of all machines together.
+    """One pass that reads all users' prompts: its floor in seconds, and prompt tokens/s of all machines together.
 
     ``first_token_s`` is the time for the prompt of a single user. ``tokens_per_s`` and ``most_tokens_per_s`` are
     defined as in :class:`LayoutPlan`.
@@ -38,15 +38,15 @@ class Prefill:
 class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
-    ``cache_bytes_per_user``: after as many tokens as the context has; ``most_cache_bytes_per_user``: the most until
-    then, while tokens wait for the row that summarises them. ``most_users``: how many users with this maximum fit in
-    the memory of all machines. ``bottleneck`` names the longest part of the step.
+    ``cache_bytes_per_user`` is the size at the full context. ``most_cache_bytes_per_user`` is the largest size up to
+    then, because tokens also take memory while they wait for the row that summarises them. ``most_users``: how many
+    users of this largest size fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
     ``network_bytes``: the bytes that a machine exchanges with others in a step. ``choosing_memory_s`` and
-    ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 without any. ``tokens_per_s`` is for
-    one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Rejected drafts do not count: a
-    step adds ``tokens_per_step`` tokens to a user, and spends ``drafting_s`` on drafting. ``served_tokens_per_s`` and
-    ``most_served_tokens_per_s``: the same if the machines also read the prompts; ``None`` if the request leaves the
-    number of output tokens open.
+    ``choosing_compute_s``: the time for choosing the keys of sparse attentions, 0 if there are none. ``tokens_per_s``
+    is for one batch, step after step; ``most_tokens_per_s`` is for batches that take turns. Rejected drafts are not
+    counted: a step adds ``tokens_per_step`` tokens to a user, and spends ``drafting_s`` on drafting.
+    ``served_tokens_per_s`` and ``most_served_tokens_per_s`` are the same rates if the machines also read the prompts;
+    ``None`` if the request leaves the number of output tokens open.
     """
 
     layout: Layout
@@ -140,7 +140,7 @@ class Case:
 
     @property
     def place(self) -> Deployment:
-        """The layout, machine and dtypes that passes run with."""
+        """The layout, machine and dtypes with which passes run."""
         arithmetic = self.stored.arithmetic if self.stored else self.request.weight_dtype
         return Deployment(self.layout, self.machine, self.request.cache_dtype, arithmetic)
 
@@ -153,7 +153,10 @@ class Case:
         return lookup / share + sum(part.copies * self._once("weight bytes", part) for part in self.parts)
 
     def per_user(self, *, most: bool) -> float:
-        """The cached bytes of a user on a machine that holds a part of them; ``most``: the most up to this context."""
+        """Return a user's cached bytes on one machine that holds all or a share of them.
+
+        If ``most``, return the largest number up to this context.
+        """
         beside = "bytes beside rows, per user" + ", at most" * most
         return sum(
             part.copies
@@ -166,7 +169,7 @@ class Case:
         )
 
     def step(self) -> Floor:
-        """Return the floor of a pass over one token of each user and the drafted tokens."""
+        """Return the floor of a pass over each user's next token and drafted tokens."""
         (sites, letters, _), tokens = self.parts[0], 1 + self.request.draft_tokens
         return self.place.floor(sites, {**letters, "S": tokens, "O": tokens})
 
@@ -188,7 +191,10 @@ class Case:
         return sum(more, first)
 
     def _sizes(self, model: Facts) -> dict[str, float]:
-        """Return the letters of a model, or of a drafting layer, whose W_kc and W_v are stored like the model's."""
+        """Return the letters of a model or of a drafting layer.
+
+        A drafting layer's W_kc and W_v are assumed to be stored like the model's.
+        """
         stored, context = self.stored, self.request.context
         weights, up = model.weights, stored.up if stored else None
         share = sum(site.count for site in model.latent) / up.layers if up else 0.0
@@ -246,7 +252,7 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
 
 
 def _bytes_of_weights(model: Facts, stored: StoredWeights | None, dtype: str) -> dict[str, float]:
-    """Return the bytes per weight by letter; for heads, the average over all attention weights."""
+    """Return the bytes per weight by letter. For weights of heads, this is the average over all attention weights."""
     if stored is None:
         return dict.fromkeys(("E_w", "E_h", "E_x"), WEIGHT_BYTES[dtype])
     attention, experts = stored.part("attention"), stored.part("routed experts")

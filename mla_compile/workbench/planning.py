@@ -1,8 +1,8 @@
-"""Plan what fits on a machine, and how fast a decode step and prompts can be at best, by formulas with a model's sizes.
+"""Plan what fits on a machine, and how fast decode steps and prompts can be at best, by formulas over a model's sizes.
 
 A step reads the weights once and every user's cache once; a prompt is read in one pass. Real kernels overlap less than
-a floor assumes, so real steps are slower, never faster. Several batches that take turns can keep memory, arithmetic and
-links busy at once, which no single step does. Therefore the busiest of the three bounds tokens/s.
+a floor assumes, so real steps are slower, never faster. A single step never keeps memory, arithmetic and links busy at
+once, but several batches that take turns can. Therefore the busiest of the three bounds tokens/s.
 
 A step may verify drafted tokens (speculative decoding): it computes all of them and reads everything once. Then each
 drafting layer passes over the accepted tokens and drafts one token of the next draft. Each further token of the draft
@@ -50,7 +50,10 @@ class DeploymentPlan:
 
 
 def plan(model: Facts, machine: Machine, request: Request) -> DeploymentPlan:
-    """Plan every layout that the request's machines allow; one machine allows only one. Raises :class:`InputError`."""
+    """Plan every layout that the request's machines allow, which is one for a single machine.
+
+    Raises :class:`InputError` if the request is invalid or cannot be planned for this model and machine.
+    """
     sites, stored = attentions(model), _stored(model, request)
     _check(machine, request)
     notes = list(model.notes)
@@ -77,7 +80,7 @@ def plan(model: Facts, machine: Machine, request: Request) -> DeploymentPlan:
 def least_tp(model: Facts, machine: Machine, request: Request) -> DeploymentPlan | None:
     """Return the plan for the fewest GPUs that fit the users, by doubling ``request.tp``; ``None`` if there is none.
 
-    ``request.dcp`` is left open: every layout that this number of GPUs allows counts.
+    ``request.dcp`` is ignored: the plan contains every layout that this number of GPUs allows.
     """
     tp = 2 * request.tp
     while tp <= MOST_TP and machine.link_bytes_per_s is not None:
@@ -91,7 +94,7 @@ def least_tp(model: Facts, machine: Machine, request: Request) -> DeploymentPlan
 
 
 def _stored(model: Facts, request: Request) -> StoredWeights | None:
-    """Return the weights as stored, if the request asks for that."""
+    """Return the weights as stored if the request specifies that, else None."""
     if request.weight_dtype != AS_STORED:
         return None
     if model.stored is None:

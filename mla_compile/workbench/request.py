@@ -20,9 +20,9 @@ class Request:
     """A request to plan for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free.
 
     ``weight_dtype`` is one of :data:`WEIGHT_BYTES` for all weights, or :data:`AS_STORED`. A step verifies
-    ``draft_tokens`` per user. Each is accepted with probability ``acceptance`` if those before it were. ``prompt``: the
-    tokens that each user sends; ``None`` means the whole context. ``output``: the tokens that each user gets; ``None``
-    leaves their number open.
+    ``draft_tokens`` per user. Each draft is accepted with probability ``acceptance`` if all earlier ones were accepted.
+    ``prompt``: the tokens that each user sends; ``None`` means the whole context. ``output``: the tokens that each user
+    gets; ``None`` leaves their number open.
     """
 
     context: int = 131072
@@ -48,7 +48,7 @@ class Request:
         return math.fsum(self.acceptance**i for i in range(1 + self.draft_tokens))
 
     def check(self) -> None:
-        """Raise :class:`InputError` for numbers of tokens, or an acceptance, that are impossible."""
+        """Raise :class:`InputError` for an impossible number of tokens or an impossible acceptance."""
         if not 0 <= self.draft_tokens <= MOST_DRAFTS:
             raise InputError(f"draft_tokens is {self.draft_tokens}, expected a whole number from 0 to {MOST_DRAFTS}")
         if not 0 <= self.acceptance <= 1:

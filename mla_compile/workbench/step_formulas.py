@@ -1,31 +1,33 @@
 """Formulas for a pass on several machines (a decode step, or reading prompts): FLOPs, bytes, link traffic.
 
-A pass computes S tokens of each of B users: one token, or one with its drafts, or all tokens of a prompt. The tokens of
-a step read a user's cache once, or J rows if they choose keys (as if all of them chose the same keys). A prompt attends
-causally, in the form that takes fewer FLOPs: expanded, or absorbed with each token's J keys.
+A pass computes S tokens of each of B users: one token, one token and its drafts, or all tokens of a prompt. The tokens
+of a step read a user's cache once. If they choose keys, they read J rows, as if all of them chose the same keys. A
+prompt attends causally, in the form that takes fewer FLOPs: expanded, or absorbed with each token's J keys.
 
 There are four ways to share B users with T tokens each among P machines:
 
-* ``replicated``: each machine has H/P heads of all users. The latent row has no heads to split, so each holds all rows.
-* ``context``: groups of C (dcp) machines split the tokens; each has HC/P heads and T/C tokens of all users.
+* ``replicated``: each machine has H/P heads of all users. The latent row has no heads to split, so each machine holds
+  all rows.
+* ``context``: groups of C (dcp) machines split the tokens; each machine has HC/P heads and T/C tokens of all users.
 * ``data``: each machine has all heads of B/P users, hence all weights of the heads; the rest of the model stays split.
-* ``experts``: each machine has B/P users and all weights except routed experts, of which it has its share. A token goes
-  to each of the machines that have one of its k experts, and the sums come back. On another node, one machine receives
-  the token and passes it on. Every layer is assumed to have experts.
+* ``experts``: each machine has B/P users, all weights outside routed experts, and a share of the routed experts. A
+  token is sent to each machine that has one of the token's k experts, and the sums are sent back. On another node, one
+  machine receives the token and passes it on. Every layer is assumed to have experts.
 
 The machines form Q nodes, which a slower network connects. Data that all machines exchange crosses this network once
 per node, and each machine of a node carries an equal part.
 
-If the rest of the model is split, so is its vocabulary: embeddings are summed over the machines, and each machine gets
+If the rest of the model is split, so is the vocabulary: embeddings are summed over the machines, and each machine gets
 all logits. With whole users on each machine (``data``), the tokens of all users are gathered, and each machine gets the
 logits of its own users.
 
-If queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), attention reads J rows, but first all
-T tokens are scored to choose them. This choice is counted separately. Its heads are not split, because each machine
-needs the whole list. In a split context, each machine chooses among its own tokens, and the lists are merged.
+Queries may choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556). Attention then reads J rows, but all
+T tokens are scored first to choose these rows. This choice is counted separately. The heads that score are not split,
+because each machine needs the whole top-k list. In a split context, each machine chooses among its own tokens, and the
+lists are merged.
 
-Prompts are not split by context: machines that share a context each compute their heads over the whole prompt, as if
-replicated, and keep only their part of the rows.
+Prompts are not split by context. Machines that share a context compute their heads over the whole prompt, as in
+``replicated``, and keep only their share of the rows.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight:
 F, Y = sympy.symbols("F Y", positive=True)  # choosing keys: FLOPs per token, and values read per token
 Y_b, Y_m = sympy.symbols("Y_b Y_m", nonnegative=True)  # bytes per user that are not rows: now, and at most
 M = sympy.Symbol("M", positive=True)  # 1 if an attention chooses its keys, else 0
-U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept; stored and then not read
+U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept; stored, then not read
 
 MEANING = {
     B: "users",
@@ -104,7 +106,7 @@ MEANING = {
 
 def _attention(form: formulas.Form) -> formulas.Stage:
     found = next(stage for stage in formulas.stages(form) if stage.name == "attention")
-    # as if no rotary columns were added to others
+    # Assume that no rotary columns are added to other columns; ``formulas.A`` is the number of such columns.
     alone = {what: getattr(found, what).subs(formulas.A, 0) for what in ("multiply_adds", "activations")}
     return replace(found, **alone)
 
@@ -136,7 +138,7 @@ def cache_values(*, latent: bool) -> sympy.Expr:
 
 
 def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
-    """Return ``expression``, a quantity of one machine that does all the work, for one machine of a layout."""
+    """Convert ``expression``, a quantity for one machine that does all the work, to one machine of a layout."""
     taken = {
         "replicated": {H: H / P, G: sympy.Max(1, G / P)},
         "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C, J: J / C},
@@ -148,7 +150,7 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
 
 @cache
 def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[str, sympy.Expr]:
-    """Return every quantity of one layout, per machine; attention and network are those of one layer.
+    """Return every quantity of one layout, per machine. Quantities of attention and network are per layer.
 
     ``prompt``: for a pass over whole prompts, where S is T, instead of a decode step.
     """
@@ -180,7 +182,10 @@ def expressions(layout: Layout, *, latent: bool, prompt: bool = False) -> dict[s
 
 
 def _multiplied(layout: Layout) -> sympy.Expr:
-    """FLOPs of weights: a machine applies whole weights to its own users, and its parts of other weights to all."""
+    """Return the FLOPs of weights.
+
+    A machine applies whole weights to its own users, and its share of split weights to all users.
+    """
     own = sympy.ceiling(B / P)
     logits, others, experts = O * D * N_v, S * (W - D * N_v), S * X * k / n
     if layout == "experts":
@@ -215,7 +220,7 @@ def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes that a machine sends for embeddings and logits of a pass: in total, and to other nodes."""
     if layout == "experts":  # each machine has the whole vocabulary
         return sympy.Integer(0), sympy.Integer(0)
-    logits = B * O * N_v * A / (P if layout == "data" else 1)  # each machine gets its part of the columns
+    logits = B * O * N_v * A / (P if layout == "data" else 1)  # each machine gets its share of the columns
     summed = 2 * B * S * D * A
     if layout == "data":
         return (P - 1) / P * (summed + logits), (Q - 1) / P * summed + (Q - 1) / Q * logits
@@ -223,7 +228,7 @@ def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def number(layout: Layout, what: str, values: Mapping[str, float], *, latent: bool, prompt: bool = False) -> float:
-    """Evaluate one of the :func:`expressions`; ``values`` are given by the letters of :data:`MEANING`."""
+    """Evaluate one of the :func:`expressions`. ``values`` maps the letters of :data:`MEANING` to numbers."""
     return float(_function(layout, what, latent=latent, prompt=prompt)(*(values[str(s)] for s in MEANING)))
 
 

@@ -1,14 +1,15 @@
-"""Decode attention on CPU: the native kernel (native.py), or torch's operators if it cannot run.
+"""Decode attention on CPU: the native kernel (native.py), or torch's operators if the native kernel cannot run.
 
-Torch's operators serve float64 and machines without a C++ compiler. They walk the visible part of the rows in blocks
-that stay in the processor's cache. A block serves as keys and as values, in float32 (float64 for float64), with an
-online softmax (m: running maximum, l: running sum):
+Torch's operators are used for float64, and on machines without a C++ compiler. With them, the visible rows are
+processed in blocks that stay in the processor's cache. Each block is used as keys and as values, in float32 (float64
+for float64), with an online softmax (m: running maximum, l: running sum):
 
     s = q [c, r]^T + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 
-Half precision is converted block by block. bfloat16 products would round their scores: the error of the result was then
-2.0e-3, 9.7e-3, 2.0e-2 for scores with a standard deviation of 0.5, 2.4, 12, against 1.7e-3 here. Rows before the first
-and after the last visible key of a batch entry are not read.
+Half precision rows are converted to float32 block by block, because bfloat16 products would round the scores. With
+bfloat16 products, the error of the result was 2.0e-3, 9.7e-3, 2.0e-2 for scores with a standard deviation of 0.5, 2.4,
+12. With float32 products, it is 1.7e-3. Rows before the first and after the last visible key of a batch entry are not
+read.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from mla_compile.kernels.cpu import native
 from mla_compile.kernels.reference import additive_mask, compute_dtype
 
 BLOCK = 2048  # tokens in one block: 4 MiB of float32 latent at L = 512
-ROWS = 256  # query rows (s, h) in one walk over the cache: 2 MiB of float32 scores for a block
+ROWS = 256  # query rows (s, h) in one walk over the cache: 2 MiB of float32 scores per block
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Keys ``[lo, hi)`` that include all visible ones of a batch entry. ``plain``: the mask has no effect on them."""
+    """A range of keys ``[lo, hi)`` with all visible keys of a batch entry. ``plain``: the mask has no effect inside."""
 
     lo: int
     hi: int
@@ -44,13 +45,13 @@ class _Job:
     latent: Tensor  # [G,T,L]
     rope: Tensor | None
     values: Tensor | None
-    mask: Tensor | None  # with its axes as [G|1,T|1,S|1,H|1]; None if it has no effect inside the window
+    mask: Tensor | None  # permuted to [G|1,T|1,S|1,H|1]; None if the mask has no effect inside the window
     causal: bool
     window: _Window
 
 
 def suits(call: DecodeCall) -> bool:
-    """Whether the kernels here take a call; the reference takes the others."""
+    """Whether this module can compute a call; the reference computes other calls."""
     if not call.query.is_cpu:
         return False
     if _native(call) is not None:
@@ -60,7 +61,7 @@ def suits(call: DecodeCall) -> bool:
 
 
 def _native(call: DecodeCall) -> native.Library | None:
-    """The compiled kernels, if they support the dtypes of the call's rows; else None."""
+    """Return the compiled kernels if they support the dtypes of the call's rows, else None."""
     rows = (call.query, call.latent, call.rope)
     library = None if compute_dtype(call.latent) == torch.float64 else native.load()
     return library if library is not None and native.takes(library, *rows) else None
@@ -69,8 +70,8 @@ def _native(call: DecodeCall) -> native.Library | None:
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute :func:`mla_compile.kernels.reference.decode_attention`, for calls that :func:`suits` accepts.
 
-    There is one difference: a key whose additive mask is finite but at most half the dtype's lowest value, for every
-    query, counts as hidden too (its weight is exactly 0), unless some query has no other key.
+    There is one difference. A key is also hidden if its additive mask is finite, but at most half the dtype's lowest
+    value for every query. (The weight of such a key is exactly 0.) This does not apply if some query has no other key.
     """
     query, latent = call.query, call.latent
     dtype = compute_dtype(latent)
@@ -113,8 +114,8 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     windows = [_Window(0, T, plain=True)] if mask is None or seen is None else _windows(mask, seen, T)
     out, lse = _run(call, windows)
     if seen is not None and not all(w.plain for w in windows) and bool(torch.isnan(out).any()):
-        # A row that no query sees, between visible ones, may hold NaN, and 0 * NaN is NaN. This is rare, so clean
-        # copies are made only now.
+        # A hidden row between visible rows may hold NaN, and 0 * NaN is NaN. This is rare, so the rows are copied and
+        # cleaned only after the result turned out to have NaN.
         blank = ~seen.unsqueeze(2)  # [B|1,T,1]
         rope, values = (None if x is None else x.masked_fill(blank, 0.0) for x in (call.rope, call.values))
         clean = call._replace(latent=call.latent.masked_fill(blank, 0.0), rope=rope, values=values)
@@ -123,7 +124,7 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
-    """Return the keys that some query of the batch entry sees, [B|1,T] bool. This is cheap beside reading the cache."""
+    """Return which keys some query of a batch entry sees, [B|1,T] bool. Reading the cache costs far more than this."""
     mask = mask.expand(-1, -1, S if causal else -1, T)
     below = torch.ones(S, T, dtype=torch.bool).tril(T - S) if causal else None
     if mask.dtype == torch.bool:
@@ -131,7 +132,7 @@ def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
     else:
         visible = mask > torch.finfo(mask.dtype).min / 2
         visible = visible if below is None else visible & below
-        # A query that sees only keys at or below this bound weighs all of them, so none may be skipped.
+        # If a query sees only keys at or below this bound, all of these keys have weight, so none may be skipped.
         if not bool(visible.any(dim=3).all()):
             visible = mask != -torch.inf
             visible = visible if below is None else visible & below
@@ -139,7 +140,7 @@ def _seen(mask: Tensor, S: int, T: int, *, causal: bool) -> Tensor:
 
 
 def _windows(mask: Tensor, seen: Tensor, T: int) -> list[_Window]:
-    """One window for each batch entry of the mask."""
+    """Return one window for each batch entry of the mask."""
     found = []
     for b in range(mask.shape[0]):
         at = seen[b].nonzero()
@@ -154,7 +155,7 @@ def _windows(mask: Tensor, seen: Tensor, T: int) -> list[_Window]:
 
 
 def _run(call: DecodeCall, windows: list[_Window]) -> tuple[Tensor, Tensor]:
-    """Split the call into jobs: one for all batch entries if they read the same keys, else one for each."""
+    """Split the call into jobs: one job for all batch entries if they read the same keys, else one per batch entry."""
     B, S, H, _ = call.query.shape
     dtype = compute_dtype(call.latent)
     out = torch.empty(B, S, H, call.summed.shape[2], dtype=call.query.dtype)

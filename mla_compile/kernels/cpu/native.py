@@ -1,33 +1,35 @@
-"""The native kernels for CPU, decode attention and the indexer: built on first use from csrc/, called through ctypes.
+"""The native CPU kernels for decode attention, the indexer, and products of a few rows: built from csrc/ on first use.
 
-Inductor compiles them, with its compiler, flags and locked cache on disk, so they exist wherever ``torch.compile``
-works on CPU; the first use on a machine takes 3 to 15 s. If they cannot be built, :func:`load` logs the reason in one
-line, and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators. ``MLA_COMPILE_NATIVE=0`` in
-the environment disables them.
+Inductor builds the kernels with its compiler, flags and locked disk cache, so they are available wherever
+``torch.compile`` works on CPU. The first use on a machine takes 3 to 15 s. The kernels are called through ctypes. If
+they cannot be built, :func:`load` logs the reason in one line, and torch's operators compute the same.
+``MLA_COMPILE_NATIVE=0`` in the environment disables the kernels.
 
-Choices, measured on one core with AVX-512 and AMX unless another is named, L = 512, R = 64, in CPU time (GFLOP/s of
-2BSHT(2L+R)):
+The design choices, with measured speeds in GFLOP/s of CPU time, for 2BSHT(2L+R) operations at L = 512 and R = 64.
+Unless another core is named, the measurements are from one core with AVX-512 and AMX:
 
 * **float32 with fused multiply-adds**: 132 at 16 heads with the cache in L2, 95 from memory. Scores and sums are
-  vectors over query rows, so that the softmax needs no horizontal step.
-* **Operands stay in registers, a few columns of the query in the first-level cache, and from 64 query rows on, values
-  are packed side by side**: 10 to 32 % faster on a core with only AVX2, which then reaches 48 at 16 heads and 71 at
-  128, from memory (MKL's product of square matrices there: 53).
-* **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place; query and weights are two bfloat16 terms
-  each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, which disappears when the result is rounded.
-* **float32 on AMX**, each number three bfloat16 terms, six products: 200 at 128 heads where multiply-adds reach 149.
-  The small products are added first, and each tile has a sum of its own: error 3.4e-7 instead of 6.1e-7 (multiply-adds:
-  4.9e-7). Up to 48 query rows, splitting the rows costs more than it saves, and multiply-adds are used.
+  vectors over query rows, so that the softmax needs no reduction inside a vector.
+* **Operands stay in registers, and a few columns of the query in the first-level cache. From 64 query rows on, values
+  are packed side by side**: 10 to 32 % faster on a core with only AVX2. That core then reaches 48 at 16 heads and 71 at
+  128 heads, from memory. MKL's product of square matrices reaches 53 on it.
+* **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place. Query and softmax weights are each split
+  into two bfloat16 terms. The log-sum-exp is off by 3e-6 (in float32: 7e-7), which disappears when the result is
+  rounded.
+* **float32 on AMX**, with three bfloat16 terms per number and six products: 200 at 128 heads, where multiply-adds reach
+  149. Small products are added first, and each tile has its own sum, so that the error is 3.4e-7 instead of 6.1e-7
+  (multiply-adds: 4.9e-7). Up to 48 query rows, multiply-adds are used, because splitting the cached rows into terms
+  costs more than AMX saves.
 * **Values are rearranged 64 columns at a time**, in the first-level cache, and each tile of rows is loaded once for all
-  terms of the other factor: 5 to 11 % less time than with a whole tile of keys at once.
+  terms of the other factor: 5 to 11 % less time than if a whole tile of keys is rearranged at once.
 * **Scores of an indexer** with 64 heads of 128 columns, on a core without AMX: 96 in float32, 180 in bfloat16 with
-  AVX512-BF16 (96 if converted to float32).
-* **The next tile is prefetched during the products of this one**: 8 to 18 % less time from memory, except for float32
-  on AMX, where it makes no difference. Spreading the prefetches over all scores of a tile of 66 keys saves another 3 to
-  15 % on a core with only AVX2, up to 16 heads.
-* **Rows of a weight are prefetched 8 KiB ahead**, two side by side: products of a few rows take 5 to 30 % less time on
-  two cores with only AVX2; short rows in bfloat16 gain most. With AVX-512, 4 KiB ahead for rows below 8 KiB: 10 to 30 %
-  less for rows of 512 or 1024 bytes.
+  AVX512-BF16 (96 if bfloat16 is converted to float32).
+* **The next tile is prefetched during the products of the current tile**: 8 to 18 % less time from memory, except for
+  float32 on AMX, where it makes no difference. Spreading the prefetches over all scores of a tile of 66 keys saves
+  another 3 to 15 % on a core with only AVX2, up to 16 heads.
+* **Rows of a weight are prefetched 8 KiB ahead**, two rows side by side: on two cores with only AVX2, products of a few
+  rows take 5 to 30 % less time, and short bfloat16 rows gain most. With AVX-512, rows below 8 KiB are prefetched 4 KiB
+  ahead: 10 to 30 % less time for rows of 512 or 1024 bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from mla_compile.kernels.call import DecodeCall, IndexCall
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
-# Inductor disables both for its generated code; these flags come after its own.
+# Inductor disables both for its generated code. These flags are placed after Inductor's own flags.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 KINDS = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4, torch.float8_e4m3fn: 5,
@@ -91,7 +93,7 @@ _offered: list[str] = []
 
 
 def offer(path: str) -> None:
-    """Make :func:`load` use the library at ``path`` instead of building one, unless it has loaded one already.
+    """Make :func:`load` use the library at ``path`` instead of building one, unless a library is loaded already.
 
     The library must have been built from this source for this machine.
     """
@@ -119,7 +121,7 @@ def _load_once() -> Library | None:
 
 
 def library_of(built: ctypes.CDLL) -> Library:
-    """The kernels in a library that was built from :func:`source`."""
+    """Return the kernels of a library that was built from :func:`source`."""
     entries = (built.mla_decode_attention, built.mla_index_scores, built.mla_few_rows)
     for entry in entries:
         entry.argtypes = [ctypes.c_char_p]
@@ -128,7 +130,7 @@ def library_of(built: ctypes.CDLL) -> Library:
 
 
 def load() -> Library | None:
-    """The kernels, built by the first call; None if they are disabled or this process's one attempt failed."""
+    """Return the kernels, which the first call builds; None if they are disabled or that one build failed."""
     with _lock:
         return _load_once()
 
@@ -139,7 +141,7 @@ def _build() -> ctypes.CDLL:
     begin = time.time()
 
     class Checked(CppCodeCache):
-        """Inductor's cache, in the folder that TORCHINDUCTOR_CACHE_DIR names, with our checks before loading."""
+        """Inductor's cache, in the folder that TORCHINDUCTOR_CACHE_DIR names, with our own checks before loading."""
 
         cache = {}  # noqa: RUF012 - a cache of this class, apart from torch's
 
@@ -156,7 +158,7 @@ def _build() -> ctypes.CDLL:
 
 
 def source() -> str:
-    """The C++ source as one text, headers included: Inductor names the library by a hash of the text."""
+    """Return the C++ source and its headers as one text, because Inductor names the library by a hash of the text."""
 
     def insert(match: re.Match[str]) -> str:
         if match[1] in done:
@@ -180,7 +182,7 @@ def takes(library: Library, *rows: Tensor | None) -> bool:
 def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Compute :func:`mla_compile.kernels.cpu.decode.decode_attention`, for rows that :func:`takes` accepts.
 
-    Raises :class:`MemoryError` if the scratch space (a few MB per thread, which are kept) cannot be allocated.
+    Raises :class:`MemoryError` if the scratch space (a few MB per thread, kept for later calls) cannot be allocated.
     """
     query, latent = _dense_rows(call.query), _dense_rows(call.latent)
     rope, values, mask = call.rope, call.values, call.mask
@@ -271,8 +273,8 @@ def index_scores(library: Library, call: IndexCall) -> Tensor:
 def few_rows_product(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x`` [G,M,K] times ``weight`` [G,O,K] plus ``bias`` [O], as [G,M,O] in the dtype of ``x``.
 
-    ``x`` is float32 or bfloat16. The weight has its dtype, or is int8, or is bfloat16 beside float32. Raises
-    :class:`MemoryError` if the scratch space cannot be allocated.
+    ``x`` is float32 or bfloat16. The weight has the dtype of ``x``, or is int8; if ``x`` is float32, it may also be
+    bfloat16. Raises :class:`MemoryError` if the scratch space cannot be allocated.
     """
     x, bias = _dense_rows(x), None if bias is None else bias.contiguous()
     if 1 not in weight.stride()[1:]:

@@ -1,8 +1,8 @@
-"""Which keys of a block of 64 are visible to the consumers of the Hopper kernel (decode_gluon.py).
+"""Decides which keys of a block of 64 are visible to the consumers of the Hopper kernel (decode_gluon.py).
 
-Without a mask or lists, these are the keys before the query's limit and, with a window, from its ``lower`` on. A mask's
-list of tiles, or a list of keys, has 64 bits for each block. With a mask, the limits apply in addition; with a list,
-only the bits count.
+Without a mask or index lists, a query sees the keys before its ``limit`` and, with a window, from its ``lower`` on. A
+mask's list of tiles, or an index list, has 64 bits for each block. With a mask, both the bits and the limits apply.
+With an index list, only the bits apply.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from mla_compile.kernels.hopper.rows_gluon import LOG2E
 
 @gluon.jit
 def keys(work, plane, i, LISTED: gl.constexpr):
-    """The visibility bits of keys 0..31 and of keys 32..63 of block i; all are set without a mask or lists."""
+    """Return the visibility bits of keys 0..31 and 32..63 of block i. All bits are set without a mask or index list."""
     if work is None:
         return -1, -1
     else:
@@ -28,7 +28,7 @@ def keys(work, plane, i, LISTED: gl.constexpr):
 
 @gluon.jit
 def first_key(work, plane, i, LISTED: gl.constexpr):
-    """The first key of block i; 0 in a list, whose entries have no order."""
+    """Return the first key of block i; 0 with an index list, whose entries have no order."""
     if LISTED:
         return 0
     else:
@@ -37,16 +37,16 @@ def first_key(work, plane, i, LISTED: gl.constexpr):
 
 @gluon.jit
 def bits(low, high, n):
-    """Which of the keys n of a block are visible."""
+    """Return which of the keys n of a block are visible."""
     return (gl.where(n < 32, low, high) >> (n & 31)) & 1 != 0
 
 
 @gluon.jit
 def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MASKED: gl.constexpr,
             LISTED: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
-    """P (unnormalised, base 2) of the block from row n0 on, the factor for the previous sums, and the new maximum.
+    """Return P (unnormalised, base 2) of the block from row n0 on, the factor for previous sums, and the new maximum.
 
-    MASKED: a mask hides keys in addition to the limits. ``factor``: the location of the keys' scales, or None.
+    MASKED: a mask hides keys in addition to the limits. ``factor``: the keys' scales in shared memory, or None.
     """
     column = gl.arange(0, BN, gl.SliceLayout(0, S_L))
     if LISTED:
@@ -70,7 +70,7 @@ def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MA
 
 @gluon.jit
 def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
-    """P as the products with values need it: times the scales of the keys, if there are any, and in DTYPE."""
+    """Return P for the product with the values: multiplied by the keys' scales, if there are any, and in DTYPE."""
     if factor is not None:
         p = p * gl.expand_dims(factor.load(gl.SliceLayout(0, S_L)), 0)
     return p.to(DTYPE)
@@ -78,9 +78,9 @@ def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
 
 @gluon.jit
 def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
-    """Zero the rows of a [64,256] half that must not be read: selected by the bits, or by their numbers.
+    """Zero the rows of a [64,256] half that must not be read as values. Bits or row numbers select them.
 
-    The rows are numbered from n on; rows from ``length`` on and before ``begin`` hold other data.
+    The first row has number n. Rows from ``length`` on and rows before ``begin`` hold other data.
     """
     L: gl.constexpr = threads(False, gl.num_ctas())
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
@@ -99,7 +99,7 @@ def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
 
 @gluon.jit
 def ragged(is_last, n, begin, low, high, MASKED: gl.constexpr, CLEAN: gl.constexpr):
-    """Whether the block from row n on has rows that must not be read as values and that are not already zero."""
+    """Whether the block that starts at row n has rows that must not be read as values and are not zero already."""
     if CLEAN:
         return False
     elif MASKED:

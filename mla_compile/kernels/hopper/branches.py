@@ -1,9 +1,10 @@
 """Replaces indirect jumps in PTX by comparisons, for the kernel of a cluster.
 
-Triton tells waiting warps by a number which partition of ``warp_specialize`` to run. With two barriers between the CTAs
-of a cluster there are five numbers, and LLVM makes a jump table of them. ptxas assumes that such a jump may come from
-anywhere, also while a product in flight writes consumer 1's sums. It therefore makes consumer 1 wait for the scores of
-a block before the product with the other consumer's P (ptxas note C7517). Comparisons avoid that.
+Triton sends waiting warps a number, which tells them what partition of ``warp_specialize`` to run. With two barriers
+between the CTAs of a cluster, there are five such numbers, and LLVM makes a jump table of them. ptxas assumes that a
+jump through the table may come from anywhere, even while a product in flight writes consumer 1's sums. ptxas therefore
+makes consumer 1 wait for the scores of a block before the product with the other consumer's P (ptxas note C7517).
+Comparisons avoid this wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _KEY = "mla_compile: jumps through a table as comparisons"
 
 
 def compared(ptx: str) -> str:
-    """Return the PTX with comparisons in place of every indirect jump and its table; other text is unchanged."""
+    """Return the PTX with every indirect jump and its table replaced by comparisons."""
     for table in _TABLE.finditer(ptx):
         *targets, last = re.findall(r"[^\s,]+", table[2])
         tests = [f"\tsetp.eq.b32 \t%is, {{0}}, {i};\n\t@%is bra \t{target};" for i, target in enumerate(targets)]
@@ -32,7 +33,7 @@ def compared(ptx: str) -> str:
 
 @contextmanager
 def comparisons() -> Iterator[None]:
-    """A context in which Triton compiles with :func:`compared`, unless an inspection hook is set already."""
+    """Make Triton compile with :func:`compared` in this context, unless an inspection hook is set already."""
     from triton import knobs
 
     before = getattr(knobs.runtime, "add_stages_inspection_hook", None)

@@ -1,8 +1,8 @@
-"""One CTA, or a cluster of two that share the rows of a block: layouts, tiles and barriers of the Hopper kernel.
+"""Layouts, tiles and barriers of the Hopper kernel, for one CTA or for a cluster of two that share the rows of a block.
 
 Each CTA owns 64 packed query rows. In a cluster of two, everything with query rows (queries, P, maxima, sums) is one
-tensor of 128 rows that is divided between the CTAs. Both CTAs hold the cache rows of a block, which one copy from
-memory brings to both.
+tensor of 128 rows that is divided between the CTAs. Both CTAs hold all cache rows of a block. One copy from memory
+delivers these rows to both.
 """
 
 from triton.experimental import gluon
@@ -15,52 +15,55 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 @gluon.constexpr_function
 def product(columns, CTAS):
-    """The layout of an accumulator with a row for each query row and ``columns`` columns."""
+    """Return the layout of an accumulator with a row for each query row and ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16], *_bases([1, 0], CTAS))
 
 
 @gluon.constexpr_function
 def threads(own, CTAS):
-    """The layout in which threads hold rows of 64 half-precision values.
+    """Return the layout in which threads hold rows of 64 half-precision values.
 
-    ``own``: each CTA holds rows of its own; otherwise all CTAs hold the same rows.
+    With ``own``, each CTA holds its own rows. Otherwise all CTAs hold the same rows.
     """
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], *_bases([int(own), 0], CTAS))
 
 
 @gluon.constexpr_function
 def rows_alike(rank, CTAS):
-    """The layout of a tile of half-precision cache rows in shared memory: the same in all CTAs."""
+    """Return the layout of a tile of half-precision cache rows in shared memory. All CTAs hold the same rows."""
     return gl.NVMMASharedLayout(128, 16, rank, False, False, *_bases([0] * rank, CTAS))
 
 
 @gluon.constexpr_function
 def rows_own(CTAS):
-    """The layout of a tile of query rows in shared memory."""
+    """Return the layout of a tile of query rows in shared memory."""
     return gl.NVMMASharedLayout(128, 16, 2, False, False, *_bases([1, 0], CTAS))
 
 
 @gluon.constexpr_function
 def vector(CTAS):
-    """The layout of one number per query row in shared memory."""
+    """Return the layout of one number per query row in shared memory."""
     return gl.SwizzledSharedLayout(1, 1, 1, [0], *_bases([1], CTAS))
 
 
 @gluon.constexpr_function
 def barrier(own, CTAS):
-    """The layout of an mbarrier: each CTA has its ``own``, or all use that of the first CTA."""
+    """Return the layout of an mbarrier. With ``own``, each CTA has its own; otherwise all use the first CTA's."""
     return mbarrier.MBarrierLayout(*_bases([int(own)], CTAS))
 
 
 @gluon.constexpr_function
 def _bases(second, CTAS):
-    """The last argument of a two-CTA layout: the second CTA's offset on each axis, in CTA parts; none for one CTA."""
+    """Return the last argument of a layout: none for one CTA, else the second CTA's offset.
+
+    The offset has a number for each axis, in units of one CTA's share.
+    """
     return ([second],) if CTAS == 2 else ()
 
 
 @gluon.jit
 def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory in another shape. The method became public in Triton 3.9."""
+    """View the same shared memory in another shape. The method became public in Triton 3.9."""
     if hasattr(tile, "reinterpret"):
         return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
@@ -69,7 +72,7 @@ def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def own(tile):
-    """View this CTA's tile [64,columns] as its part of the cluster's tensor [64 * CTAS,columns]."""
+    """View this CTA's tile [64,columns] as the cluster's tensor [64 * CTAS,columns], which includes the tile."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         return tile
@@ -80,7 +83,7 @@ def own(tile):
 
 @gluon.jit
 def joint(bar):
-    """The cluster's form of a barrier: all CTAs arrive at the first CTA's, and only the first CTA waits for it."""
+    """Return a barrier in its cluster form: all CTAs arrive at the first CTA's barrier, and only that CTA waits."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         return bar
@@ -92,7 +95,7 @@ def joint(bar):
 def expect(bar, size: gl.constexpr):
     """Announce copies of ``size`` bytes at each CTA's barrier. In a cluster, the first CTA announces them for all.
 
-    The producers of the other CTAs do nothing here: since they wait for nobody, they could announce a block too early.
+    The producers of the other CTAs announce nothing. They do not wait for a free stage, so they could be too early.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
@@ -103,7 +106,7 @@ def expect(bar, size: gl.constexpr):
 
 @gluon.jit
 def load_box(desc, at, bar, tile):
-    """Copy a box to ``tile`` in every CTA, counted on each CTA's barrier. The first CTA issues it for all."""
+    """Copy a box to ``tile`` in every CTA, counted on each CTA's barrier. The first CTA issues the copy for all."""
     CTAS: gl.constexpr = gl.num_ctas()
     if CTAS == 1:
         _load(desc, at, bar, tile)

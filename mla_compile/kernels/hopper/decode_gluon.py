@@ -1,50 +1,55 @@
 """Absorbed decode attention on Hopper (sm_90): one TMA producer and two consumer warpgroups, written in Gluon.
 
-One CTA owns 64 packed rows (row ``m`` is token ``m // H``, head ``m % H`` of one request) and walks blocks of 64 cache
-rows. The float32 output, 64 x 512, takes half of an SM's registers, so it is cut in two: consumer ``w`` holds columns
-``256 w .. 256 w + 255``. The schedule is the seesaw of FlashMLA's 2025-04-22 write-up, built from scratch:
+One CTA owns 64 packed query rows (row ``m`` is token ``m // H``, head ``m % H`` of one request) and walks blocks of 64
+cache rows. The float32 output, 64 x 512, takes half of an SM's registers, so it is cut in two: consumer ``w`` holds
+columns ``256 w .. 256 w + 255``. The schedule is the seesaw of FlashMLA's 2025-04-22 write-up, built from scratch:
 
-* The producer copies each block once by TMA: two halves of the latent and the rope part, together a *stage*. There are
+* The producer copies each block once, by TMA, into a *stage*: two halves of the latent, and the rope part. There are
   two stages, and each half of a stage is released separately.
-* Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all columns) and makes ``P_j`` from the running maximum
-  that is handed from block to block. ``P_j`` overwrites the rope part of its own stage, which nobody reads any more.
-  Without a rotary part, as in DeepSeek-V4 (ROTARY is not set), only P is stored there. The next P of a stage is written
-  after both halves of its block have arrived, thus after both consumers have applied the previous P.
-* Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the latent
-  block that is in shared memory already. A consumer takes its own ``P_j`` from registers and the other's from shared
-  memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
-* Each consumer waits for the barriers of all TMA data that it reads, even if the other consumer's ``P_j``, made of the
-  same block, implies that the data has arrived. Such a wait returns at once, and with it, nothing relies on writes
-  becoming visible transitively.
+* Consumer ``j % 2`` computes the scores of block ``j`` (``S = Q K_j^T``, all columns), and from them ``P_j``. For this
+  the consumers pass a running maximum from block to block. ``P_j`` overwrites the rope part of block ``j``, which is
+  not read any more. If rows have no rotary part, as in DeepSeek-V4 (ROTARY is not set), that memory holds only P. A
+  stage's next P is written only after both halves of its block have arrived in the stage. By then, both consumers have
+  applied the stage's previous P.
+* Both consumers apply every block, in order, to their half of the output: ``O = O * alpha_j + P_j V_j``, where ``V_j``
+  is the latent block that is already in shared memory. A consumer takes its own ``P_j`` from registers, and the other
+  consumer's from shared memory. Consumer 0 issues the scores of its next block before it waits for the product with the
+  previous block.
+* Each consumer waits for the barriers of all TMA data that it reads. It does so even where the other consumer's ``P_j``
+  implies that block ``j`` has arrived. Such a wait returns at once, and avoids relying on transitive visibility of
+  writes.
 
-Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length. A stage's barrier phase is
-therefore counted per stage over the whole life of the CTA (``used0``, ``used1``). An *item* is a run of blocks of one
-request: one per CTA on the split grid, several if a schedule (kernels/triton/schedule.py) is given.
+An *item* is a run of blocks of one request. A CTA has one item on the split grid, and several if there is a schedule
+(kernels/triton/schedule.py). Blocks 0, 2, 4... of every item use stage 0, the others stage 1. The stages may thus be
+used unequally often, so barrier phases are counted per stage over the life of the CTA (``used0``, ``used1``).
 
-For rows past a request's length, TMA fills rows outside the tensor with zeros, and scores are masked. The rows of the
-last block that hold other data are zeroed in shared memory before they are read as values, because ``0 * NaN`` is NaN.
+The last block of a request may have rows past the request's length. Their scores are masked. TMA fills rows outside the
+tensor with zeros. Rows that hold other data are zeroed in shared memory before they are read as values, because
+``0 * NaN`` is NaN.
 
-A boolean mask that is the same for all query rows comes as a list of the tiles with a visible key, and 64 bits for each
-(``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are the tiles of the list, and in any block, keys
-that nobody sees are treated like keys past the length.
+A boolean mask that is the same for all query rows is passed as a list of the tiles with a visible key, with 64 bits for
+each tile (``work``, written by kernels/triton/tiles_triton.py). The blocks are then the tiles of the list. In every
+block, keys that no query sees are treated like keys past the length.
 
-With a window, an item's first block is the first that some query token sees. Its rows before that token's window are
-masked and zeroed like those past the length.
+With a window, the first block of a request is the first one that some query token sees. The block's rows before the
+window are masked and zeroed like rows past the length.
 
-Index lists have a separate kernel and producer (list_gluon.py), with these consumers: LISTED. Their rows arrive by
-cp.async (COPIED), and none has to be zeroed (CLEAN). Float8 rows, with or without lists, also have a separate kernel
-(fp8_gluon.py). Its producer converts and stores the rows, and none has to be zeroed.
+Index lists have their own kernel and producer (list_gluon.py), which use these consumers with LISTED set. Listed rows
+arrive by cp.async (COPIED), and no row has to be zeroed (CLEAN). Float8 rows, with or without index lists, also have
+their own kernel (fp8_gluon.py). Its producer converts and stores the rows, and no row has to be zeroed.
 
-Measurements on a GPU will decide between three variants (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted
-on one barrier, or on four, so that scores begin with the first 64 columns of a block, as with FlashMLA's nine barriers.
-HELD: the consumers keep the rotary columns of the query in registers, as FlashMLA does, and the products with them read
-half as much shared memory. Two CTAs: a cluster shares the copies of a block, each CTA for 64 rows of its own
-(cluster_gluon.py).
+There are three variants, between which measurements on a GPU will decide (benchmarks/gpu/tune.py):
 
-Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines that exist only for
-the compiler say so. tests/kernels/hopper/test_decode_gluon.py runs the barrier protocol on the CPU, from this very
-source. It does not model the fences and barriers inside a warpgroup, which are checked in the compiled PTX
-(benchmarks/gpu/ptx.py). On a GPU, Triton's ConSan looks for races (``consan`` of kernels/hopper/runner.py).
+* PARTS: each half of a stage is counted on one barrier or on four. With four, scores begin with the first 64 columns of
+  a block, as with FlashMLA's nine barriers.
+* HELD: the consumers keep the rotary columns of the query in registers, as FlashMLA does. The products with these
+  columns then read half as much shared memory.
+* Two CTAs: a cluster shares the copies of a block, and each CTA has its own 64 query rows (cluster_gluon.py).
+
+The kernel compiles without spills with Triton 3.6 to 3.9 (benchmarks/gpu/offline.py asserts it). A few lines exist only
+for the compiler, and say so. tests/kernels/hopper/test_decode_gluon.py runs the barrier protocol of this source on the
+CPU. The test does not model the fences and barriers inside a warpgroup; benchmarks/gpu/ptx.py checks these in the
+compiled PTX. On a GPU, Triton's ConSan looks for races (``consan`` of kernels/hopper/runner.py).
 """
 
 from triton.experimental import gluon
@@ -75,7 +80,7 @@ from mla_compile.kernels.hopper.producer_gluon import (
 from mla_compile.kernels.hopper.rows_gluon import ROWS, load_query, scaled, store_final, store_partial
 from mla_compile.kernels.hopper.scores_gluon import half_arrived, scores
 
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # initial maximum: finite, so a row without keys makes no NaN
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # the initial maximum: finite, so that a row without keys makes no NaN
 # Barriers after those of the producer.
 P_READY = gl.constexpr(10)  # + number of the consumer: its P is stored
 L_READY = gl.constexpr(12)  # + number of the consumer: its row sums are stored
@@ -91,7 +96,7 @@ SUMS = gl.constexpr(4)
 def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                  scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
                  SCALED: gl.constexpr, PARTS: gl.constexpr, ROTARY: gl.constexpr):  # fmt: skip
-    """Consumer 0's part of blocks lo..lo+n: the scores of the first, third, ..., and output columns 0..255."""
+    """Process blocks lo..lo+n as consumer 0: scores of the first, third, ... block, and output columns 0..255."""
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
     O_L: gl.constexpr = product(256, CTAS)
@@ -101,7 +106,8 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
     sums = gl.zeros([ROWS * CTAS], gl.float32, R_S)
     m = gl.full([ROWS * CTAS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
-    last = length // BN - lo  # without a list: the block, counted from lo, that has rows past the length, if below n
+    # Without a list: the index (from lo) of the block that has rows past the length. From n on, there is no such block.
+    last = length // BN - lo
     factor = None
     if SCALED:
         factor = stats.index(FACTOR)
@@ -113,8 +119,8 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         first = first_key(work, plane, lo + 2 * t, LISTED)
         low, high = keys(work, plane, lo + 2 * t, LISTED)
         low1, high1 = keys(work, plane, gl.maximum(lo + 2 * t - 1, 0), LISTED)
-        # The product with block 2t-1, which the other consumer scored. The first iteration has none and multiplies the
-        # query by itself, which use_acc below drops. An `if` would duplicate the loop.
+        # The product with block 2t-1, which the other consumer scored. The first iteration has no such block. It
+        # multiplies the query by itself instead, and use_acc below drops the result. An `if` would duplicate the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
         # No wait in the first iteration: block 1 may have arrived already, which would look like an unfinished phase.
         half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1, older, COPIED, PARTS)
@@ -129,7 +135,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         p_other, v = own(narrow.index((NARROW + 1) * other)), tiles.index((TILE + 2) * other)
         acc_t = warpgroup_mma(p_other, v, acc, is_async=True)
         s_t = scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, ROTARY, S_L)
-        acc = warpgroup_mma_wait(2 * PARTS + ROTARY, deps=[acc_t])  # a commit group per product: scores stay pending
+        acc = warpgroup_mma_wait(2 * PARTS + ROTARY, deps=[acc_t])  # one group per product, so the scores stay pending
         mbarrier.arrive(joint(bars.index(FREE + 2)), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
         p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
@@ -167,7 +173,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
 def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                 scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
                 SCALED: gl.constexpr, PARTS: gl.constexpr, ROTARY: gl.constexpr):  # fmt: skip
-    """Consumer 1's part of blocks lo..lo+n: the scores of the second, fourth, ..., and output columns 256..511."""
+    """Process blocks lo..lo+n as consumer 1: scores of the second, fourth, ... block, and output columns 256..511."""
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
     O_L: gl.constexpr = product(256, CTAS)
@@ -240,12 +246,12 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
              bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr, COPIED: gl.constexpr,
              CLEAN: gl.constexpr, SCALED: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr,
              ROTARY: gl.constexpr):  # fmt: skip
-    """Process this CTA's items as consumer W. PARTIAL: each item is a whole request (0), a part (1), or either (2).
+    """Process this CTA's items as consumer W. PARTIAL: items are whole requests (0), parts of them (1), or either (2).
 
-    LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has only their bits.
-    COPIED: rows arrive by cp.async. CLEAN: rows that nobody sees are zero. ``kv_scale`` [] is the factor of all rows,
-    or None; SCALED: rows have separate factors, which lie beside their stage. PARTS: barriers of half a stage. ROTARY:
-    rows have a rotary part; HELD: the query's rotary part stays in registers.
+    LISTED: a request is one query token, its keys are the T entries of an index list, and ``work`` holds only their
+    bits. COPIED: rows arrive by cp.async. CLEAN: rows that no query sees are zero. ``kv_scale`` [] is the scale of all
+    rows, or None. SCALED: each row has its own scale, which is stored beside the stage. PARTS: the number of barriers
+    per half of a stage. ROTARY: rows have a rotary part. HELD: the query's rotary part stays in registers.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     S_L: gl.constexpr = product(64, CTAS)
@@ -273,7 +279,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             begin = gl.maximum(length - reach, 0)
         cleared = begin  # rows before ``cleared`` hold other data
         if CLEAN or work is not None:
-            cleared = None  # the bits of a list tell which rows hold other data
+            cleared = None  # bits tell which rows hold other data; with CLEAN, no row does
         listed = work
         if work is not None:
             listed = work + 2 * b.to(gl.int64) * work_b
@@ -290,8 +296,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
                 rows += b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs
             rows = gl.expand_dims(rows, 1)
             exists = gl.expand_dims(m_q < M, 1)
-            # The query may be replaced: both consumers finished their products with the old one before they exchanged
-            # sums. When they meet below, both have read the sums, which may be replaced from then on.
+            # The query may be replaced here: both consumers finished their products with the old query before they
+            # exchanged sums. When the consumers meet below, both have read the sums, so these may be replaced, too.
             load_query(q, own(tiles.index(W)), rows, exists, W * HALF, HALF, Q_L)
             if W == 1 and ROTARY:
                 load_query(q, own(narrow.index(0)), rows, exists, 2 * HALF, ROPE, Q_L)
@@ -325,7 +331,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             mbarrier.arrive(bars.index(L_READY + W))
             mbarrier.wait(bars.index(L_READY + 1 - W), done & 1)
             total = sums + stats.index(SUMS + 1 - W).load(R_S)
-            some = total != 0.0  # NaN counts as a result
+            some = total != 0.0  # NaN is a result, too
             lse2 = gl.where(some, m + gl.log2(total), float("-inf"))
             factor = gl.where(some, 1.0 / total, 0.0)
             if kv_scale is not None:
@@ -351,20 +357,25 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
                softcap, reach, stride_qb, stride_qs, stride_qh, table_stride, work_b, plane, T, B, S, H, least,
                PAGE: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
                REGS: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
-    """Absorbed decode attention of one layer; grid (blocks of 64 rows for each CTA, splits or partitions, B or 1).
+    """Compute absorbed decode attention of one layer; grid (blocks of 64 rows per CTA, splits or partitions, B or 1).
 
-    q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] if
-    PAGE > 0, with boxes [1,BOX,256 or 64] and [1,BOX,64] (rope None: q is [B,S,H,512]); table int32 [B,*] or None;
-    seq_lens int32 [B] or None (T); sinks float32 [H] or None. On the split grid a request's blocks are divided evenly,
-    at least ``least`` per split (as in kernels/triton/decode_triton.py). With a schedule, ``items`` int32
-    [partitions+1,2] holds each partition's first (request, block), and ``slots`` int32 [B] the first scratch slot of a
-    request minus its first partition. With a mask, ``work`` int32 [6,lists,entries,2] holds its lists of visible tiles:
-    ``plane`` is the size of each of the 6 planes in entries, ``work_b`` the stride from one request to the next (0: one
-    list for all). ``reach`` is window + S - 1, the number of rows that the query tokens of a request see in total, or
-    None. Scores are ``scale`` times the products, in base 2; ``scale`` includes 1 / ``softcap`` (base 2, or None).
+    * q is [B,S,H,576], or [B,S,H,512] if rope is None. The last stride is 1.
+    * latent and rope are descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] if PAGE > 0. Their boxes are
+      [1,BOX,256 or 64] and [1,BOX,64].
+    * table is int32 [B,*] or None, seq_lens int32 [B] or None (T), sinks float32 [H] or None.
+    * With a schedule, ``items`` int32 [partitions+1,2] holds each partition's first (request, block). ``slots`` int32
+      [B] is a request's first scratch slot minus its first partition.
+    * With a mask, ``work`` int32 [6,lists,entries,2] holds the lists of visible tiles. ``plane`` is the size of each of
+      the 6 planes in entries, ``work_b`` the stride from one request to the next (0: one list for all).
+    * ``scale`` is the factor of the products. It includes log2 e, or 1 / softcap if there is a softcap. ``softcap``
+      then includes log2 e, and is None otherwise.
+    * ``reach`` is window + S - 1, the number of rows that the query tokens of a request see in total, or None.
+    * On the split grid, a request's blocks are divided evenly, with at least ``least`` blocks per split (as in
+      kernels/triton/block_triton.py).
 
-    Writes o_part float32 [splits,B,S*H,512] or [slots,S*H,512] with lse_part in log2 units (an empty item: only
-    lse_part, minus infinity), or, for an item that is a whole request, out [B,S,H,512] and lse float32, natural.
+    Whole requests are written to out [B,S,H,512] and lse float32 (natural). Parts of requests are written to o_part
+    float32 [splits,B,S*H,512] or [slots,S*H,512] and to lse_part (base 2). An empty item writes only lse_part, as minus
+    infinity.
     """
     CTAS: gl.constexpr = gl.num_ctas()
     SWIZZLED: gl.constexpr = rows_alike(2, CTAS)

@@ -12,7 +12,7 @@ from mla_compile.kernels.triton import lists as places
 from mla_compile.kernels.triton import steps as portable
 
 REGISTERS = 216  # per thread of a consumer; leaves 72 to the producer
-# supported numbers of column groups with separate scales (0: none): a piece of 64 columns lies in one group
+# supported numbers of column groups with separate scales (0: none). Each piece of 64 columns must lie in one group.
 GROUPS = (0, 1, 2, 4, 8)
 _FP8 = torch.float8_e4m3fn
 _I32 = 1 << 31
@@ -21,8 +21,8 @@ _I32 = 1 << 31
 def takes(call: DecodeCall) -> bool:
     """Whether rows are float8 in a form that this kernel supports, with places that fit 32 bits.
 
-    Rope either is float8 and has the latent's scale, or is bfloat16 and has none. In the second form, rows are
-    multiplied by their scales before they are rounded, so their dtype needs the range of float32, which bfloat16 has.
+    Rope is either float8 with the latent's scale, or bfloat16 without a scale. In the second form, latent rows are
+    rounded after they are multiplied by their scales. The rounded rows need the range of float32, which bfloat16 has.
     The portable kernel takes rope in float16.
     """
     latent, rope = call.latent, call.rope
@@ -34,7 +34,7 @@ def takes(call: DecodeCall) -> bool:
 
 
 def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
-    """The launch of attention; ``ragged``: for a batch partitioned on the device. A split has >= ``least`` blocks."""
+    """Return the launch of attention. A split has >= ``least`` blocks. ``ragged``: the device partitions the batch."""
     import triton.language as tl
 
     import mla_compile.kernels.hopper.fp8_gluon as kernels

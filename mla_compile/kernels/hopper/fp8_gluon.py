@@ -1,7 +1,8 @@
 """The Hopper kernel for float8 rows: the consumers of decode_gluon.py with the producer of fp8_producer_gluon.py.
 
-The consumers see rows in half precision, with zeros for rows that nobody sees. With index lists, the rows of a CTA are
-heads of one query token, splits divide its list, and bits tell which entries are hidden, as in list_gluon.py.
+The consumers get rows in half precision, with zeros for rows that no query sees. With index lists, the query rows of a
+CTA are heads of one query token, splits divide the token's list, and bits tell which entries are hidden, as in
+list_gluon.py.
 """
 
 from triton.experimental import gluon
@@ -20,19 +21,19 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
                    indices_s, entries, work_b, plane, T, B, S, H, least, DTYPE: gl.constexpr, GROUPS: gl.constexpr,
                    PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
                    REGS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
-    """Absorbed decode attention of one layer over float8 rows; grid (blocks of 64 rows, splits or partitions, B or 1).
+    """Compute absorbed decode attention over float8 rows; grid (blocks of 64 rows, splits or partitions, B or 1).
 
-    Differs from ``mla_seesaw`` as follows. latent is float8_e4m3fn [B,T,512] or [P,TABLE_PAGE,512], and rope alike;
-    both are passed as int32, with strides in elements that are multiples of 16 bytes. Pages may have any size. PAGE is
-    TABLE_PAGE, or 0 if the pages are consecutive in memory. DTYPE is the dtype of the products.
+    The kernel differs from ``mla_seesaw`` as follows. latent is float8_e4m3fn [B,T,512] or [P,TABLE_PAGE,512]; rope has
+    64 columns. Both are passed as int32. Their strides are in elements, and multiples of 16 bytes. Pages may have any
+    size. PAGE is TABLE_PAGE, or 0 if the pages are consecutive in memory. DTYPE is the dtype of the products.
 
-    GROUPS 0: rope is float8, too. Rows are multiplied by ``kv_scale`` float32 [], or by ``token_scale`` float32 [B,T]
-    or [P,TABLE_PAGE] by strides; the other is None. GROUPS > 0: rope is of DTYPE, and ``token_scale`` float32
-    [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS], by strides that may be 0, has a scale for each 512 / GROUPS columns of the
-    latent, which are a multiple of 64.
+    If GROUPS is 0, rope is float8, too. Rows are multiplied by ``kv_scale`` float32 [], or by ``token_scale`` float32
+    [B,T] or [P,TABLE_PAGE] of any strides; the unused one is None. If GROUPS > 0, rope is of DTYPE, and ``token_scale``
+    float32 [B,T,GROUPS] or [P,TABLE_PAGE,GROUPS] has one scale for each 512 / GROUPS columns of the latent, a multiple
+    of 64. Its strides may be 0.
 
-    With ``indices`` int32 [B,S,entries], by strides: like ``mla_seesaw_lists``, with its grid and its mask; ``work``
-    takes the role of its scratch ``words``.
+    With ``indices`` int32 [B,S,entries] of any strides, the grid and the mask are those of ``mla_seesaw_lists``, and
+    ``work`` takes the place of the scratch ``words``.
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -47,7 +48,7 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
         mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
     fence_async_shared()
     SCALED: gl.constexpr = token_scale is not None and GROUPS == 0
-    # The consumers treat each query token as a request whose keys are the entries of its list.
+    # With index lists, the consumers treat each query token as a request whose keys are the entries of its list.
     gl.warp_specialize(
         [
             (fp8_producer, (latent, rope, token_scale, indices, table, lengths, mask, places, items, work, reach,

@@ -1,8 +1,8 @@
 """The Hopper kernel for index lists: the consumers of decode_gluon.py with the producer of list_producer_gluon.py.
 
-A list belongs to one query token, so a CTA's 64 rows are heads of one token, and splits divide the list. The bits that
-the producer writes say which entries are hidden (by length, causality, a window or a boolean mask), so the consumers
-need none of these. To them a block is 64 rows, of which some are zeros that nobody sees.
+An index list belongs to one query token, so a CTA's 64 query rows are heads of one token, and splits divide the list.
+The producer writes bits that tell which entries are hidden (by length, causality, a window or a boolean mask), so the
+consumers read neither lengths nor mask. For the consumers, a block is 64 rows, and the hidden rows are zeros.
 """
 
 from triton.experimental import gluon
@@ -20,12 +20,12 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
                      mask_b, mask_s, mask_t, indices_b, indices_s, entries, T, tokens, S, H, least, PAGE: gl.constexpr,
                      LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
                      REGS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
-    """Absorbed decode attention over the keys of lists; grid (blocks of 64 heads x query tokens, splits, 1).
+    """Compute absorbed decode attention over listed keys; grid (blocks of 64 heads x query tokens, splits, 1).
 
-    Differs from ``mla_seesaw`` as follows. latent [B,T,512] or [P,LIST_PAGE,512] and rope are passed by strides that
-    are multiples of 8 (rope may be None, as there); indices int32 [B,S,entries] and mask uint8 [B,1,S,T] or None by any
-    strides. ``tokens`` is B * S. PAGE is LIST_PAGE, or 0 if the pages are consecutive in memory. Scratch: places int32
-    [tokens,blocks,64] and words int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
+    The kernel differs from ``mla_seesaw`` as follows. latent [B,T,512] or [P,LIST_PAGE,512] and rope (or None) are
+    pointers, with strides that are multiples of 8. indices int32 [B,S,entries] and mask uint8 [B,1,S,T] (or None) have
+    any strides. ``tokens`` is B * S. PAGE is LIST_PAGE, or 0 if the pages are consecutive in memory. Scratch buffers
+    are places int32 [tokens,blocks,64] and words int32 [tokens,blocks,2], with blocks = cdiv(entries, 64).
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

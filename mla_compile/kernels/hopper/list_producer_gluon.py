@@ -1,18 +1,19 @@
-"""The producer of the Hopper kernel for index lists (list_gluon.py): first places, then rows by cp.async.
+"""The producer of the Hopper kernel for index lists (list_gluon.py): looks up places, then copies rows by cp.async.
 
-TMA gathers rows only from Blackwell on, so the four warps of the producer copy them themselves, 16 bytes at a time. It
-takes up to three look-ups (entry, mask, block table) to find out which entries of a list name a key that the query
-token sees, and the place of its row. So the producer first writes the places of its split to scratch, -1 for none, and
-beside them 64 bits for each block, by which the consumers hide scores. All CTAs that write an entry write the same
-bits, and each reads only what it wrote itself, after the barrier LIST_READY.
+TMA gathers rows only from Blackwell on, so the four warps of the producer copy the rows themselves, 16 bytes at a time.
+Up to three look-ups (entry, mask, block table) are needed to decide whether an entry names a key that the query token
+sees, and where the key's row is. So the producer first writes the places of its split to scratch. It also writes 64
+bits for each block, by which the consumers hide scores. All CTAs that write an entry write the same bits, and each CTA
+reads only what it wrote itself, after the barrier LIST_READY.
 
-A place is the number of a row in the cache: the token, or ``page * LIST_PAGE + slot``. If pages are consecutive in
-memory, the cache is contiguous, and PAGE is 0. A row that nobody sees is not read: its copy fills zeros, so that
-nothing has to be cleared before it is used as a value.
+A *place* is the number of a row in the cache: the token, or ``page * LIST_PAGE + slot``. The place is -1 if the query
+token does not see the key. Such a row is not read. Its copy fills in zeros, so that no row has to be cleared before it
+is used as a value. If pages are consecutive in memory, they are treated as a contiguous cache, and PAGE is 0.
 
 cp.async writes through the generic proxy, as ordinary loads and stores do. So a stage may be filled as soon as it is
-free: the tensor cores' reads of it had retired before it was released, and P, which overlays its rope part, was stored
-by threads. ``_arrived`` in scores_gluon.py explains what the tensor cores need before they read the copied rows.
+free. The tensor cores' reads of the stage retired before the stage was released, and P, which overlays the rope part,
+was stored by threads. ``_arrived`` in scores_gluon.py explains what the tensor cores need before they read the copied
+rows.
 """
 
 from triton.experimental import gluon
@@ -25,14 +26,14 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS
 
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as in cluster_gluon.py
 
-THREADS = gl.constexpr(128)  # of the producer: each arrives at the barrier of a part when its own copies have landed
+THREADS = gl.constexpr(128)  # in the producer. Each thread arrives at a part's barrier when its own copies have landed
 LIST_READY = gl.constexpr(15)  # barrier: places and bits have been written
 GROUP = gl.constexpr(16)  # blocks that are looked up at a time: 8 entries per thread
 
 
 @gluon.jit
 def token_of(H):
-    """(query token, block of 64 heads) of this CTA, from the grid's first axis, which has room for a long prompt."""
+    """Return this CTA's (query token, block of 64 heads), from the grid's first axis, where a long prompt fits."""
     blocks = (H + ROWS - 1) // ROWS
     return gl.program_id(0) // blocks, gl.program_id(0) % blocks
 
@@ -40,9 +41,9 @@ def token_of(H):
 @gluon.jit
 def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, lower, mask_t,
              LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Write places and bits of blocks lo..hi of a query token's list; ``own``: the position of the token itself.
+    """Write places and bits of blocks lo..hi of a query token's list.
 
-    ``lower`` is the first key of its window, or None.
+    ``own`` is the position of the query token, ``lower`` the first key of its window, or None.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     c = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, L)), 0)
@@ -70,7 +71,7 @@ def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, 
 @gluon.jit
 def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mask_b, mask_s, mask_t, indices_b,
               indices_s, entries, reach, T, S, least, bars, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Look up this CTA's part of a token's list, then signal LIST_READY. Returns (first block, end block, places).
+    """Look up this CTA's split of a token's list, then signal LIST_READY. Return (first block, end block, places).
 
     Writes ``places`` int32 [tokens,blocks,64] and ``words`` int32 [tokens,blocks,2], blocks = cdiv(entries, 64).
     """
@@ -90,7 +91,8 @@ def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mas
         lower = length - reach + s
     _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, lower, mask_t, LIST_PAGE,
              CAUSAL)  # fmt: skip
-    # One thread arrives for all: the compiler places a barrier of the four warps before it (benchmarks/gpu/ptx.py).
+    # One thread arrives for all. The compiler places a barrier of the four warps before the arrival
+    # (benchmarks/gpu/ptx.py).
     mbarrier.arrive(bars.index(LIST_READY))
     mbarrier.wait(bars.index(LIST_READY), 0)
     return lo, hi, places
@@ -118,7 +120,7 @@ def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAG
 def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, latent_b, latent_t, rope_b, rope_t,
                   table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, reach, T, S, H, least, tiles, narrow,
                   bars, PAGE: gl.constexpr, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
-    """Fill the stages with the rows that this CTA's part of a list names, 64 at a time, in order."""
+    """Fill the stages with the rows that this CTA's split of a list names, 64 at a time, in order."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes per thread, for 16 rows at a time
     token, _ = token_of(H)
     if LIST_PAGE == 0:
@@ -132,7 +134,7 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
         stage = (block - lo) % 2
         # See producer_gluon.py: the first loads find the stage free.
         phase = ((block - lo) // 2 & 1) ^ 1
-        # Loaded before the wait for a free stage, where the producer spends its time.
+        # Loaded before the wait for a free stage, because that wait is where the producer spends its time.
         place = gl.load(places + block * BN + gl.arange(0, BN, gl.SliceLayout(1, L)))
         bar = 3 * stage
         wide = TILE + 2 * stage

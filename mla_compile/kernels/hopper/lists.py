@@ -21,12 +21,12 @@ REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. 216 does
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether lists can be read in place, and 64 bits can say which entries of a block are visible."""
+    """Whether listed rows can be read in place, and 64 bits can tell which entries of a block are visible."""
     return portable.suits(call) and (call.mask is None or call.mask.dtype == torch.bool)
 
 
 def scratch(call: DecodeCall) -> Buffers:
-    """Buffers for places and bits, in whole blocks, of the longest lists of this kind of call (kernels/kinds.py)."""
+    """Return buffers for places and bits, in whole blocks, for the longest lists of this kind (kernels/kinds.py)."""
     assert call.indices is not None
     B, S, entries = call.indices.shape
     blocks = -(-rounded(entries) // BLOCK)
@@ -34,13 +34,13 @@ def scratch(call: DecodeCall) -> Buffers:
 
 
 def grid(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
-    """The grid: a CTA has heads of one query token, and a split of its list."""
+    """Return the grid. Each CTA has heads of one query token, and one split of the token's list."""
     z = call.sizes
     return -(-z.H // BLOCK) * z.B * z.S, plan.splits, 1
 
 
 def told(call: DecodeCall, to: Arguments, bits: str) -> None:
-    """Add a call's lists and its mask, and the buffers for places and for bits (as the argument ``bits``)."""
+    """Add a call's index lists and mask, and the buffers for places and bits. ``bits`` names the argument for bits."""
     assert call.indices is not None
     to.pointer("indices", call.indices)
     portable.told(call.indices, to)
@@ -54,7 +54,7 @@ def told(call: DecodeCall, to: Arguments, bits: str) -> None:
 
 
 def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: int, *, ragged: bool) -> GluonStep:
-    """The launch of attention; a split has at least ``least`` blocks of its list. ``ragged`` is never set."""
+    """Return the launch of attention. A split has at least ``least`` blocks of a list. ``ragged`` is never set."""
     import mla_compile.kernels.hopper.list_gluon as kernels
 
     z, direct = call.sizes, plan.splits == 1

@@ -1,11 +1,13 @@
-"""The producer of the Hopper kernel (decode_gluon.py): the blocks that a CTA walks, and the TMA copies that bring them.
+"""The producer of the Hopper kernel (decode_gluon.py): the blocks that a CTA walks, and the TMA copies that load them.
 
-An *item* is a run of blocks of one request: one per CTA on the split grid, several if a schedule
-(kernels/triton/schedule.py) is given. With a mask, the blocks of a request are those in its list of visible tiles
-(kernels/triton/tiles_triton.py); other blocks are never fetched. With a window, they start with the first block that
-some query token sees. For rows past a request's length, TMA fills rows outside the tensor with zeros. A page past the
-length is never looked up; its box is placed outside the tensor. Pages of a window's first block that lie before the
-window are looked up, too: their entries in the block table may name any page; one outside the cache gives zeros.
+An *item* is a run of blocks of one request. A CTA has one item on the split grid, and several if there is a schedule
+(kernels/triton/schedule.py). With a mask, the blocks of a request are the tiles in its list of visible tiles
+(kernels/triton/tiles_triton.py), and other blocks are never fetched. With a window, the blocks of a request start with
+the first block that some query token sees.
+
+TMA fills rows outside the tensor with zeros. A page past a request's length is never looked up. Its box is placed
+outside the tensor instead. If the first block of a window has pages before the window, these are looked up, too. Their
+entries in the block table may name any page. A page outside the cache gives zeros.
 """
 
 from triton.experimental import gluon
@@ -14,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_compile.kernels.hopper.cluster_gluon import expect, joint, load_box, reshaped, rows_alike
 
-BN = gl.constexpr(64)  # cache rows per block; P overlays the rope part, so it must have the same 64 x 64 shape
+BN = gl.constexpr(64)  # cache rows per block; P overlays the rope part, so both must be 64 x 64
 HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF wide
 ROPE = gl.constexpr(64)
 
@@ -26,18 +28,18 @@ NARROW = gl.constexpr(1)
 LIST_TILE = gl.constexpr(3)
 LIST_WORD = gl.constexpr(4)
 LIST_COUNT = gl.constexpr(5)
-# FACTOR + stage: the row of the float32 exchange that holds scales by token, after the consumers' rows.
+# FACTOR + stage: the row of the float32 exchange for a stage's per-token scales. It follows the consumers' rows.
 FACTOR = gl.constexpr(6)
 # Barriers: ``3 * stage + part`` for "loaded" (parts 0 and 1 are halves, 2 is rope), ``FREE + 2 * stage + half`` for
 # "free again".
 FREE = gl.constexpr(6)
-# If a half arrives in four parts, the second to fourth have the barriers from PARTS_READY + 3 * (2 * stage + half) on.
+# If a half arrives in four parts, the second to fourth use the barriers from PARTS_READY + 3 * (2 * stage + half) on.
 PARTS_READY = gl.constexpr(15)
 
 
 @gluon.jit
 def loaded(stage, half, part: gl.constexpr):
-    """The barrier of a part of a stage's half; the barriers of later parts follow all others."""
+    """Return the barrier of a part of a stage's half. The barriers of parts 1 to 3 follow all other barriers."""
     if part == 0:
         return 3 * stage + half
     else:
@@ -46,7 +48,7 @@ def loaded(stage, half, part: gl.constexpr):
 
 @gluon.jit
 def length_of(seq_lens, b, T):
-    """Cache rows of request b; a length beyond the capacity T is clamped."""
+    """Return the number of cache rows of request b; a length beyond the capacity T is clamped."""
     length = T
     if seq_lens is not None:
         length = gl.minimum(gl.maximum(gl.load(seq_lens + b), 0), T)
@@ -55,7 +57,7 @@ def length_of(seq_lens, b, T):
 
 @gluon.jit
 def requests_of(items, B):
-    """(first request, one past the last, first block in the first request, end block in the last) of this CTA."""
+    """Return this CTA's (first request, one past the last, first block in the first request, end block in the last)."""
     if items is None:
         return gl.program_id(2), gl.program_id(2) + 1, 0, 0
     else:
@@ -67,7 +69,10 @@ def requests_of(items, B):
 
 @gluon.jit
 def place_of(work, plane, i):
-    """The tile that is block i of a request: tile i, or the i-th of its list (low half of each entry first)."""
+    """Return the tile that is block i of a request: tile i, or the i-th tile of the request's list.
+
+    The entries of a list are int64, of which only the low half is read.
+    """
     if work is None:
         return i
     else:
@@ -76,10 +81,10 @@ def place_of(work, plane, i):
 
 @gluon.jit
 def blocks_of(items, work, plane, length, begin, b, b0, t0, b1, t1, least):
-    """Blocks lo..hi of request b for this CTA, and the request's number of blocks.
+    """Return this CTA's blocks lo..hi of request b, and the request's number of blocks.
 
-    Without a list of tiles, blocks are numbered by their place in the cache, and those that end before ``begin``, the
-    first row that some query token's window reaches, are left out.
+    Without a list of tiles, blocks are numbered by their place in the cache. ``begin`` is the first row that the window
+    of some query token reaches. Blocks that end before ``begin`` are left out.
     """
     first = 0
     if work is None:
@@ -101,13 +106,13 @@ def blocks_of(items, work, plane, length, begin, b, b0, t0, b1, t1, least):
 
 @gluon.jit
 def _place(table_row, b, token, length, PAGE: gl.constexpr):
-    """Coordinates along the cache's first two axes of the box that starts at this token of request b."""
+    """Return the coordinates, on the cache's first two axes, of the box that starts at ``token`` of request b."""
     if PAGE == 0:
         return b, token
     else:
         inside = token < length
-        page = gl.load(table_row + token // PAGE, mask=inside, other=0)  # slots past the length are not read
-        # row PAGE lies outside the tensor: zeros, and nothing is fetched
+        page = gl.load(table_row + token // PAGE, mask=inside, other=0)  # entries past the length are not read
+        # Row PAGE lies outside the tensor, so TMA fills in zeros and fetches nothing.
         return page, gl.where(inside, token % PAGE, PAGE)
 
 
@@ -116,9 +121,9 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
           FIRST: gl.constexpr, CHUNKS: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
     """Issue the copies of some chunks of 64 columns of block i into tile [64,WIDTH], counted on bar.
 
-    The first column of the tile is COL. ``page, row`` is the place of a block that is one box. The places of smaller
-    boxes are looked up one by one: the 40 registers that the consumers leave the producer have no room for all of them,
-    and a cache line of the table lasts several blocks.
+    COL is the cache column of the tile's first column. If the block is one box, its place is ``page, row``. Smaller
+    boxes are looked up one by one, because their places do not all fit the 40 registers that the consumers leave the
+    producer. A cache line of the block table lasts several blocks.
     """
     CUBE: gl.constexpr = rows_alike(3, gl.num_ctas())
     expect(bar, BN * CHUNKS * 64 * 2)
@@ -126,8 +131,8 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
         cube = reshaped(tile, desc.dtype, [1, BN, WIDTH], CUBE)
         load_box(desc, [page, row, COL], bar, cube)
     else:
-        # A 128-byte-swizzled tile [64,WIDTH] is WIDTH / 64 chunks [64,64] one after the other, and BOX (a multiple of
-        # the swizzle's 8) rows of a chunk are contiguous.
+        # A 128-byte-swizzled tile [64,WIDTH] consists of WIDTH / 64 consecutive chunks [64,64]. BOX rows of a chunk are
+        # contiguous, because BOX is a multiple of 8, the number of rows of the swizzle.
         boxes = reshaped(tile, desc.dtype, [WIDTH // 64 * (BN // BOX), 1, BOX, 64], CUBE)
         for r in range(BN // BOX):
             if BOX != BN:
@@ -169,12 +174,12 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
         for block in range(lo, hi):
             i = place_of(listed, plane, block)
             stage = (block - lo) % 2
-            # On a fresh barrier, a wait for the phase before the first one returns at once: the first loads find the
+            # On a fresh barrier, a wait for the phase before the first one returns at once, so the first loads find the
             # stage free.
             phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1
             page = b
             row = i * BN
-            if BOX == BN:  # look up before the wait for a free stage, where the producer spends its time
+            if BOX == BN:  # looked up before the wait for a free stage, where the producer spends its time
                 page, row = _place(table_row, b, i * BN, length, PAGE)
             mbarrier.wait(joint(bars.index(FREE + 2 * stage)), phase)
             _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 0, PAGE, BOX, PARTS)

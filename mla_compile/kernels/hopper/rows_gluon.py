@@ -24,13 +24,13 @@ def load_query(q, tile, row_offsets, live, COL: gl.constexpr, WIDTH: gl.constexp
 
 @gluon.jit
 def scaled(acc, a, O_L: gl.constexpr):
-    """The output half times a factor per row."""
+    """Return the output half multiplied by one factor per row."""
     return acc * gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, O_L)), 1)
 
 
 @gluon.jit
 def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
-    """Store half W of o [rows,512], up to 64 rows a CTA, from registers: other layouts need 64 KB of shared memory."""
+    """Store half W of o [rows,512], up to 64 rows per CTA. A change of layout would need 64 KB of shared memory."""
     r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, O_L))
     c = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_L))
     cells = gl.expand_dims(r * (2 * HALF), 1) + gl.expand_dims(c, 0)
@@ -40,9 +40,9 @@ def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
 
 @gluon.jit
 def store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """Store the finished half and (consumer 0) the natural log-sum-exp, from row0 of out [rows,512] and lse [rows]."""
+    """Store the finished half to out [rows,512] and, as consumer 0, the natural LSE to lse [rows], from row0 on."""
     r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, S_L))
-    if sinks is not None:  # row0 of a request is a multiple of H
+    if sinks is not None:  # every request starts at a multiple of H, so row % H is the head
         sink = gl.load(sinks + (row0 + r) % H).to(gl.float32) * LOG2E
         acc = scaled(acc, gl.where(lse2 != float("-inf"), 1.0 / (1.0 + gl.exp2(sink - lse2)), 0.0), O_L)
     _store_rows(out, acc, row0, live, W, O_L)
@@ -52,7 +52,7 @@ def store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L:
 
 @gluon.jit
 def store_partial(o_part, lse_part, acc, lse2, row0, live, n, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """Store half W and lse2 into the scratch rows from row0; an empty item stores only lse2, minus infinity."""
+    """Store half W and, as consumer 0, lse2 to scratch from row0 on. An empty item has only lse2, minus infinity."""
     if n > 0:
         _store_rows(o_part, acc, row0, live, W, O_L)
     if W == 0:

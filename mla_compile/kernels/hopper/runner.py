@@ -1,7 +1,7 @@
-"""A step of the Hopper kernel as a function of a stream and addresses; and Triton's sanitizer for it.
+"""Turns a step of the Hopper kernel into a function of a stream and addresses. :func:`consan` adds a sanitizer.
 
-The counterpart of kernels/triton/runner.py, with the parts that only Gluon needs: TMA descriptors, and a fallback if
-the installed Triton cannot compile the kernel. Triton is imported only by a call on a GPU.
+This is the counterpart of kernels/triton/runner.py, with what only Gluon needs: TMA descriptors, and a fallback if the
+installed Triton cannot compile the kernel. Triton is imported only by a call on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _options: dict[str, object] = {}  # compile options that consan() adds
 
 @lru_cache(maxsize=4096)
 def descriptor(box: Box, address: int) -> object:
-    """The TMA descriptor of a box at an address: a pure function of both, so that it may be cached forever."""
+    """Return the TMA descriptor of a box at an address. It depends only on these two, so it may be cached forever."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -33,7 +33,7 @@ def descriptor(box: Box, address: int) -> object:
 
 
 def built(step: GluonStep, target: object) -> object:
-    """A step compiled for a ``triton.backends.compiler.GPUTarget``."""
+    """Compile a step for a ``triton.backends.compiler.GPUTarget``."""
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -44,7 +44,7 @@ def built(step: GluonStep, target: object) -> object:
 
 
 def compiled(step: GluonStep, index: int) -> object | None:
-    """The kernel of a step, loaded on device ``index``; None (logged once) if this Triton cannot compile it."""
+    """Return a step's kernel for device ``index``; None (logged once) if this Triton cannot compile the kernel."""
     from triton.runtime.driver import driver
 
     key = (index, step.name, *map(str, (*step.source()[1:], _options)))
@@ -62,7 +62,7 @@ def compiled(step: GluonStep, index: int) -> object | None:
 
 
 def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | None:
-    """A function that launches a step, as in kernels/triton/runner.py; None if the step does not compile."""
+    """Return a function that launches a step, as in kernels/triton/runner.py; None if the step does not compile."""
     kernel = compiled(step, index)
     if kernel is None:
         return None
@@ -89,9 +89,10 @@ def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | N
 def consan() -> None:
     """From now on, compile the Hopper kernel in this process with Triton's ConSan, which reports races.
 
-    It sees what the CPU simulation cannot (fences between proxies, single warps). It compiles and runs slowly, and an
-    error is a device-side assertion, after which the process cannot use the GPU. Its scratch memory comes from torch.
-    Kinds of call that were launched before keep their kernel until :func:`mla_compile.kernels.launch.clear`.
+    ConSan sees what the CPU simulation cannot (fences between proxies, single warps). With it, the kernel compiles and
+    runs slowly. An error is a device-side assertion, after which the process cannot use the GPU. Torch allocates
+    ConSan's scratch memory. Kinds of call that were launched before keep their kernel until
+    :func:`mla_compile.kernels.launch.clear`.
     """
     import triton
     from triton import knobs

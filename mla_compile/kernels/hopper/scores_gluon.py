@@ -1,4 +1,4 @@
-"""Waits of the consumers of the Hopper kernel (decode_gluon.py), and the scores that they issue as data arrives."""
+"""How the consumers of the Hopper kernel (decode_gluon.py) wait for data, and issue scores as the data arrives."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,13 +11,13 @@ from mla_compile.kernels.hopper.rows_gluon import ROWS
 
 @gluon.jit
 def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
-    """Wait for a part of a block, and make it readable for the tensor cores.
+    """Wait for a part of a block, and make the part readable for the tensor cores.
 
-    TMA writes through the proxy by which the tensor cores read, and a producer that stores rows fences them itself.
-    COPIED rows arrive by cp.async, which writes through the generic proxy. The writes are performed before the
-    barrier's phase completes, because each of the producer's threads arrives when its own copies have landed. Every
-    thread here waits for that phase, and its fence orders the writes it has thus observed before the reads of the
-    products that it issues next.
+    TMA writes through the proxy by which the tensor cores read, and a producer that stores rows fences its own stores.
+    Only COPIED rows need a fence here: they arrive by cp.async, which writes through the generic proxy. These writes
+    are performed before the barrier's phase completes, because each thread of the producer arrives when its own copies
+    have landed. Every consumer thread waits for that phase. The thread's fence then orders the observed writes before
+    the reads of the products that the thread issues next.
     """
     mbarrier.wait(bars.index(i), phase, pred=pred)
     if COPIED:
@@ -26,7 +26,7 @@ def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
 
 @gluon.jit
 def half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl.constexpr):
-    """Wait for half a block's latent columns, the values of the next product."""
+    """Wait for half the latent columns of a block, which are the values of the next product."""
     for part in gl.static_range(PARTS):
         _arrived(bars, loaded(stage, half, part), phase, pred, COPIED)
 
@@ -34,7 +34,7 @@ def half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl
 @gluon.jit
 def scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, PARTS: gl.constexpr,
            ROTARY: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
-    """Issue S = Q K^T of the block in a stage, in the order in which its parts arrive.
+    """Issue S = Q K^T for the block in a stage, in the order in which the block's parts arrive.
 
     ``held``: the rotary columns of the query in registers, or None.
     """

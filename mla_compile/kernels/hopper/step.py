@@ -1,4 +1,4 @@
-"""One launch of a Hopper kernel as data: the additions to kernels/triton/step.py. Accepts meta tensors."""
+"""One launch of a Hopper kernel as data: what it adds to kernels/triton/step.py. Accepts meta tensors."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Box(NamedTuple):
     dtype: torch.dtype
 
     def of(self, T: int) -> Box:
-        """The box for requests of T tokens: dense requests stay dense, others keep their stride."""
+        """Return the box for requests of T tokens. Dense requests stay dense; other requests keep their stride."""
         (B, tokens, width), (outer, row, column) = self.shape, self.strides
         return self._replace(shape=(B, T, width), strides=(T * row if outer == tokens * row else outer, row, column))
 
 
 @dataclass(frozen=True)
 class GluonStep(Step):
-    """A launch of a Gluon kernel; ``boxes`` are the arguments that are TMA descriptors."""
+    """A launch of a Gluon kernel. ``boxes`` holds the arguments that are TMA descriptors."""
 
     boxes: dict[str, Box]
 
 
 def reach(call: DecodeCall) -> int | None:
-    """With a window, the number of cache rows that the query tokens of a request see in total; else None."""
+    """Return the number of cache rows that a request's query tokens see in total; None without a window."""
     return min(call.window + call.sizes.S - 1, _I32) if call.window > 0 else None
 
 
 def numbers(call: DecodeCall) -> dict[str, int | float | None]:
-    """The factors of the scores, in base 2, and the window; an argument that is None compiles to nothing."""
+    """Return the factors of the scores, for base 2, and the window's reach. A value of None compiles to nothing."""
     factor, capped = math.log2(math.e), call.softcap > 0
     return {
         "scale": call.scale / call.softcap if capped else call.scale * factor,
@@ -51,13 +51,13 @@ def numbers(call: DecodeCall) -> dict[str, int | float | None]:
 
 
 def tell(to: Arguments, told: dict[str, int | float | None]) -> None:
-    """Add numbers; None compiles to nothing."""
+    """Add numbers to the arguments. A number that is None compiles to nothing."""
     to.scalars |= {name: x for name, x in told.items() if x is not None}
     to.constants |= {name: None for name, x in told.items() if x is None}
 
 
 def begun(call: DecodeCall) -> Arguments:
-    """The leading arguments of a kernel whose producer reads rows by pointers: tensors, strides and numbers."""
+    """Return the first arguments of a kernel whose producer reads rows by pointers: tensors, strides and numbers."""
     to = Arguments()
     to.pointer("query", call.query)
     to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
@@ -73,7 +73,7 @@ def begun(call: DecodeCall) -> Arguments:
 
 
 def written(call: DecodeCall, to: Arguments, *, parts: bool, final: bool) -> None:
-    """Add the destinations of results: scratch for ``parts``, out and lse for ``final`` ones, both if items differ."""
+    """Add the destinations of results: scratch for ``parts``, out and lse for ``final`` results. Both may be needed."""
     to.scratch("o_part", "part", "*fp32", used=parts)
     to.scratch("lse_part", "part_lse", "*fp32", used=parts)
     to.scratch("out", "out", TYPES[call.query.dtype], used=final)

@@ -1,8 +1,9 @@
 """The launches of a decode attention call with the Hopper kernel (kernels/hopper/decode_gluon.py), as data.
 
-The counterpart of kernels/triton/steps.py: pure, also for meta tensors, and used by both the launch (kernels/launch.py)
-and the compilation without a GPU (benchmarks/gpu/offline.py). :func:`suits` decides which calls the kernel takes; other
-calls go to the portable one. lists.py adds what index lists need, and fp8.py what float8 rows need.
+This is the counterpart of kernels/triton/steps.py. Its functions are pure and accept meta tensors. The launch
+(kernels/launch.py) and the compilation without a GPU (benchmarks/gpu/offline.py) both use them. :func:`suits` decides
+which calls the Hopper kernel takes. Other calls run the portable kernel. lists.py adds what index lists need, and
+fp8.py what float8 rows need.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from mla_compile.kernels.triton.steps import (
 LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
 REGISTERS = 232  # per thread of a consumer; leaves 40 to the producer
-HELD_REGISTERS = 240  # if 16 of them hold the rotary query: with 232, Triton 3.9 puts masks in local memory
+HELD_REGISTERS = 240  # if 16 registers hold the rotary query; with only 232, Triton 3.9 puts masks in local memory
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled takes only smaller strides
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
 _HALF = (torch.float16, torch.bfloat16)
@@ -55,13 +56,17 @@ def suits(call: DecodeCall, device: Device) -> bool:
 
 
 def takes(call: DecodeCall, device: Device) -> bool:
-    """Whether the Hopper kernel supports the dtypes, widths and features, which the layers of a model have in common.
+    """Whether the Hopper kernel supports a call's dtypes, widths and features, which all layers of a model share.
 
-    It supports rows of 512 + 64 or 512 columns in half precision whose latent is the values, with any H and S; pages of
-    a multiple of 16 rows; and a boolean mask that is the same for all query rows, because a list of tiles describes it
-    completely. With index lists, a boolean mask must be the same for all heads. Listed rows, and float8 rows (whose
-    rope may be bfloat16), are read one by one, so pages may have any size. A query of another dtype than the products
-    is only supported for bfloat16 products: for float16, it would have to be scaled before rounding.
+    The kernel supports, for any H and S:
+
+    * Rows of 512 + 64 or 512 columns in half precision, or of 512 + 64 columns in float8 (rope may be bfloat16). The
+      latent must be the values.
+    * Pages of a multiple of 16 rows. Listed rows and float8 rows are read one by one, so their pages may have any size.
+    * A boolean mask that is the same for all query rows, because a list of tiles describes it completely. With index
+      lists, the mask must be the same for all heads.
+    * A query in the dtype of the products. With bfloat16 products, the query may have another dtype. With float16
+      products it may not, because it would have to be scaled before rounding.
     """
     z, rope = call.sizes, call.rope
     if call.values is not None:
@@ -87,7 +92,7 @@ def takes(call: DecodeCall, device: Device) -> bool:
 
 
 def _addressable(rows: Tensor) -> bool:
-    """Whether strides suit loads of 16 bytes and the encoding of TMA: no broadcast axis, and int32 coordinates."""
+    """Whether rows suit 16-byte loads and TMA: aligned strides, no broadcast axis, and coordinates that fit int32."""
     return (
         rows.stride(2) == 1
         and rows.data_ptr() % 16 == 0
@@ -98,7 +103,7 @@ def _addressable(rows: Tensor) -> bool:
 
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
-    """The strides; an axis of length 1, whose own stride is arbitrary, gets the stride of dense rows."""
+    """Return the strides. An axis of length 1, whose own stride is arbitrary, gets the stride of dense rows."""
     outer, row, column = rows.stride()
     if rows.shape[1] == 1:
         row = rows.shape[2]
@@ -114,7 +119,7 @@ def scheduled(call: DecodeCall, plan: Plan) -> bool:
 
 
 def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
-    """Shape and dtype of each buffer that the launch allocates, as in kernels/triton/steps.py."""
+    """Return the shape and dtype of each buffer that the launch allocates, as in kernels/triton/steps.py."""
     z, ragged = call.sizes, scheduled(call, plan)
     M = z.S * z.H
     found: Buffers = {
@@ -133,7 +138,7 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 
 
 def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
-    """The buffers that :func:`preparing` writes, as in kernels/triton/steps.py."""
+    """Return the buffers that :func:`preparing` writes, as in kernels/triton/steps.py."""
     if not scheduled(call, plan):
         return portable.prepared(call, plan, device)
     B, parts = call.sizes.B, schedule.partitions(device.sms, call.sizes.S * call.sizes.H)
@@ -141,15 +146,15 @@ def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 
 
 def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
-    """The launches before attention: partition the batch, or list the mask's tiles."""
+    """Return the launches before attention. They partition the batch, or list the mask's tiles."""
     return (_cut(call, device),) if scheduled(call, plan) else portable.preparing(call, plan, device)
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
-    """The launches in order: preparation (:func:`preparing`), attention, combine; the first and last only if needed.
+    """Return the launches in order: preparation (:func:`preparing`, if needed), attention, and combine (if needed).
 
-    A call with a schedule is already prepared. ``least`` is the least number of tokens of a split (default: the plan's
-    chunk, else MIN_SPLIT).
+    A call with a schedule is already prepared. ``least`` is the minimum number of tokens of a split (default:
+    MIN_SPLIT). The plan's chunk, if there is one, replaces ``least``.
     """
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
     before = () if call.schedule is not None else preparing(call, plan, device)
@@ -169,13 +174,13 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def shared_by(plan: Plan, row_blocks: int) -> int:
-    """The number of CTAs that share the copies of a block: the plan's if all have rows and Triton can do it, else 1."""
+    """Return how many CTAs share a block's copies: the plan's ``cluster`` if all have rows and Triton can, else 1."""
     return plan.cluster if row_blocks % plan.cluster == 0 and (plan.cluster == 1 or clusters()) else 1
 
 
 @lru_cache(maxsize=1)
 def clusters() -> bool:
-    """Whether this Triton has mbarriers between the CTAs of a cluster, which Triton has since 3.9.
+    """Whether this Triton supports mbarriers between the CTAs of a cluster, as Triton does from 3.9 on.
 
     Older versions such as 3.7 compile the kernel without an error, but without the synchronisation between CTAs.
     """
@@ -195,7 +200,7 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], least: 
     ctas = shared_by(plan, grid[0])
     layout = cluster.rows_alike(3, ctas)
     whole = not ragged and plan.splits == 1
-    # barriers of half a stage; the remaining one is for rope
+    # ``parts`` is the number of barriers per half of a stage. The remaining barrier is for rope.
     kind, parts = TYPES[call.latent.dtype][1:], (plan.barriers - 1) // 2
     to, boxes = Arguments(), dict[str, Box]()
     for name, tensor, width in (

@@ -1,13 +1,15 @@
 """The block of query rows that one program of decode attention serves: its rows and tiles, its query, its result.
 
-* Grid (row blocks, splits, B): the row blocks of one tile run side by side and share it through the L2 cache.
-* With a list of keys for each query token (kernels/triton/lists_triton.py), a block holds heads of one token, and axis
-  0 of the grid counts the blocks of all requests and tokens.
-* A float32 query with half precision rows is rounded to their dtype once. For float16, each row is first scaled to a
-  largest magnitude of 2^13..2^14 by a power of two, and its scores are multiplied by the inverse of that power.
-* Hopper's products take a computed left factor from registers, 144 per thread for a query, and a loaded one from shared
-  memory. A converted query is therefore written to scratch and loaded again (``staged``): all blocks that write a row
-  write the same bits, and each reads only what it wrote itself.
+* The grid is (row blocks, splits, B). Row blocks that read the same tile run side by side, and share the tile through
+  the L2 cache.
+* With an index list for each query token (kernels/triton/lists_triton.py), a block holds heads of one token, and axis 0
+  of the grid counts the blocks of all requests and tokens.
+* A float32 query with half precision rows is rounded to the dtype of the rows once. For float16, each query row is
+  first multiplied by a power of two, so that its largest magnitude is in 2^13..2^14. The scores of the query row are
+  multiplied by the inverse of that power.
+* Hopper's products take a loaded left factor from shared memory, but a computed left factor from registers (for a
+  query, 144 per thread). A converted query is therefore written to scratch and loaded again (``staged``). All blocks
+  that write a row write the same bits, and each block reads only what it wrote itself.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ def block_of(
     window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What this program serves, from the arguments of decode_triton.py.
+    """Return what this program serves, given the arguments of decode_triton.py.
 
-    It returns, in this order:
+    The results are, in this order:
 
-    * b, i_r, M: the request; the unit that is cut into blocks, with M query rows: the request itself (i_r = b), or with
-      a list of keys one query token (i_r = b * S + s).
-    * m, s, head, valid, loaded, row, for each row of the block [BLOCK_M]: its number among the M, its query token (with
-      a list of keys a scalar), its head, whether it exists, whether its split also has tiles, its place in ``out``.
-    * length, begin: the keys that some row sees are [begin, length).
-    * first, last: the tiles of the split. With a list of tiles or keys, they are numbered along the list.
+    * b: the request.
+    * i_r, M: the unit that is cut into blocks, and its number of query rows. The unit is the request itself (i_r = b),
+      or with index lists one query token (i_r = b * S + s).
+    * m, s, head, valid, loaded, row: for each row of the block [BLOCK_M], its number among the M rows, its query token
+      (with index lists a scalar), its head, whether it exists, whether it exists and the split has tiles, and its place
+      in ``out``.
+    * length, begin: the rows see only keys in [begin, length).
+    * first, last: the tiles [first, last) of the split. With a list of tiles or keys, these are places in the list.
     """
     i_m = tl.program_id(0)
     i_split = tl.program_id(1)
@@ -81,15 +85,15 @@ def block_of(
 def query_of(
     p_query,  # [BLOCK_M], the first column of each row
     staged,
-    i_r, M, m,  # see block_of
+    i_r, M, m,  # as block_of returns them
     loaded,  # [BLOCK_M]
     scale,
     L: tl.constexpr, R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr,
     DTYPE: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """``(b_q, b_qr, scale)``: the query [BLOCK_M,BLOCK_L] and [BLOCK_M,BLOCK_R] in DTYPE, and the scale of its scores.
+    """Return the query b_q [BLOCK_M,BLOCK_L] and b_qr [BLOCK_M,BLOCK_R] in DTYPE, and the scale of its scores.
 
-    Without a rotary part (R = 0) ``b_qr`` is b_q again. The scale is [BLOCK_M] with NORMALIZE.
+    Without a rotary part (R = 0), b_qr is b_q again. The scale is [BLOCK_M] with NORMALIZE.
     """
     c_l = columns(BLOCK_L, WIDE)
     m_q = inside(loaded, c_l, L, BLOCK_L)

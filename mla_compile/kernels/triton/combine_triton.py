@@ -1,13 +1,14 @@
 """Combines the partial results of the splits of one request (Triton).
 
-Split i leaves ``out_i`` (its own softmax average) and ``lse_i`` (base 2, minus infinity where it saw nothing). With
-``m = max_i lse_i`` and ``w_i = 2^(lse_i - m)``:
+Split i leaves ``out_i`` (the softmax average over its keys) and ``lse_i`` (base 2, minus infinity for a query row that
+saw none of its keys). With ``m = max_i lse_i`` and ``w_i = 2^(lse_i - m)``:
 
     out = sum_i w_i out_i / sum_i w_i        lse = (m + log2 sum_i w_i) ln 2
 
-(Flash-Decoding; the running form is Milakov and Gimelshein's, arXiv 1805.02867.)
+(Flash-Decoding; the incremental form is Milakov and Gimelshein's, arXiv 1805.02867.)
 
-A sink multiplies ``out`` by ``exp(lse) / (exp(lse) + exp(sink))``. Rows that no split saw give 0 and minus infinity.
+A sink multiplies ``out`` by ``exp(lse) / (exp(lse) + exp(sink))``. A query row that saw no key in any split gets 0 and
+minus infinity.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from mla_compile.kernels.triton.tiles_triton import LN2, LOG2E, LOWEST
 
 @triton.jit
 def sink_factor(sinks, head, total, lse2, valid):
-    """``exp(lse) / (exp(lse) + exp(sink))`` for lse in base 2; 0 if ``total`` is 0, because the row saw nothing."""
+    """Return ``exp(lse) / (exp(lse) + exp(sink))`` for lse in base 2; 0 if ``total`` is 0, since the row saw no key."""
     sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
     return tl.where(total > 0.0, 1.0 / (1.0 + tl.exp2(sink - tl.where(total > 0.0, lse2, 0.0))), 0.0)
 
 
 @triton.jit
 def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr):
-    """``(acc, total, lse2)`` of one row: the sums above and its LSE in base 2; acc / total is the row of ``out``.
+    """Return ``(acc, total, lse2)`` of one row: the two sums of the module's formula, and the LSE in base 2.
 
-    The row of piece i is ``first + i * step`` (int64) of part f32 [..,width] and part_lse f32 [..]; columns: a block of
-    BLOCK_V. Pieces are taken BLOCK_S at a time from 0 on, and empty ones add exact zeros, so the result of a request
-    does not depend on their number. ``part`` is read only for pieces that saw something.
+    acc / total is the row of ``out``. Piece i is row ``first + i * step`` (int64) of part f32 [..,width] and part_lse
+    f32 [..]. ``columns`` is a block of BLOCK_V columns. Pieces are taken BLOCK_S at a time, from 0 on. Empty pieces add
+    exact zeros, so the result of a request does not depend on how many pieces are empty. ``part`` is read only for
+    pieces that saw a key.
     """
     top = tl.full([], LOWEST, tl.float32)
     total = tl.zeros([], tl.float32)
@@ -39,7 +41,7 @@ def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.const
         piece = begin + tl.arange(0, BLOCK_S)
         row = first + piece.to(tl.int64) * step
         b_lse = tl.load(part_lse + row, mask=piece < pieces, other=float("-inf"))  # [BLOCK_S]
-        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN counts as a result
+        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN is a result, too
         b_part = tl.load(
             part + row[:, None] * width + columns[None, :], mask=live[:, None] & (columns < width)[None, :], other=0.0
         )  # [BLOCK_S,BLOCK_V]
@@ -55,7 +57,7 @@ def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.const
 
 @triton.jit
 def finish(acc, total, lse2, sinks, out, lse, row, columns, width, H, WRITE_LSE):
-    """Write a merged row of out [rows,width] and lse f32 [rows] (natural logarithm); empty rows: 0, minus infinity."""
+    """Write a merged row of out [rows,width] and lse f32 [rows] (natural). An empty row gets 0 and minus infinity."""
     some = (total > 0.0) | (total != total)
     b_out = acc * (1.0 / tl.where(some, total, 1.0))
     if sinks is not None:
@@ -79,11 +81,11 @@ def combine(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Part f32 [NS,B*M,V], part_lse f32 [NS,B*M], both contiguous -> out [B*M,V], lse f32 [B*M] (natural logarithm).
+    """Combine part f32 [NS,B*M,V] and part_lse f32 [NS,B*M], both contiguous, into out [B*M,V] and lse f32 [B*M].
 
-    Grid (B*M, cdiv(V, BLOCK_V)).
+    lse is a natural logarithm. Grid (B*M, cdiv(V, BLOCK_V)).
     """
-    if PDL:  # launched while the attention kernel drains: its results are complete after this wait
+    if PDL:  # this kernel starts while the attention kernel drains; attention's results are complete after the wait
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -1,27 +1,28 @@
-"""Absorbed decode attention in Triton: contiguous and paged caches, any dtype, one loop over tiles of keys.
+"""Absorbed decode attention in Triton, for contiguous and paged caches of all dtypes but float64.
 
-A block of BLOCK_M packed query rows of one request (row m is query token m // H, head m % H; block_triton.py) walks the
+A block of BLOCK_M packed query rows of one request (row i is query token i // H, head i % H; block_triton.py) walks the
 tiles of its split, with the online softmax of Flash-Attention in base 2 (m: running maximum, l: running sum):
 
     s = (q . [c, r]) * scale * log2 e;  m' = max(m, max s);  p = 2^(s - m');  l = l 2^(m-m') + sum p
     acc = acc 2^(m-m') + p c
 
-One load of the tile c serves both products. The flags below are compile-time constants: a disabled feature costs
-nothing.
+The tile c is loaded once for both products. Features are switched by compile-time constants, so a disabled feature
+costs nothing.
 
-* Tiles are consecutive, or come from the list of visible ones (kernels/triton/tiles_triton.py); rows are addressed by
-  an offset, or through a block table. All loads are masked: a row that nobody sees is never read, and zeros replace it
-  (a weight of 0 times NaN is NaN). There is no separate loop for whole tiles: two loops spill registers.
-* The running maximum starts at the lowest float32, so a row that has seen nothing makes no ``inf - inf``.
-* Hopper's products address shared memory by descriptors, one for each 16 columns: 36 for the query, which are
-  loop-invariant. LLVM would hoist them and keep them in registers beside the sums, so hoisting is disabled there
-  (``disable_licm``). Products of single warps need the fragments of the query hoisted, except if rows are multiplied by
-  scales of groups, where registers do not suffice (up to 520 bytes of spills).
-* With page look-ups, the offsets and columns of rope's rows are added to each other before the pointer. This takes
-  fewer registers for rope, but for other rows it would take more.
-* fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``. One scale for
-  all rows is a factor of the scores and of the result, a scale per token of the scores and of the weights. For scales
-  of groups of columns, the rows are multiplied in float32 and rounded to DTYPE, once.
+* Tiles are consecutive, or come from the list of visible tiles (kernels/triton/tiles_triton.py). Rows are addressed by
+  an offset, or through a block table. All loads are masked. A row that no query sees is never read; zeros replace the
+  row, because a weight of 0 times NaN is NaN. Whole tiles have no separate loop, because two loops spill registers.
+* The running maximum starts at the lowest float32, so a query row that has seen no key makes no ``inf - inf``.
+* Hopper's products address shared memory by descriptors, one for each 16 columns. The 36 descriptors of the query are
+  loop-invariant. LLVM would hoist them and keep them in registers beside the sums, so hoisting is disabled for Hopper's
+  products (``disable_licm``). Products of single warps, in contrast, need the fragments of the query hoisted. The
+  exception is per-group scales, where registers do not suffice for hoisting (up to 520 bytes of spills).
+* With page look-ups, the row offsets and column offsets of rope are added before the pointer is. This takes fewer
+  registers for rope; for the other rows it would take more.
+* fp8 rows are passed as ``float8e4nv``. Below sm_89, which has no conversion from e4m3, they are passed as bits
+  (``uint8``) and converted by shifts. A scale for all rows multiplies the scores and the result. A scale per token
+  multiplies the scores and the softmax weights. With per-group scales, the rows are multiplied in float32 and rounded
+  to DTYPE once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mla_compile.kernels.triton.tiles_triton import LOWEST, keys_of, listed_tile
 @triton.jit
 def attend(
     query,  # [B,S,H,L+R]
-    latent, rope, values,  # [B,T,L] or [P,PAGE,L]; rope and values alike
+    latent, rope, values,  # [B,T,L] or [P,PAGE,L]; rope and values have the same form
     out,  # DIRECT: [B*M,V] in query's dtype; else float32 [NS,B*M,V]
     lse,  # DIRECT: float32 [B*M], natural logarithm; else [NS,B*M], base 2
     staged,  # [B*M,L+R] in DTYPE, scratch, or None: see block_triton.py
@@ -64,21 +65,21 @@ def attend(
     window,
     L: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,  # 0: contiguous, or consecutive pages and a list of places
+    PAGE: tl.constexpr,  # 0: a contiguous cache, or index lists over pages that are consecutive in memory
     LIST_PAGE: tl.constexpr,  # rows of a page if a list is looked up in a block table, or 0
     LOOKED_UP: tl.constexpr,  # list entries that are looked up at a time
     WIDE: tl.constexpr,  # offsets inside a request (or a page) need 64 bits
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,  # dtype of the products; precision of products in float32
-    WARPGROUPS: tl.constexpr,  # products of Hopper's warpgroups
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,  # dtype of the products; precision of float32 products
+    WARPGROUPS: tl.constexpr,  # products are computed by Hopper's warpgroups
     NORMALIZE: tl.constexpr,  # float32 query with float16 rows
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     MASK_ROWS: tl.constexpr,  # the mask differs between query rows
     TOKEN_SCALE: tl.constexpr,  # kv_scale differs between tokens
-    GROUP: tl.constexpr,  # columns of a group with a common scale, if groups have separate scales; else 0
+    GROUP: tl.constexpr,  # with per-group scales: columns of a group; else 0
     ROPE_SCALED: tl.constexpr,  # kv_scale applies to rope, too
     DIRECT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of one block of rows; see the module's docstring. Strides are in elements, named by tensor and axis."""
+    """Process one split of a block of query rows. Strides are in elements, and named by tensor and axis."""
     b, i_r, M, m, s_token, head, valid, loaded, row, length, begin, first, last = block_of(
         lengths, indices, work, work_b, work_plane, entries, S, H, T, least, window, BLOCK_M, BLOCK_N, WINDOW
     )

@@ -1,6 +1,7 @@
-"""The launch of one call of the indexer with Triton, as data (:class:`mla_compile.kernels.triton.step.Step`).
+"""The Triton launch of one indexer call, as data (:class:`mla_compile.kernels.triton.step.Step`).
 
-The block sizes compile without spills everywhere (benchmarks/gpu/offline.py); none was tuned on a GPU.
+With these block sizes, the kernel compiles without spills for all targets of benchmarks/gpu/offline.py. The sizes were
+not tuned on a GPU.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from mla_compile.kernels.tiles import padded
 from mla_compile.kernels.triton.step import Arguments, Step
 
 HEADS, KEYS, FEATURES = 64, 64, 64  # sizes of a block in half precision
-FLOAT32 = 32  # keys and features of a block in float32, for whose exact products tensor cores have no instruction
+FLOAT32 = 32  # keys and features of a block in float32; tensor cores have no instruction for exact float32 products
 BUFFERS = ("query", "keys", "weights", "out")
 
 
 def index_step(call: IndexCall, most: int = 0) -> Step:
-    """The launch of a call; ``out`` f32 [B,S,T] contiguous. Accepts meta tensors.
+    """Return the launch of a call, which writes ``out`` f32 [B,S,T], contiguous. Accepts meta tensors.
 
-    ``most``: the grid is for this many keys; a launch may use fewer.
+    If ``most`` is above T, the grid is for ``most`` keys; a launch may use fewer.
     """
     import mla_compile.kernels.triton.index_triton as kernels
     import triton.language as tl
@@ -45,6 +46,6 @@ def index_step(call: IndexCall, most: int = 0) -> Step:
         "DTYPE": {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(query.dtype, tl.float32),
         "PRECISION": "ieee" if whole else "tf32",
     }
-    # Queries go along the first axis of the grid, the only one that may be long.
+    # Queries are on the first axis of the grid, because only that axis may have more than 65535 blocks.
     grid = (B * S, -(-max(T, most) // block), 1)
     return to.step("index_scores", kernels.index_scores, grid, {"num_warps": 4, "num_stages": 3})

@@ -1,4 +1,4 @@
-"""Scores of keys by an indexer (Triton): sums the products of all heads with a block of keys before they are stored."""
+"""The scores of an indexer (Triton). The products of all heads with a block of keys are summed before any store."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def index_scores(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Query [B,S,J,D], keys [B,T,D], weights [B,S,J] of any strides -> out f32 [B,S,T].
+    """Compute out f32 [B,S,T] from query [B,S,J,D], keys [B,T,D] and weights [B,S,J] of any strides.
 
-    Products are of DTYPE and are summed in float32. Grid (B*S, cdiv(T, BLOCK_T)).
+    The operands of products are in DTYPE, the sums in float32. Grid (B*S, cdiv(T, BLOCK_T)).
     """
     row = tl.program_id(0).to(tl.int64)
     b, s = row // S, row % S

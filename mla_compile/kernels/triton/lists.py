@@ -16,8 +16,8 @@ _I32 = 1 << 31
 def suits(call: DecodeCall) -> bool:
     """Whether the kernel can read the rows of a call's lists in place. Shapes may still be unchecked.
 
-    It cannot if the mask differs between heads, because a block looks up one row of it for all heads, or if places
-    exceed int32.
+    The kernel cannot do so if the mask differs between heads, because a block looks up one mask row for all heads. It
+    also cannot if places exceed int32.
     """
     mask = call.mask
     by_head = mask is not None and mask.dim() == 4 and mask.shape[1] > 1 and mask.stride(1) != 0
@@ -26,7 +26,7 @@ def suits(call: DecodeCall) -> bool:
 
 
 def scratch(call: DecodeCall) -> Buffers:
-    """Buffers for places that a block table or a mask determines, and for the terms that a mask adds to the scores."""
+    """Return the buffers for places (with a block table or a mask), and for the terms that a mask adds to scores."""
     if call.indices is None or (call.block_table is None and call.mask is None):
         return {}
     size = tuple(call.indices.shape)
@@ -37,10 +37,10 @@ def scratch(call: DecodeCall) -> Buffers:
 
 
 def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
-    """Add the arguments of a list. Returns the page size that the loop sees, and whether offsets take 64 bits.
+    """Add the arguments of an index list. Return the page size for the loop, and whether offsets need 64 bits.
 
-    The loop treats pages as one cache if all their rows are equally spaced, also across pages. The length of a
-    list is set at each launch if it grows with the cache (kernels/kinds.py).
+    If all rows are equally spaced, also across pages, the loop treats the pages as one contiguous cache (page size 0).
+    The length of a list is set at each launch if it grows with the cache (kernels/kinds.py).
     """
     page, buffers = call.sizes.page, scratch(call)
     into.pointer("indices", call.indices)
@@ -58,7 +58,7 @@ def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
 
 
 def told(indices: Tensor, into: Arguments) -> None:
-    """Add the strides and length of a list of keys to the arguments of a launch."""
+    """Add the strides and the length of an index list to the arguments of a launch."""
     outer, inner, entries = *indices.stride()[:2], indices.shape[2]
     into.scalars |= {"indices_b": outer, "indices_s": inner, "entries": entries}
 

@@ -1,4 +1,4 @@
-"""Preparation of rows and queries before their products in attention (decode_triton.py): dtypes, scales, ranges."""
+"""Prepares rows and queries for the products of attention (decode_triton.py): dtypes, scales, ranges."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mla_compile.kernels.triton.tiles_triton import tile_rows
 
 @triton.jit
 def columns(BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The numbers of BLOCK columns; 64-bit with WIDE, where offsets inside a request or a page need that."""
+    """Return the numbers of BLOCK columns; 64-bit with WIDE, if offsets inside a request or a page need 64 bits."""
     c = tl.arange(0, BLOCK)
     return c.to(tl.int64) if WIDE else c
 
 
 @triton.jit
 def inside(rows, c, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The mask [rows,BLOCK] of ``rows`` and of the columns c below SIZE; [rows,1] if BLOCK equals SIZE."""
+    """Return the mask [rows,BLOCK] of ``rows`` and the columns c below SIZE. It is [rows,1] if BLOCK equals SIZE."""
     if BLOCK == SIZE:
         return rows[:, None]
     else:
@@ -42,10 +42,10 @@ def load_tile(
     LISTED: tl.constexpr,
     OFFSETS_FIRST: tl.constexpr,
 ):
-    """The rows of ``x`` of the tokens n that are ``seen`` [BLOCK_N,BLOCK], zeros elsewhere; see :func:`tile_rows`.
+    """Return the rows [BLOCK_N,BLOCK] of ``x`` for tokens n, with zeros where not ``seen``; see :func:`tile_rows`.
 
-    Pointer and columns are added before the offsets of rows, because their sum is the same in every iteration, or for
-    all rows of a page. With OFFSETS_FIRST, offsets and columns are added first.
+    The pointer and the column offsets are added first, because their sum is the same in every iteration, or for all
+    rows of a page. With OFFSETS_FIRST, the row offsets and the column offsets are added first.
     """
     p, o = tile_rows(x, table, start, n, length, stride_b, stride_t, PAGE, BLOCK_N, WIDE, LISTED)
     c = columns(BLOCK, WIDE)
@@ -59,10 +59,11 @@ def load_tile(
 
 @triton.jit
 def to_dot(x, DTYPE: tl.constexpr):
-    """A loaded tile in the dtype of the products. Bits of e4m3: sign, 4 of exponent (bias 7), 3 of mantissa.
+    """Convert a loaded tile to the dtype of the products.
 
-    Shifted left by 7, exponent and mantissa are where float16 has them, and its bias is 8 larger. As float16, these
-    bits are therefore the value times 2^-8, subnormals included. NaN is 0x7f.
+    An e4m3 byte has a sign bit, 4 exponent bits (bias 7) and 3 mantissa bits. Shifted left by 7, exponent and mantissa
+    are at their places in float16, whose bias is 8 larger. Read as float16, these bits are therefore the value times
+    2^-8, subnormals included. NaN is 0x7f.
     """
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)
@@ -75,11 +76,11 @@ def to_dot(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def times_groups(x, scales, GROUP: tl.constexpr):
-    """Rows x [N,L] in float32, each group of columns times its scale; scales [N,L/GROUP].
+    """Return rows x [N,L] in float32, with each group of columns multiplied by its scale; scales [N,L/GROUP].
 
-    The sum runs over a single term, only to stop a search: Triton searches the producers of a product's operands for
-    the narrowest dtype and stops only at reductions. Without the sum, it would find float8 and load rows in an order
-    that ldmatrix lacks.
+    The sum over a single term is only there to stop a search. Triton searches the producers of a product's operands for
+    the narrowest dtype, and stops only at reductions. Without the sum, Triton would find float8 and load the rows in an
+    order that ldmatrix does not support.
     """
     groups = to_dot(x, tl.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
     return tl.sum((groups * scales[:, :, None]).reshape(1, x.shape[0], x.shape[1]), 0)
@@ -87,9 +88,9 @@ def times_groups(x, scales, GROUP: tl.constexpr):
 
 @triton.jit
 def power_of_two(amax):
-    """``(down, up)``: powers of two with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity are kept.
+    """Return powers of two ``(down, up)`` with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity stay.
 
-    An amax below 2^-113 becomes less than 2^13.
+    If amax is below 2^-113, amax * down is below 2^13.
     """
     exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 14), 254)
     down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)

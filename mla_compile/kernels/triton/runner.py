@@ -1,9 +1,9 @@
-"""A step as a function of a stream and addresses: compiled and bound to its arguments once, then only run.
+"""Turns a step into a function of a stream and addresses. A step is compiled and bound to its arguments only once.
 
 ``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as in compilation without
-a GPU. Triton's own entry collects metadata and calls hooks for profilers even if none is attached, and passes on all
-arguments, some 70 for these kernels, three times. :func:`bind` avoids that unless a profiler is attached. A Triton
-whose internals differ from those of 3.6 and 3.7 is used through its normal entry, which takes some 10 us longer.
+a GPU. Triton's normal entry collects metadata and calls profiler hooks even if no profiler is attached, and passes on
+all arguments (some 70 for these kernels) three times. :func:`bind` avoids this work unless a profiler is attached. If
+Triton's internals differ from those of 3.6 and 3.7, the normal entry is used, which takes some 10 us longer.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ class Address:
         self.address, self.dtype = address, dtype
 
     def data_ptr(self) -> int:
-        """The address."""
+        """Return the address."""
         return self.address
 
 
 def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
-    """Return a function that launches a step on device ``index``, from a stream and a list of addresses.
+    """Return a function that launches a step on device ``index``, given a stream and a list of addresses.
 
-    ``places`` has the positions, in that list, of buffers and of scalars that change from launch to launch.
+    ``places`` holds positions in the list of addresses, by the names of buffers and of scalars that change between
+    launches.
     """
     try:
         run = bind(_compile(step, index), step.grid)
-    except (ImportError, AttributeError, TypeError) as error:  # other internals of Triton raise these
+    except (ImportError, AttributeError, TypeError) as error:  # Triton's internals are not as expected
         LOG.info("%s: launched through Triton's normal entry (%s: %s)", step.name, type(error).__name__, error)
         return _normal_launch(step, places)
     given = {**step.scalars, **step.constants}
@@ -56,13 +57,13 @@ def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
 
 
 def placed(step: Step, places: dict[str, int]) -> dict[str, int]:
-    """The positions of the arguments that are set at each launch, by argument."""
+    """Return, for each argument that is set at each launch, the argument's position in the list of addresses."""
     found = {argument: places[name] for argument, name in step.buffers.items()}
     return found | {name: places[name] for name in step.scalars if name in places}
 
 
 def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
-    """Return ``go(stream, arguments)``, which launches a kernel; loads the kernel on the current device.
+    """Load a kernel on the current device and return ``go(stream, arguments)``, which launches the kernel.
 
     Raises AttributeError or ImportError if Triton's internals are not those of 3.6 and 3.7.
     """
@@ -82,12 +83,12 @@ def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], 
 
 
 def _heard(hook: object) -> bool:
-    """Whether a hook is set: Triton's are chains, which may be empty, and a caller may set a function instead."""
+    """Whether a hook is set. Triton's hooks are chains, which may be empty. A caller may set a function instead."""
     return bool(getattr(hook, "calls", hook))
 
 
 def _compile(step: Step, index: int) -> object:
-    """The compiled kernel, loaded on this device; kinds of call that differ only in sizes share it."""
+    """Return the compiled kernel for a device. Kinds of call that differ only in sizes share the kernel."""
     import triton
     from triton.compiler import ASTSource
     from triton.runtime.driver import driver

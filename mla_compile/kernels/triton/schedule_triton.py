@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from mla_compile.kernels.triton.combine_triton import finish, merge
 
-PARTS = 8  # partitions per program, which compares each with every request: up to 8 x 4096 at a time
+PARTS = 8  # partitions per program. Each is compared with every request, so up to 8 x 4096 comparisons at a time
 
 
 @triton.jit
@@ -19,15 +19,15 @@ def cut(
     B,
     T,
     partitions,
-    reach,  # with a window: rows that the query tokens of a request see in total, or None
+    reach,  # with a window: the number of rows that the query tokens of a request see in total; else None
     BLOCK_B: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERHEAD: tl.constexpr,
 ):
-    """seq_lens int32 [B] -> items int32 [partitions+1,2]; shift, first, count int32 [B].
+    """Partition a batch: seq_lens int32 [B] -> items int32 [partitions+1,2], and shift, first, count int32 [B].
 
-    Grid (cdiv(partitions+1, PARTS),).
+    ``shift`` is a request's first scratch slot minus its first partition. Grid (cdiv(partitions+1, PARTS),).
     """
     b = tl.arange(0, BLOCK_B)
     valid = b < B
@@ -76,9 +76,9 @@ def combine_slots(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Part f32 [slots,M,V], part_lse f32 [slots,M] in base 2 -> rows of out [B*M,V] and lse f32 [B*M] of cut requests.
+    """Combine part f32 [slots,M,V] and part_lse f32 [slots,M] (base 2) into out [B*M,V] and lse f32 [B*M].
 
-    Requests in one partition already have their result. Grid (B*M, V // BLOCK_V).
+    Only cut requests are written. Requests in one partition already have their result. Grid (B*M, V // BLOCK_V).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -14,7 +14,7 @@ def scores_of(
     b_q,  # [BLOCK_M,BLOCK_L]
     b_qr,  # [BLOCK_M,BLOCK_R]
     scale,  # [], or [BLOCK_M] with NORMALIZE
-    one_scale,  # of all cached values, or None
+    one_scale,  # the scale of all cached values, or None
     latent, rope, kv_scale,
     table,
     start, n, seen,
@@ -27,10 +27,10 @@ def scores_of(
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, NORMALIZE: tl.constexpr,
     TOKEN_SCALE: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """``(b_k, b_s, b_kv)``: latent rows [BLOCK_N,BLOCK_L] in DTYPE, scaled scores [BLOCK_M,BLOCK_N], scale of values.
+    """Return the latent rows b_k [BLOCK_N,BLOCK_L] in DTYPE, the scaled scores b_s [BLOCK_M,BLOCK_N], and b_kv.
 
-    Arguments are named as in decode_triton.py. The scale of the values is [1,BLOCK_N] with TOKEN_SCALE, else one
-    number.
+    b_kv is the scale of the values: [1,BLOCK_N] with TOKEN_SCALE, else one number. Arguments are named as in
+    decode_triton.py.
     """
     b_k = load_tile(
         latent, table, start, n, seen, length, latent_b, latent_t, latent_c, L, BLOCK_L,
@@ -65,13 +65,13 @@ def scores_of(
 
 @triton.jit
 def capped(b_s, softcap):
-    """``softcap * tanh(s)`` in base 2, for scores whose scale includes 1 / softcap; tanh x = 2 / (1 + e^-2x) - 1."""
+    """Return ``softcap * tanh(s)`` in base 2; the scale of s includes 1 / softcap. tanh x = 2 / (1 + e^-2x) - 1."""
     return (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * LOG2E))) - 1.0) * softcap
 
 
 @triton.jit
 def mask_rows(mask, b, s, head, mask_b, mask_h, mask_s, LISTED: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """The address of a request's mask: for its query token (LISTED), for each row (MASK_ROWS), or for all rows."""
+    """Return where a request's mask starts: for the query token (LISTED), for each row (MASK_ROWS), or for all rows."""
     mask += b.to(tl.int64) * mask_b
     if LISTED:
         mask += s.to(tl.int64) * mask_s
@@ -86,15 +86,16 @@ def hidden(
     n, seen,  # [BLOCK_N]
     end,  # the last key that a row sees: [BLOCK_M]
     window,
-    mask,  # None, or the first column: of all rows, or with MASK_ROWS of each, [BLOCK_M]
+    mask,  # None, or the address of the mask's first column: with MASK_ROWS for each row [BLOCK_M], else for all rows
     mask_t,
     valid,  # [BLOCK_M]
     LISTED_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The scores plus an additive mask, and minus infinity where a row does not see a key.
+    """Return the scores plus an additive mask, with minus infinity where a row does not see a key.
 
-    A key that causality allows is always ``seen``, except with lists of tiles.
+    With causality, ``seen`` is applied only if there are lists of tiles. Otherwise the causal limit and the window of a
+    row imply it.
     """
     if CAUSAL:
         visible = n[None, :] <= end[:, None]

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from triton import JITFunction
 
 _I32 = 1 << 31
-# Strides of tensors with one number per token: multiples of 16 in one decode step, but not in the next, so the compiler
-# is not told.
+# Strides of tensors with one number per token. They may be multiples of 16 in one decode step but not in the next, so
+# the compiler is not told.
 _BY_TOKEN = frozenset({"scale_b"})
 TYPES = {
     torch.float16: "*fp16",
@@ -43,12 +43,12 @@ class Step:
     scalars: dict[str, int | float]
     constants: dict[str, Any]
     types: dict[str, str]  # types of the arguments that are buffers
-    aligned: frozenset[str]  # arguments that are multiples of 16 (bytes of a pointer, elements of a stride)
+    aligned: frozenset[str]  # arguments that are multiples of 16 (pointers in bytes, strides in elements)
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        # Let the compiler fuse products and sums. Triton 3.9 warns if this is left open, since 3.10 will not fuse by
-        # default.
+        # Let the compiler fuse products and sums. Triton 3.9 warns if this option is not set, because Triton 3.10 will
+        # not fuse by default.
         object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
 
     def source(self) -> Source:
@@ -70,14 +70,14 @@ class Step:
         return self.fn, signature, constants, attributes, self.options
 
     def arguments(self, buffers: dict[str, object]) -> dict[str, object]:
-        """Every argument by name, pointers from ``buffers``."""
+        """Return every argument by name. Pointers are taken from ``buffers``."""
         given: dict[str, Any] = {**self.scalars, **self.constants}
         given.update((argument, buffers[name]) for argument, name in self.buffers.items())
         return given
 
 
 class Arguments:
-    """Collects the arguments of a step: None and zero widths become constants, so that their code is compiled away."""
+    """Collects the arguments of a step. An argument that is None becomes a constant, so its code is compiled away."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, str] = {}
@@ -87,7 +87,7 @@ class Arguments:
         self.aligned: set[str] = set()
 
     def pointer(self, name: str, tensor: Tensor | None, buffer: str | None = None, *, bits: bool = False) -> None:
-        """Add a tensor of the call, in the buffer of this name by default; ``bits``: float8 is passed as bytes."""
+        """Add a tensor of the call, from ``buffer`` (default: ``name``). With ``bits``, float8 is passed as bytes."""
         if tensor is None:
             self.constants[name] = None
             return
@@ -97,7 +97,7 @@ class Arguments:
             self.aligned.add(name)
 
     def scratch(self, name: str, buffer: str, kind: str, *, used: bool = True) -> None:
-        """Add a buffer that the launch allocates, aligned by torch's allocator; None if it is not used."""
+        """Add a buffer that the launch allocates, aligned by torch's allocator; add None if it is not ``used``."""
         if not used:
             self.constants[name] = None
             return
@@ -106,7 +106,7 @@ class Arguments:
         self.aligned.add(name)
 
     def strides(self, given: dict[str, int], fixed: tuple[int, ...] = ()) -> None:
-        """Add strides: 0 and 1 become constants, and so does a row's stride that is one of ``fixed``."""
+        """Add strides. The values 0 and 1 become constants, and so does a stride between rows that is in ``fixed``."""
         for name, stride in given.items():
             if stride in (0, 1) or (name.endswith("_t") and stride in fixed):
                 self.constants[name] = stride
@@ -116,7 +116,7 @@ class Arguments:
                     self.aligned.add(name)
 
     def step(self, name: str, fn: JITFunction, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
-        """The launch of ``fn`` with the collected arguments."""
+        """Return the launch of ``fn`` with the collected arguments."""
         return Step(
             name, fn, grid, self.buffers, self.scalars, self.constants, self.types, frozenset(self.aligned), options
         )

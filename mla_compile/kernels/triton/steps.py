@@ -1,7 +1,8 @@
 """The launches of one decode attention call with Triton, as data: kernels, grids, arguments, compile-time constants.
 
-:func:`steps` is pure. The launch (kernels/launch.py), the compilation without a GPU (benchmarks/gpu/offline.py) and the
-interpreter (tests/support/interpreter.py) all use its result, so they cannot differ. It accepts meta tensors.
+:func:`steps` is pure and accepts meta tensors. The launch (kernels/launch.py), the compilation without a GPU
+(benchmarks/gpu/offline.py) and the interpreter (tests/support/interpreter.py) all use the result of :func:`steps`, so
+they cannot differ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mla_compile.kernels.triton import lists
 from mla_compile.kernels.triton.step import TYPES, Arguments, Step
 
 # Block sizes of the small kernels, limited by the registers of the threads. Not tuned on a GPU yet.
-WORD_BITS = 64  # keys of a tile that the mask's pre-pass can distinguish: the bits of an int64
+WORD_BITS = 64  # the largest tile, in keys, for the mask's pre-pass: one bit of an int64 for each key
 GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of 128 threads
 LIST_BLOCK = 1024  # tiles listed at a time: 8 for each of 128 threads
 COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time
@@ -34,10 +35,10 @@ BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])
 
 
 def dot_dtype(call: DecodeCall) -> torch.dtype:
-    """The dtype of both products: that of the cache, and for an fp8 cache one that represents it exactly.
+    """Return the dtype of both products: the cache's, or for an fp8 cache a dtype that represents fp8 exactly.
 
-    With scales by token or group it is bfloat16, because weights or rows times such a scale can have any magnitude.
-    Else it is that of rope or query, or float16 if neither is in half precision.
+    With per-token or per-group scales, it is bfloat16, because softmax weights or rows times such a scale can have any
+    magnitude. Otherwise it is rope's or query's dtype, or float16 if neither is in half precision.
     """
     if call.latent.dtype.itemsize > 1:
         return call.latent.dtype
@@ -49,7 +50,7 @@ def dot_dtype(call: DecodeCall) -> torch.dtype:
 
 
 def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
-    """Shape and dtype of each buffer that the launch allocates, by name; sizes come from shapes only."""
+    """Return the shape and dtype of each buffer that the launch allocates, by name. Sizes come from shapes only."""
     z = call.sizes
     found: Buffers = {
         "out": ((z.B, z.S, z.H, z.V), call.query.dtype),
@@ -65,17 +66,17 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
 
 
 def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
-    """The buffers that :func:`preparing` writes, which calls of the same mask, lengths and sizes can share."""
+    """Return the buffers that :func:`preparing` writes. Calls with the same mask, lengths and sizes can share them."""
     if call.mask is None or call.indices is not None:
         return {}
     return {"work": (list_shape(call, plan), torch.int64)}
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
-    """The launches of one call, in order: the mask's list of tiles, attention, combine (each if needed).
+    """Return the launches of one call, in order: the mask's list of tiles (if needed), attention, combine (if needed).
 
-    If a call has a schedule, the list is part of it. ``least`` is the least number of tokens of a split (default:
-    MIN_SPLIT); the plan's chunk, if there is one, replaces it.
+    If a call has a schedule, the schedule contains the list. ``least`` is the minimum number of tokens of a split
+    (default: MIN_SPLIT). The plan's chunk, if there is one, replaces ``least``.
     """
     import mla_compile.kernels.triton.combine_triton as combine_kernels
     import mla_compile.kernels.triton.decode_triton as decode_kernels
@@ -89,12 +90,12 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
 
 
 def _staged(call: DecodeCall, plan: Plan, device: Device) -> bool:
-    """Whether a converted query goes through scratch, which products of warpgroups need."""
+    """Whether the converted query is written to scratch and loaded again, as products of warpgroups require."""
     return device.capability >= (9, 0) and plan.block_m >= 64 and call.query.dtype != dot_dtype(call)
 
 
 def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
-    """``(planes, lists, tiles)`` of a mask's lists; one list if all requests have the same mask and length."""
+    """Return the shape ``(planes, lists, tiles)`` of a mask's lists; one list if all requests share mask and length."""
     assert call.mask is not None
     z = call.sizes
     count = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
@@ -102,24 +103,24 @@ def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
 
 
 def read_mask_bytes(mask: Tensor | None) -> int:
-    """Bytes of a mask that the loop reads for each query row and token; 0 if its list of tiles is sufficient."""
+    """Return how many bytes of a mask the loop reads per query row and token; 0 if the list of tiles is sufficient."""
     if mask is None or not (mask.dtype.is_floating_point or _stride(mask, 1) or _stride(mask, 2)):
         return 0
     return mask.dtype.itemsize
 
 
 def _stride(x: Tensor, axis: int) -> int:
-    """The stride of an axis; 0 if the axis is broadcast."""
+    """Return the stride of an axis; 0 if the axis is broadcast."""
     return 0 if x.shape[axis] == 1 else x.stride(axis)
 
 
 def mask_strides(mask: Tensor) -> dict[str, int]:
-    """The strides of a mask's axes by name, 0 for broadcast axes."""
+    """Return the strides of a mask's axes by name, 0 for broadcast axes."""
     return {f"mask_{letter}": _stride(mask, axis) for axis, letter in enumerate("bhst")}
 
 
 def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
-    """The launches before attention, which make a mask's lists of tiles of plan.block_n keys."""
+    """Return the launches before attention. They list a mask's visible tiles of plan.block_n keys."""
     import mla_compile.kernels.triton.tiles_triton as kernels
 
     if not prepared(call, plan, device):
@@ -261,7 +262,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: object, least: 
 
 
 def combine_step(call: DecodeCall, plan: Plan, fn: object) -> Step:
-    """The launch that combines the splits of every request."""
+    """Return the launch that combines the splits of every request."""
     z = call.sizes
     to = Arguments()
     to.scratch("part", "part", "*fp32")
@@ -276,5 +277,5 @@ def combine_step(call: DecodeCall, plan: Plan, fn: object) -> Step:
 
 
 def combine_options(plan: Plan) -> dict[str, Any]:
-    """The options of a launch that combines splits or partitions."""
+    """Return the options of a launch that combines splits or partitions."""
     return {"num_warps": 2, "num_stages": 1, **({"launch_pdl": True} if plan.pdl else {})}

@@ -1,18 +1,19 @@
 """Functions that the Triton kernels share, and the pre-pass that turns a mask into a list of tiles.
 
-:func:`scan_mask` reads a mask once and makes one 64-bit word for every tile of BLOCK_N keys; bit n is set if some query
-row of the request sees key n. :func:`list_tiles` then writes the tiles whose word is not zero, in order. The attention
-kernel walks that list as it walks a page table. Tiles that nobody sees (left padding, the unused capacity of a static
-cache) are never loaded. Within a tile, a key that nobody sees is not loaded either, so the contents of its row cannot
-reach the result.
+:func:`scan_mask` reads a mask once and makes one 64-bit word for every tile of BLOCK_N keys. Bit n is set if some query
+row of the request sees key n of the tile. :func:`list_tiles` then writes the tiles whose word is not zero, in order.
+The attention kernel walks that list as it walks a page table. Tiles that no query sees (left padding, the unused
+capacity of a static cache) are never loaded. Within a tile, a key that no query sees is not loaded either, so the
+contents of its row cannot reach the result.
 
-``work`` int64 [6,B,capacity], capacity = cdiv(T, BLOCK_N): planes SEEN and REAL hold the words, FULL whether every row
-has a real key in the tile, TILE and WORD the list, and the first entry of COUNT its length.
+``work`` is int64 [6,B,capacity] with capacity = cdiv(T, BLOCK_N). Planes SEEN and REAL hold words. FULL tells whether
+every query row has a real key in the tile. TILE and WORD hold the list, and the first entry of COUNT holds its length.
 
-A finite additive mask at or below half its dtype's lowest value means "hidden" in most models. Yet a row that has only
-such keys has to weigh them all, as softmax does. REAL has only the keys above that bound. A request uses REAL if in
-some tile every row sees a key of REAL, because keys at or below the bound then weigh exactly 0. Otherwise it uses SEEN
-(all but minus infinity).
+In most models, a finite additive mask at or below a bound, half its dtype's lowest value, means "hidden". Yet for a
+query row that has only such keys, softmax gives weight to all of them. Keys above the bound are *real*. REAL has the
+bits of the real keys. SEEN has the bits of all keys whose mask is not minus infinity. If there is a tile in which every
+query row sees a real key, the request uses REAL, because the other keys then have a weight of exactly 0. Otherwise the
+request uses SEEN.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ COUNT = tl.constexpr(5)
 
 @triton.jit
 def key_range(lengths, b, S, T, window, WINDOW: tl.constexpr):
-    """``(length, begin)``: the queries of request b see at most keys [begin, length). T: the capacity, in tokens."""
+    """Return ``(length, begin)``: queries of request b see only keys in [begin, length). T: the capacity in tokens."""
     length = T
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T)
@@ -46,13 +47,13 @@ def key_range(lengths, b, S, T, window, WINDOW: tl.constexpr):
 
 @triton.jit
 def listed_tile(work, plane, valid):
-    """``(tile, word)``: the tile of the list at which ``work`` points, and its visible keys."""
+    """Return ``(tile, word)``: the number of the tile to whose list entry ``work`` points, and its visible keys."""
     return tl.load(work + TILE * plane, mask=valid, other=0), tl.load(work + WORD * plane, mask=valid, other=0)
 
 
 @triton.jit
 def keys_of(tile, length, begin, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """``(n, seen)``: the keys of a tile [BLOCK_N], and which of them some row of the request sees."""
+    """Return ``(n, seen)``: the keys of a tile [BLOCK_N], and which of them some row of the request sees."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     seen = n < length
     if WINDOW:
@@ -74,12 +75,12 @@ def tile_rows(
     WIDE: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """``(pointer, offsets)``: the rows of ``x`` of tokens ``n`` [BLOCK_N] are ``pointer + offsets`` [BLOCK_N].
+    """Return ``(pointer, offsets)``: the rows of ``x`` for tokens ``n`` [BLOCK_N] are at ``pointer + offsets``.
 
-    ``x`` points to the request's rows (PAGE = 0) or to the first page. The tokens start at ``start``; with LISTED they
-    are places (kernels/triton/lists_triton.py). Products with a page number are 64-bit. Products inside a request or a
-    page are 64-bit only with WIDE, that is, if they could pass 2^31, because 64-bit products need more registers in the
-    loop. ``table`` is read only below ``length``; its entries past that may be anything.
+    ``x`` points to the request's rows (PAGE = 0) or to the first page. Token numbers start at ``start``; with LISTED,
+    ``n`` are places (kernels/triton/lists_triton.py). Offsets of pages are 64-bit. Offsets inside a request or a page
+    are 64-bit only with WIDE, that is, if they could exceed 2^31, because 64-bit offsets need more registers in the
+    loop. ``table`` is read only for tokens below ``length``, so its later entries may be anything.
     """
     if PAGE == 0:
         if WIDE:
@@ -110,7 +111,7 @@ def scan_mask(
     mask_h,
     mask_s,
     mask_t,
-    HM,  # HM and SM: heads and query tokens that the mask (or causality, or the window) distinguishes; else 1
+    HM,  # HM, SM: numbers of heads and query tokens that mask, causality or window distinguish; 1 if they do not
     SM,
     S,
     T,
@@ -162,7 +163,7 @@ def scan_mask(
 
 @triton.jit
 def list_tiles(work, capacity, BLOCK: tl.constexpr):
-    """Write planes TILE, WORD and COUNT from those of :func:`scan_mask`; grid (B,), BLOCK tiles at a time."""
+    """Write planes TILE, WORD and COUNT from the planes of :func:`scan_mask`, BLOCK tiles at a time; grid (B,)."""
     b = tl.program_id(0)
     plane = tl.num_programs(0).to(tl.int64) * capacity
     p_work = work + b.to(tl.int64) * capacity

@@ -1,1 +1,1 @@
-"""Finding the attentions of a graph, and describing what lies between their products."""
+"""Find the attentions of a graph, and describe what lies between their products."""

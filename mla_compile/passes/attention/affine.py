@@ -1,8 +1,8 @@
 """Integers that are affine in positions: ``const + sum of step * position + sum of factor * tensor``.
 
-Masks compare positions of queries and keys: tensors made by ``arange``, additions and views. :class:`IndexReader`
-finds the value of such a tensor at a place, which is given as one affine integer per dimension. A slice or a look-up
-(``x[index]``) only changes the place at which its operand is read.
+Masks compare the positions of queries and keys, which are tensors made by ``arange``, additions and views.
+:class:`IndexReader` finds the value of such a tensor at a place. A place is given as one affine integer per dimension.
+A slice or a look-up (``x[index]``) only changes the place at which its operand is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WHOLE = (torch.int64, torch.int32)
 
 
 class OpaqueError(Exception):
-    """Raised if a number is not affine in positions, a place does not run along axes, or a mask is unknown."""
+    """Raised if a number is not affine in positions, a place does not run along axes, or a mask is not understood."""
 
 
 Index = Sequence[Affine]
@@ -42,10 +42,11 @@ def place_of(axes: Sequence[Axis]) -> Index:
 
 
 def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
-    """Return ``node`` with the axis along which each coordinate of ``place`` runs.
+    """Return ``node`` as an operand, with the axes along which the coordinates of ``place`` run.
 
-    Raises :class:`OpaqueError` if a coordinate runs along no axis, if two share one, or if lengths differ. ``longer``:
-    dimensions of ``node`` may be longer than those axes, as in a buffer whose beginning is read.
+    Raises :class:`OpaqueError` if a coordinate runs along no axis, if two coordinates run along the same axis, or if a
+    dimension of ``node`` and its axis differ in length. With ``longer``, a dimension may be longer than its axis, as in
+    a buffer of which only the beginning is read.
     """
     axes = []
     for at, length in zip(place, shape(node), strict=True):
@@ -61,7 +62,7 @@ def operand_at(node: fx.Node, place: Index, *, longer: bool = False) -> Operand:
 
 
 def moved(node: fx.Node, place: Index) -> tuple[fx.Node, Index] | None:
-    """Return the tensor and the place from which ``node`` copies its value at ``place``; None if it does not copy."""
+    """Return the tensor and place from which ``node`` copies its value at ``place``; None if ``node`` does not copy."""
     how = decode(node)
     if isinstance(how, Copy):
         return how.x, place
@@ -109,7 +110,7 @@ def _times(at: Affine, size: Size) -> Affine:
 def in_blocks(at: Affine, size: Size) -> Affine:
     """Return ``at // size``.
 
-    For sizes other than 1, raises :class:`OpaqueError` if ``at`` is not a position or ``size`` not a positive number.
+    For sizes other than 1, raises :class:`OpaqueError` if ``at`` is no position or ``size`` is no positive number.
     """
     if same(size, 1):
         return at
@@ -140,8 +141,8 @@ def _looked_up(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
     if not all(is_tensor(given[k]) for k in dims):
         raise OpaqueError
     rank = max(len(shape(given[k])) for k in dims)
-    # The axes of the indices replace the first indexed dimension. If another axis lies between the indices, the index
-    # axes come first.
+    # The axes of the index tensors replace the indexed dimensions. If the indexed dimensions are not neighbours, the
+    # index axes come first.
     first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     own, rest = place[first : first + rank], iter([*place[:first], *place[first + rank :]])
     return x, [next(rest) if i is None else _found(i, broadcast(shape(i), own)) for i in given]
@@ -169,7 +170,7 @@ def _gathered(node: fx.Node, place: Index) -> tuple[fx.Node, Index]:
 def _found(index: fx.Node, place: Index) -> Affine:
     """Return the position that ``index`` holds at ``place``.
 
-    Raises :class:`OpaqueError` for any other number, which may be negative and would then count from the end.
+    Raises :class:`OpaqueError` if the number is not a position, because a negative index counts from the end.
     """
     at = IndexReader().read(index, place) if val(index).dtype in WHOLE else Affine(-1)
     if at.position is None:
@@ -240,9 +241,9 @@ _COMPARED: dict[object, Callable[[float, float], bool]] = {
 
 
 def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
-    """Return the tensor that ``node`` compares with a number or casts, and the function that ``node`` applies to it.
+    """Return the tensor that ``node`` casts or compares with a number, and the function that maps each element.
 
-    The function maps one element, and raises :class:`OpaqueError` if the result is not known.
+    The function raises :class:`OpaqueError` if its result is not known.
     """
     compare = _COMPARED.get(packet(node))
     if compare is None:
@@ -251,11 +252,12 @@ def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
     x, other = argument(node, 0, "self"), argument(node, 1, "other")
     if not is_tensor(x) or not same_sizes(shape(x), shape(node)) or (number := constant(other)) is None:
         return None
-    # The number is compared in a dtype that depends on both operands: it may be rounded, or wrap as an integer.
+    # The dtype of the comparison depends on both operands. In this dtype, the number may be rounded, or may wrap if it
+    # is an integer.
     numbers = {number}
     if val(x).dtype.is_floating_point:
         numbers.add(float(torch.tensor(number, dtype=torch.float64).to(val(x).dtype)))
-    elif not (0 <= number < 128 and (2 * number).is_integer()):  # others are not exact in every dtype
+    elif not (0 <= number < 128 and (2 * number).is_integer()):  # other numbers are not exact in every dtype
         return None
     return x, lambda of: _the_one({compare(of, n) for n in numbers})
 
@@ -269,7 +271,7 @@ def _the_one(results: set[float | None]) -> float:
 
 
 class IndexReader:
-    """Reads integers as affine sums. ``numbers`` maps each symbolic size that was read to its node, for rewrites."""
+    """Reads integers as affine sums. ``numbers`` maps each size that was read to the node that holds it."""
 
     def __init__(self) -> None:
         self.numbers: dict[Size, fx.Node] = {}
@@ -287,7 +289,7 @@ class IndexReader:
             raise OpaqueError
         try:
             return self._computed(given, place)
-        except OpaqueError:  # any other tensor is a term of the sum if its place runs along axes
+        except OpaqueError:  # if its place runs along axes, any other tensor is a term of the sum
             return Affine(terms={operand_at(given, place): 1})
 
     def _computed(self, node: fx.Node, place: Index) -> Affine:
@@ -341,7 +343,7 @@ def _mul(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
 
 
 def _divided(reader: IndexReader, node: fx.Node, place: Index) -> Affine:
-    """Read a position divided by a number and rounded. Positions are not negative, so truncating is rounding down."""
+    """Read a position divided by a number and rounded. Positions are not negative, so truncating rounds down."""
     by = reader.at_operand(node, 1, "other", place)
     rounds = packet(node) is aten.floor_divide or argument(node, 2, "rounding_mode") in ("floor", "trunc")
     if by.steps or by.terms or not isinstance(by.const, int) or not rounds:

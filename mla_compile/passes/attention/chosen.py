@@ -1,19 +1,19 @@
-"""Masks that show each query exactly the keys of a list: the choice of an indexer, proved from how the mask is made.
+"""Recognise masks that show each query exactly the keys of an index list, such as the choice of an indexer.
 
 Sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1) chooses k keys for each query, and models then write the
-choice as a mask over all keys. These forms are recognised, with ``index`` [..,k] and keys along ``dim``:
+choice as a mask over all keys. These forms are recognised, where ``index`` is [..,k] and the keys lie along ``dim``:
 
     scatter(all True, dim, index, False), negated;  scatter(all False, dim, index, True)
     scatter(all -inf, dim, index, 0), added to the scores
     scatter(all a, dim, index, b) compared with a number between a and b
-    scatter_add(zeros, dim, index, flags) != 0, > 0, >= 1    an entry counts where its flag is set
-    any, sum or amax along the list, of index == position or one_hot(index); compared with a number if not boolean
+    scatter_add(zeros, dim, index, flags) != 0, > 0, >= 1    an entry is valid where its flag is set
+    any, sum or amax along the list, of (index == position) or one_hot(index); compared with a number if not boolean
 
 An entry may also name a block of keys. The mask over blocks is then read at the block of each key: it is repeated
 ``block`` times, or looked up at ``position // block``.
 
-No key is named twice if the entries are indices that a ``topk`` or a sort returned; otherwise the rewrite drops
-repeated entries. Each query and batch entry has one list, which all heads share.
+If a ``topk`` or a sort returned the entries, no key is named twice. Otherwise, the rewrite drops repeated entries. Each
+query of a batch entry has one list, which all heads share.
 """
 
 from __future__ import annotations
@@ -51,16 +51,19 @@ _Shows = Callable[[float], bool]
 _WHOLE = (torch.int64, torch.int32)
 _COUNTS = (*_WHOLE, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
-"""Operators whose second result holds indices along an axis, each at most once, with the position of that argument."""
+"""Operators whose second result holds indices, each at most once along an axis.
+
+The value is the position of this axis among the operator's arguments.
+"""
 
 
 def chosen(
     queries: Axis, keys: Axis, batch: Collection[Atom], node: fx.Node, place: Index, *, negated: bool
 ) -> Chosen | str | None:
-    """Return the keys that ``node``, a boolean or additive mask read at ``place``, chooses; None if it is not a choice.
+    """Return the keys that ``node``, a boolean or additive mask read at ``place``, chooses.
 
-    ``negated``: a key is seen where the boolean is False. For a choice that is not one list of keys per query, a
-    string says why.
+    ``negated``: a key is seen where the boolean is False. The result is None if the mask is not a choice. If it is a
+    choice, but not one list of keys per query, the result is a string that says why.
     """
     try:
         found = _listed_by(node, place, negated=negated)
@@ -105,7 +108,7 @@ def _counted(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
     """Read ``scatter_add(zeros, dim, index, flags)``, where a count of 0 hides a key and every other count shows it."""
     flags = argument(node, 3, "src")
     flag = _flag(flags)
-    # In a smaller dtype, counts could wrap round to 0.
+    # In a smaller dtype, counts could wrap around to 0.
     if constant(argument(node, 0, "self")) != 0 or flag is None or val(node).dtype not in _COUNTS:
         return None
     one = flag if isinstance(flag, float) else 1.0
@@ -128,7 +131,7 @@ def _shows_counts(shows: _Shows, least: float = 1.0) -> bool:
 def _flag(node: object) -> fx.Node | float | None:
     """Return the positive number that each entry adds, or the boolean that is added as 0 or 1.
 
-    None for other values, which could add up to 0 for a listed key.
+    Return None for other values, because they could add up to 0 for a listed key.
     """
     if (number := constant(node)) is not None:
         return float(number) if number > 0 else None
@@ -152,9 +155,10 @@ def _written(node: fx.Node, place: Index) -> Chosen | None:
 
 
 def _list(index: fx.Node, where: Index, count: Axis, key: Affine, names: Size | None) -> Chosen | None:
-    """Return ``index``, read at ``where``, as a list of keys. A key is seen if an entry equals its position ``key``.
+    """Return ``index``, read at ``where``, as a list of keys.
 
-    ``names``: see :class:`Chosen`; None: an entry may be any number.
+    A key is seen if an entry equals ``key``, which is the position of the key. ``names``: as in :class:`Chosen`; None
+    if an entry may be any number.
     """
     along = key.position
     if not along or val(index).dtype not in _WHOLE:
@@ -174,7 +178,7 @@ def _matched(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     x = argument(node, 0, "self")
-    # In a smaller dtype, counts could wrap round to 0.
+    # In a smaller dtype, counts could wrap around to 0.
     if len(dims) != 1 or val(node).dtype not in (torch.bool, *_COUNTS) or not _shows_counts(shows):
         return None
     dim, kept = axis(dims[0], len(shape(x))), len(shape(x)) == len(place)
@@ -197,22 +201,22 @@ def _matched(node: fx.Node, place: Index, shows: _Shows) -> Chosen | None:
 
 
 def _names_once(index: fx.Node, place: Index, count: Axis, there_are: Size) -> bool:
-    """Whether no two entries along ``count`` name the same one of the ``there_are`` keys or blocks."""
+    """Whether no two entries along ``count`` name the same key or block, of which there are ``there_are``."""
     if not count:
         return True
     found = _ordered(index, place, there_are)
     if found is None:
         return False
     _, place, along = found
-    # No index is read twice if coordinate `along` differs for each entry and the others are the same for all entries.
+    # No index is read twice if coordinate `along` differs from entry to entry and no other coordinate does.
     apart = all(count not in at.steps for k, at in enumerate(place) if k != along)
     return count in place[along].steps and not place[along].terms and apart
 
 
 def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tuple[fx.Node, Index, int] | None:
-    """Return the indices of a topk or sort that ``index`` only moves, the place where they are read, and their axis.
+    """Return the topk or sort result that ``index`` only moves, the place where it is read, and its sorted axis.
 
-    ``there_are``: if given, some indices may have been replaced by a number that is not a valid index below it.
+    If ``there_are`` is given, some indices may have been replaced by a number outside of 0 to ``there_are`` - 1.
     """
     while (along := _order(index)) is None:
         try:
@@ -227,9 +231,9 @@ def _ordered(index: fx.Node, place: Index, there_are: Size | None = None) -> tup
 
 
 def _unless_none(node: fx.Node, place: Index, there_are: Size) -> tuple[fx.Node, Index] | None:
-    """Return the entries, and their place, if ``node`` only replaces some by a number that names no key.
+    """Return the original list and the place where it is read, if ``node`` only replaces entries by an invalid number.
 
-    Such a number is not a valid index below ``there_are``.
+    An invalid number names no key: it is negative or at least ``there_are``.
     """
     if packet(node) is aten.where:
         one, other = argument(node, 1, "self"), argument(node, 2, "other")
@@ -244,7 +248,7 @@ def _unless_none(node: fx.Node, place: Index, there_are: Size) -> tuple[fx.Node,
 
 
 def _names_none(given: object, there_are: Size) -> bool:
-    """Whether ``given`` is everywhere one number that is below 0 or at least ``there_are``."""
+    """Whether all elements of ``given`` equal one number that is negative or at least ``there_are``."""
     how = decode(given)
     if isinstance(how, (Copy, Rearrange)):
         return _names_none(how.x, there_are)
@@ -270,9 +274,9 @@ def _order(node: fx.Node) -> int | None:
 
 
 def ranked(chosen: Chosen, *, some: bool = False) -> tuple[fx.Node, Index] | None:
-    """Return the scores whose largest a ``topk`` chose, and the place of the scores of all keys for each query.
+    """Return the scores from which a ``topk`` chose the largest, and the place where the scores of all keys are read.
 
-    None if no topk made the list. ``some``: entries may have been removed from the list afterwards.
+    Return None if no topk made the list. With ``some``, entries may have been removed from the list afterwards.
     """
     there_are = axis_size(chosen.keys) if some else None
     found = _ordered(chosen.indices.node, place_of(chosen.indices.axes), there_are)

@@ -1,10 +1,11 @@
-"""Find every attention of a graph, whatever its spelling.
+"""Find every attention of a graph, however it is written.
 
 Two kinds are found: PyTorch's fused operators (``scaled_dot_product_attention``, ``flex_attention``), and a softmax
 between two products of activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes between them in any
-order. Axes are followed as atoms, so heads may be anywhere, and batch and heads may be merged. An attention with
-something else between the products is marked ``open_core`` if the score tracer has a rule for it: a soft cap, several
-sinks, probabilities returned to the caller, exponentials that are divided by their sum after the value product.
+order. Axes are followed as atoms, so heads may be anywhere, and batch and heads may be merged. An attention with any
+other operator between the products is marked ``open_core`` if the score tracer has a rule for this operator. Examples
+are a soft cap, several sinks, probabilities that are returned to the caller, and exponentials that are divided by their
+sum only after the value product.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
 
 
 def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tuple[AttentionSite, fx.Node]]:
-    """Return attentions that weigh keys by an elementwise function of the scores, with its first nonlinear operator.
+    """Return attentions that weigh keys by an elementwise function of the scores instead of a softmax.
 
-    They have no softmax, so :func:`find_attention` does not find them.
+    Each comes with the first nonlinear operator of the function. :func:`find_attention` does not find these attentions.
     """
     tracer = ScoreTracer(weights, every_map=True)
 
@@ -72,7 +73,7 @@ def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tu
 
 
 def _beside_a_softmax(weights_of_keys: fx.Node) -> bool:
-    """Whether a softmax is behind the weights of the keys, in an attention that the tracer could not follow."""
+    """Whether there is a softmax upstream of the weights of the keys, in an attention that the tracer cannot follow."""
 
     def inputs(node: fx.Node) -> Collection[fx.Node]:
         return () if is_contraction(node) else node.all_input_nodes
@@ -105,7 +106,7 @@ def _flex(node: fx.Node, flex: Flex) -> AttentionSite:
 
 
 def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, *, grouped: bool) -> AttentionSite:
-    """Return the attention of a fused operator; ``grouped``: each head of k and v serves several heads of q."""
+    """Return the attention of a fused operator. If ``grouped``, each head of k and v serves several heads of q."""
     rank = len(shape(q))
     lead: list[Axis] = []
     k_lead: list[Axis] = []
@@ -120,7 +121,7 @@ def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, *, grouped: bool) 
             heads, kv_heads = sizes[0], sizes[1]
             assert isinstance(heads, int)
             assert isinstance(kv_heads, int)
-            # Neighbouring query heads share a key head: the key heads are the outer factor.
+            # Neighbouring query heads share a key head, so the key heads are the outer factor of the head axis.
             own = (Atom(kv_heads), Atom(heads // kv_heads))
             own_k = own_v = own[:1]
         lead.append(own)
@@ -164,11 +165,11 @@ def _fused_problem(
 
 
 def _written_out(node: fx.Node, weighs: Callable[[fx.Node], Scores | None]) -> AttentionSite | None:
-    """Return the attention whose value product is ``node``; ``weighs`` returns the scores behind probabilities."""
+    """Return the attention whose value product is ``node``. ``weighs`` traces probabilities back to their scores."""
     labelled = product_labels(node)
     assert labelled is not None, "a product has labels"
     (left, left_labels), (right, right_labels), out_labels = labelled
-    # The probabilities may stand on either side: `v^T p^T` is the same product.
+    # The probabilities may be the left or the right operand: `v^T p^T` is the same product.
     for p, p_labels, v, v_labels in (
         (left, left_labels, right, right_labels),
         (right, right_labels, left, left_labels),
@@ -183,7 +184,7 @@ def _close(
     node: fx.Node, scores: Scores, p: fx.Node, p_labels: str, v: fx.Node, v_labels: str, out_labels: str
 ) -> AttentionSite | None:
     summed = [c for c in p_labels if c not in out_labels]
-    # A product that sums over something besides the keys (heads, for example) is not a value product.
+    # A product that sums over any axis other than the keys (heads, for example) is not a value product.
     if len(summed) != 1 or summed[0] not in v_labels:
         return None
     axis_of = dict(zip(p_labels, scores.axes, strict=True))
@@ -200,8 +201,8 @@ def _close(
     out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
     shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
     rows = [a for a in flatten(scores.axes) if a not in keys]
-    # An atom that only the queries have stands for query tokens. If there are several, only the innermost does; the
-    # others are heads (MQA).
+    # An atom that only the queries have represents query tokens. If there are several such atoms, only the innermost
+    # represents query tokens, and the others are heads (MQA).
     own = [a for a in rows if a not in shared]
     queries = tuple(own[-1:])
     lead = tuple(a for a in rows if a not in queries)
@@ -223,12 +224,12 @@ def _close(
 
 
 def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
-    """Explain why the part between the products has to stay; None if it can go."""
+    """Explain why the computation between the products has to stay; None if it can be removed."""
     finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
     if not all(fill < NEGLIGIBLE for fill in finite):
         return "masked scores are set to a number that the softmax can see"
-    # In a row where every key is masked, the softmax sees only the fills. A kernel that knows only which keys are
-    # hidden cannot reproduce how several fills compare.
+    # In a row where every key is masked, the softmax sees only the fills. If these differ, the largest fill decides,
+    # and a kernel that knows only which keys are hidden cannot reproduce this.
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
         return "masks with different fills, whose order matters in rows without a visible key"
     products = {q.node for q in scores.products if q.node is not None}
@@ -243,18 +244,18 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
                 inside.add(n)
                 if n not in products:
                     queue.append(n)
-    # Another reader needs these tensors, so they have to be computed anyway.
+    # If another node reads one of these tensors, the tensor has to be computed anyway.
     if any(user is not node and user not in inside for n in inside for user in n.users):
         return "scores or probabilities are used elsewhere too"
     return None
 
 
 def _misplaced_softmax(node: fx.Node, scores: Scores, keys: Axis) -> Stop | None:
-    """Explain why the softmax does not run over the keys, if it does not."""
+    """Explain what is wrong if the softmax does not run over the keys; None if it does."""
     q_atoms = {a for product in scores.products for a in flatten(product.q.axes)}
     if set(scores.softmax) != set(keys):
         return Stop(node, "softmax_axis", "the softmax does not run over the keys that the values are summed over")
-    # Either the keys are also an axis of the queries, or a product of the scores lacks them.
+    # Here, either the keys are also an axis of the queries, or a product of the scores lacks the axis of the keys.
     if set(keys) & q_atoms or not all(set(keys) <= set(flatten(p.k.axes)) for p in scores.products):
         return Stop(node, "softmax_axis", "the values are not summed over the keys of the query-key product")
     return None

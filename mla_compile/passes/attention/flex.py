@@ -1,7 +1,7 @@
-"""Calls of flex_attention: recognise those that can be read as an attention, and apply their functions to all scores.
+"""Recognise calls of flex_attention that can be read as an attention, and apply their functions to all scores.
 
-``score_mod`` is a function of one score and its indices; vectorised, the same operators apply to all scores. With a
-block mask, a query sees only keys of the listed blocks.
+``score_mod`` is a function of one score and its indices. Vectorising it applies its operators to all scores at once.
+With a block mask, a query sees only keys of the listed blocks.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Flex:
 class FlexMask:
     """A block mask.
 
-    ``blocks``: for each block of queries, the number of partly seen blocks of keys [B|1,H|1,n] and their indices
-    [B|1,H|1,n,m]; then the same two for wholly seen blocks, if any are listed. ``sizes``: tokens in a block of queries
-    and in one of keys. In partly seen blocks, ``mask_mod``, which also reads ``buffers``, tells which keys are seen.
+    ``blocks``: two tensors that list the partly seen blocks of keys for each block of queries: their number [B|1,H|1,n]
+    and their indices [B|1,H|1,n,m]. If wholly seen blocks are listed, two more such tensors follow. ``sizes``: the
+    number of tokens in a block of queries, and in a block of keys. ``mask_mod``, which also reads ``buffers``, tells
+    which keys of the partly seen blocks are seen.
     """
 
     blocks: tuple[fx.Node, ...]
@@ -65,7 +66,7 @@ class FlexMask:
         return tuple(bool(node.users) for node in islice(self.mask_mod.graph.nodes, 2))
 
     def seen(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Whether each query sees each key, [B|1,H|1,S,T].
+        """Return a boolean [B|1,H|1,S,T] that tells which query sees which key.
 
         ``tensors``: the batch, head, query and key indices, then the tensors of ``blocks``, then the buffers.
         """
@@ -95,7 +96,7 @@ def is_flex(node: fx.Node) -> bool:
 
 
 def flex_of(node: fx.Node) -> Flex | None:
-    """Return the call whose only used result is ``node``, if the call can be read as an attention without a mask."""
+    """Return the call that computes ``node``, if it is an attention without a mask and has no other used result."""
     call: fx.Node | None = args_of(node)[0] if packet(node) is operator.getitem else None
     if call is None or not is_flex(call) or set(call.users) != {node} or node.args[1] != 0:
         return None
@@ -123,13 +124,13 @@ def read_flex(call: fx.Node) -> Flex | None:
 
 
 def _graph(name: fx.Node) -> fx.GraphModule:
-    """Return the graph, a submodule, to which the node ``name`` refers."""
+    """Return the graph module to which the node ``name`` refers."""
     found: fx.GraphModule = getattr(name.graph.owning_module, str(name.target))
     return found
 
 
 def _one_block(block_mask: tuple[object, ...]) -> bool:
-    """Whether one block covers all keys and is listed. Other lists are only known at run time, and may hide keys."""
+    """Whether one listed block covers all keys. Other lists are known only at run time, and may hide keys."""
     partial, full = block_mask[2:4], block_mask[4:6]
     large = all(isinstance(size, int) and size >= _ONE_BLOCK for size in block_mask[-3:-1])
     return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)
@@ -138,7 +139,7 @@ def _one_block(block_mask: tuple[object, ...]) -> bool:
 def _for_all(
     function: Callable[..., torch.Tensor], scores: int, buffers: Sequence[object]
 ) -> Callable[..., torch.Tensor]:
-    """Apply ``function`` to all [B,H,S,T] at once. It takes ``scores`` scores (0 or 1), 4 indices and ``buffers``."""
+    """Vectorise ``function`` over [B,H,S,T]. It takes ``scores`` scores (0 or 1), 4 indices, and ``buffers``."""
     # The innermost axis is wrapped first, so that the batch becomes the outermost one.
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*[0] * scores, *dims, *(None for _ in buffers)))

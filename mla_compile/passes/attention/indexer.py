@@ -2,9 +2,9 @@
 
     score[s,t] = sum_j weights[s,j] relu(scale * q[s,j,:] . k[t,:])            (DeepSeek-V3.2, arXiv 2512.02556, eq. 1)
 
-The analysis starts from the ``topk`` that made a list of keys and accepts any spelling: matmul, bmm or einsum, a scale
-before or after the relu, casts, views and permutations in between. The axes of the tensors identify an indexer: the
-keys have no head axis, the weights have no key axis, and the weighted sum runs over heads only.
+The analysis starts from the ``topk`` that made an index list. It accepts matmul, bmm and einsum, a scale before or
+after the relu, and any casts, views and permutations. The axes of the tensors identify an indexer: the keys have no
+head axis, the weights have no key axis, and the weighted sum runs over heads only.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Indexer:
 
     Attributes:
         out: the weighted sum, whose value a rewrite replaces.
-        query: axes of batch, queries, heads and features.
-        keys: axes of batch, tokens and features.
-        weights: axes of batch, queries and heads, or some of them.
+        query: the queries, with axes of batch, queries, heads and features.
+        keys: the keys, with axes of batch, tokens and features.
+        weights: the weights of the heads, with axes of batch, queries and heads, or some of these.
         batch, queries, heads, tokens, features: the atoms of these axes.
-        scale: factor of the products, before the relu.
-        factor: factor of the relus.
+        scale: the factor of the products, applied before the relu.
+        factor: the factor of the relus.
     """
 
     out: Operand
@@ -96,7 +96,7 @@ def _read(node: fx.Node, tracer: ScoreTracer) -> Indexer | None:
     if labelled is None:
         return None
     *sides, out = labelled
-    # The weights may stand on either side.
+    # The weights may be either operand.
     for (relus, relu_labels), weighted in (sides, sides[::-1]):
         inner = _rectified(relus, tracer)
         if inner is not None:
@@ -195,7 +195,7 @@ def _is_exact(old: torch.dtype, new: torch.dtype) -> bool:
 
 
 def _is_alone(found: Indexer, inner: _Rectified) -> bool:
-    """Whether only the weighted sum reads the products and the tensors made from them."""
+    """Whether nothing outside the indexer reads the products, or the tensors between products and weighted sum."""
     start = inner.product.node
     assert start is not None, "a product that is no fused attention has a node"
     made = [start]
@@ -208,7 +208,7 @@ def _is_alone(found: Indexer, inner: _Rectified) -> bool:
 
 
 def _is_as_precise(found: Indexer, inner: _Rectified) -> bool:
-    """Whether float32 sums (float64 for keys in float64) are at least as precise as those of the model."""
+    """Whether sums in float32 (float64 if the keys are float64) are at least as precise as the model's sums."""
     q, k, w, out = (val(o.node).dtype for o in (found.query, found.keys, found.weights, found.out))
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     if not all(d in floats for d in (q, k, w)) or (torch.float64 in (w, out) and k != torch.float64):

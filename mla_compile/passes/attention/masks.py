@@ -1,8 +1,8 @@
-"""Masks as conjunctions of parts (comparisons of positions, lists, other booleans) that hold where a key is seen.
+"""Read masks as conjunctions of parts: comparisons of positions, index lists, and other booleans.
 
-A part is a boolean, read at a place (``affine.Index``). If it compares numbers that are affine in positions, it is the
-condition ``bound >= 0``. An additive mask is 0 where its parts hold, and one number (minus infinity or a very low one)
-elsewhere.
+A key is seen where all parts of a mask hold. A part is a boolean that is read at a place (``affine.Index``). A part
+that compares numbers that are affine in positions is expressed as the condition ``bound >= 0``. An additive mask is 0
+where all its parts hold. Elsewhere, it is one number: minus infinity, or a very low number.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Condition:
-    """A boolean that has to be True (``negated``: False) for a key to be seen.
+    """A boolean that has to be True (False if ``negated``) for a key to be seen.
 
-    ``bound``: the same condition as ``bound >= 0``, if it is affine in positions. ``added``: ``node`` holds numbers
-    instead, added to the scores where the other conditions hold. ``outside``: the same condition, read from a later
-    tensor that can be a mask by itself, if ``node`` cannot.
+    ``bound``: if the condition is affine in positions, it is equivalent to ``bound >= 0``. ``added``: ``node`` does not
+    hold booleans, but numbers that are added to the scores where the other conditions hold. ``outside``: if ``node``
+    cannot be a mask by itself, the same condition read from a later tensor that can.
     """
 
     node: fx.Node
@@ -55,7 +55,7 @@ class Condition:
     outside: Condition | None = None
 
     def mask(self) -> MaskTerm:
-        """Return a mask for this part alone. Raises :class:`OpaqueError` if its tensor cannot be one."""
+        """Return a mask for this part alone. Raises :class:`OpaqueError` if the part's tensor cannot be a mask."""
         if self.outside is not None:
             return self.outside.mask()
         if self.added:
@@ -80,14 +80,14 @@ class Condition:
 
 
 class Masks(IndexReader):
-    """Reads masks as parts that all have to hold. ``any_numbers``: one part may be an arbitrary additive mask."""
+    """Reads masks as parts that all have to hold. With ``any_numbers``, a part may be an arbitrary additive mask."""
 
     def __init__(self, *, any_numbers: bool = False) -> None:
         super().__init__()
         self.any_numbers = any_numbers
 
     def term(self, term: MaskTerm) -> tuple[list[Condition], float]:
-        """Return the parts of a mask, and the number that it adds or fills in where they do not hold."""
+        """Return the parts of a mask, and the number that the mask adds or fills in where a part does not hold."""
         node, place = term.operand.node, place_of(term.operand.axes)
         if term.kind != "add":
             return self.parts(node, place, negated=term.kind == "drop"), term.fill
@@ -95,8 +95,8 @@ class Masks(IndexReader):
         if any(part.added for part in parts) and (term.scale != 1.0 or term.dtype is not None):
             raise OpaqueError
         fill *= term.scale
-        # An added number acts as a fill if it is very low; if the sum is converted to a narrower dtype, only if it
-        # becomes infinite there.
+        # An added number acts as a fill only if it is very low. If the sum is converted to a narrower dtype, the number
+        # must also become infinite in that dtype.
         if fill < NEGLIGIBLE and term.dtype is not None:
             fill = float(torch.tensor(fill, dtype=torch.float64).to(term.dtype))
         if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
@@ -104,7 +104,7 @@ class Masks(IndexReader):
         return parts, fill
 
     def parts(self, given: object, place: Index, *, negated: bool) -> list[Condition]:
-        """Read ``given``, a boolean tensor at ``place``, as parts. Raises :class:`OpaqueError` if it is not boolean."""
+        """Read the tensor ``given`` at ``place`` as parts. Raises :class:`OpaqueError` if it is not boolean."""
         if not is_tensor(given) or val(given).dtype != torch.bool:
             raise OpaqueError
         try:
@@ -125,7 +125,10 @@ class Masks(IndexReader):
         return []
 
     def added(self, node: fx.Node, place: Index) -> tuple[list[Condition], float]:
-        """Return the parts of an additive mask, which is 0 where they hold, and its number where they do not."""
+        """Return the parts of an additive mask and its number.
+
+        The mask is 0 where all parts hold, and it is the number elsewhere.
+        """
         parts, number = self._added(node, place)
         fill = as_in(node, number)
         if fill is None:
@@ -156,7 +159,10 @@ class Masks(IndexReader):
     def _filled(
         self, shown: object, condition: object, value: object, place: Index, *, negated: bool
     ) -> tuple[list[Condition], float]:
-        """Read a mask: ``shown`` (0 or a mask) where the condition holds (``negated``: fails), ``value`` elsewhere."""
+        """Read a mask that is ``shown`` (0 or another mask) where ``condition`` holds, and ``value`` elsewhere.
+
+        With ``negated``, the mask is ``shown`` where ``condition`` fails.
+        """
         fill = constant(value)
         if fill is None or not is_tensor(condition):
             raise OpaqueError
@@ -171,7 +177,7 @@ class Masks(IndexReader):
             if not self.any_numbers:
                 raise
             return [Condition(shown, broadcast(shape(shown), place), negated=False, added=True), *parts], fill
-        # With two different fills, a fully masked row would not weigh all keys alike.
+        # With two different fills, a fully masked row would not weigh all keys equally.
         if other != fill:
             raise OpaqueError
         return [*more, *parts], fill
@@ -234,12 +240,12 @@ def _both(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[C
 def _joined(
     masks: Masks, operands: Iterable[tuple[object, bool]], place: Index, *, negated: bool, either: bool
 ) -> list[Condition]:
-    """Read ``a and b`` (``either``: ``a or b``) of booleans, each with a flag that says whether it is negated."""
+    """Read ``a and b``, or ``a or b`` if ``either``. Each operand has a flag that says whether it is negated."""
     # A constant operand that does not decide the result is dropped.
     unknown = [
         (x, inverse) for x, inverse in operands if (n := constant(x)) is None or (bool(n) is not inverse) is either
     ]
-    # An `or`, or a negated `and`, of several booleans is not a conjunction, and one of no booleans never holds.
+    # With several operands, an `or` (or a negated `and`) is not a conjunction. Without operands, it never holds.
     if negated is not either and len(unknown) != 1:
         raise OpaqueError
     found: list[Condition] = []
@@ -271,7 +277,7 @@ def _not(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Co
 
 
 def _asked(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
-    """Read a boolean that is cast to numbers and compared with a number, or else a comparison of positions."""
+    """Read a comparison, either of a boolean that was cast to numbers with a number, or of positions."""
     found = asked(node)
     x = None if found is None else _boolean(found[0])
     if found is None or x is None:
@@ -283,7 +289,7 @@ def _asked(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[
 
 
 def _boolean(node: fx.Node) -> fx.Node | None:
-    """Return the boolean that ``node`` casts, or ``node`` itself."""
+    """Return the boolean that ``node`` casts, or ``node`` itself if it is boolean; None if there is no boolean."""
     while val(node).dtype != torch.bool:
         how = decode(node)
         if not isinstance(how, Copy):
@@ -293,7 +299,7 @@ def _boolean(node: fx.Node) -> fx.Node | None:
 
 
 def _compared(masks: Masks, node: fx.Node, place: Index, *, negated: bool) -> list[Condition]:
-    """Read ``a <= b`` as ``b - a >= 0``, and ``a < b`` as ``b - a - 1 >= 0`` (negated: ``a - b >= 0``)."""
+    """Read ``a <= b`` as ``b - a >= 0``, and ``a < b`` as ``b - a - 1 >= 0`` or, if negated, as ``a - b >= 0``."""
     a, b = (masks.at_operand(node, k, name, place) for k, name in enumerate(("self", "other")))
     op = packet(node)
     if op not in _ORDERS:
@@ -334,7 +340,7 @@ _BOOLEAN: dict[object, _Rule] = {
 
 
 def said(node: fx.Node, why: str = "") -> str:
-    """Describe a mask that does not compare positions: the operator that made it, and ``why`` it is not explained."""
+    """Describe a mask that does not compare positions: name its operator, and say ``why`` the mask is not explained."""
     node = behind(node, (Copy, Rearrange))[-1]
     if node.op != "call_function":
         return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
@@ -360,7 +366,7 @@ _MOVES = (Copy, Rearrange, Slice, Select, Join)
 
 
 def hides_nothing(scores: fx.Node) -> bool:
-    """Whether no operator behind ``scores`` can lower the score of a visible key below that of a hidden key."""
+    """Whether no operator upstream of ``scores`` can lower the score of a visible key below that of a hidden key."""
 
     def behind(node: fx.Node) -> Iterable[fx.Node]:
         made = packet(node) in LABELLED or node.op == "placeholder"

@@ -1,8 +1,9 @@
-"""Tracing attention scores from the query-key product to the softmax and on to the value product.
+"""Trace attention scores from the query-key product to the softmax and on to the value product.
 
-Between the products, models write scales, masks, casts and reshapes in any order. The tracer walks back from the value
-product, with axes as atoms, until it reaches a product of two activations. Operators outside the plain formula do
-not end the walk if they have a rule: ``open_core`` records them, and the products can still be rewritten one by one.
+Between the products, models write scales, masks, casts and reshapes in any order. The tracer follows axes as atoms. It
+walks back from the value product until it reaches a product of two activations. An operator outside the plain formula
+does not end the walk if the tracer has a rule for it. ``open_core`` then records the operator, and the products can
+still be rewritten one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _TRIANGLES = {aten.tril, aten.triu}
 class ScoreTracer:
     """Traces scores back from a node and memoises the results for this graph.
 
-    ``every_map``: also follow elementwise functions that occur only in attentions without a softmax.
+    With ``every_map``, the tracer also follows elementwise functions that occur only in attentions without a softmax.
     """
 
     def __init__(self, weights: Collection[fx.Node], *, every_map: bool = False) -> None:
@@ -91,7 +92,7 @@ def _product(node: fx.Node) -> Scores | None:
             if not axis_of.get(label, ()):
                 axis_of[label] = fresh_axis(s)
     summed = [c for c in left_labels if c not in out]
-    # Exactly one label, which both operands have, may be summed.
+    # Exactly one label may be summed, and both operands must have it.
     if len(summed) != 1 or summed[0] not in right_labels or any(c not in out for c in right_labels if c not in summed):
         return None
 
@@ -99,8 +100,8 @@ def _product(node: fx.Node) -> Scores | None:
         return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
 
     features = axis_of[summed[0]]
-    # The softmax tells which side is the query, because its axis belongs to the keys. Until then, the left side counts
-    # as the query.
+    # The axis of the softmax belongs to the keys, so the softmax will tell which operand is the query. Until then, the
+    # left operand is taken as the query.
     axes = tuple(axis_of.get(c, ()) for c in out)  # no operand has the label of a reduced axis that keepdim leaves
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
@@ -163,7 +164,7 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores, other, x = (left, b, a) if left is not None else (right, a, b)
     if scores is None or not _keeps_shape(node, x):
         return None
-    # A tensor added after the softmax is not a mask, and one multiplied by alpha is not followed.
+    # A tensor that is added after the softmax is not a mask. A tensor that is multiplied by alpha is not followed.
     scores = scores.changed()
     if scores.normalized or alpha != 1 or not is_tensor(other):
         return scores.opened("something is added to the probabilities")
@@ -208,13 +209,14 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     # `softmax(x, dtype=float32)` converts before it exponentiates.
     scores = converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
-    # A softmax ignores a number subtracted from all scores of its own axis, but not one that varies along it.
+    # A number that is subtracted from all scores along the axis of the softmax does not change the result. Numbers that
+    # vary along this axis do.
     if scores.below_top not in (None, over):
         scores = scores.opened("the maximum along another axis is subtracted")
     joined = next((p for p in scores.padded if over == (p.longer,)), None)
     if joined is not None and joined.sink is None:
         scores = scores.opened("the softmax runs over more than the keys")
-    # Without the sink, the axis of the softmax is that of the keys.
+    # Without the column of the sink, the axis of the softmax is the axis of the keys.
     shorter = {p.longer: p.own for p in scores.padded}
     over = tuple(b for a in over for b in shorter.get(a, (a,)))
     products = tuple(oriented(p, over) for p in scores.products)
@@ -225,13 +227,13 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow the exponential of a written-out softmax that divides after the value product or has more in its sum."""
+    """Follow the exponential of a written-out softmax that divides after the value product or sums additional terms."""
     scores = tracer.trace(args_of(node)[0])
     return None if scores is None else replace(scores.opened("weights without a softmax"), exponential=True)
 
 
 def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow an operator that keeps the axes but is not part of the plain formula (a soft cap)."""
+    """Follow an operator that keeps the axes but is not part of the plain formula, such as a soft cap."""
     for x in args_of(node):
         scores = tracer.trace(x) if is_tensor(x) else None
         if scores is not None and _keeps_shape(node, x):
@@ -252,14 +254,14 @@ def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _difference(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Follow the results of one softmax minus a multiple of those of another (differential attention)."""
+    """Follow the results of one softmax minus a multiple of another softmax's results (differential attention)."""
     a, b = (tracer.trace(x) if is_tensor(x) else None for x in args_of(node)[:2])
     both = a is not None and b is not None and a.normalized and b.normalized
     return added_up(a, b) if both and a is not None and b is not None else None
 
 
 def _top_of(x: fx.Node, top: object) -> int | None:
-    """Return the dimension along which ``top`` is the maximum of ``x``, kept with size 1."""
+    """Return the dimension along which ``top`` is the maximum of ``x`` with keepdim; None for any other ``top``."""
     if packet(top) is operator.getitem and isinstance(top, fx.Node) and top.args[1] == 0:
         top = top.args[0]
     if packet(top) not in (aten.max, aten.amax) or not isinstance(top, fx.Node) or args_of(top)[0] is not x:
@@ -274,7 +276,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
     dim = how.dim
     for k, x in enumerate(how.parts):
         scores = tracer.trace(x)
-        # Keys may come before the sink or after it.
+        # The keys may come before or after the sink.
         start = sum(shape(before)[dim] for before in how.parts[:k])
         if scores is not None and not scores.normalized and isinstance(start, int):
             longer = Atom(shape(node)[dim])
@@ -290,7 +292,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
 
 
 def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
-    """Return the joined column, before it was expanded over batch and queries; None if ``parts`` are not one column."""
+    """Return the joined column without its expansion over batch and queries; None if ``parts`` are not one column."""
     if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
         return None
     node = parts[0]

@@ -1,4 +1,4 @@
-"""What is known of attention scores between the query-key product and the value product."""
+"""Records of what is known about attention scores between the query-key product and the value product."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Padded:
-    """An axis of scores to which columns were joined: the axis ``own`` became part of ``longer``, from ``start`` on.
+    """An axis of scores to which columns were joined.
 
-    ``sink``: the new column, if there is only one and the scores were not :attr:`Scores.settled` before.
+    The axis ``own`` became a range of ``longer`` that begins at ``start``. ``sink``: the new column, if there is only
+    one and the scores were not :attr:`Scores.settled` before.
     """
 
     longer: Atom
@@ -36,8 +37,8 @@ class Scores:
     """``scale * sum(products)`` with masks, possibly ``normalized`` by a softmax over the atoms ``softmax``.
 
     ``exponential``: the scores were exponentiated, but not by a known softmax. ``mapped``: the first nonlinear
-    elementwise function of the scores. ``below_top``: the axis along which the maximum was subtracted. ``sinks``: one
-    more score per query, for which there is no value.
+    elementwise function that was applied to the scores. ``below_top``: the axis along which the maximum was subtracted.
+    ``sinks``: an additional score per query, which has no value.
     """
 
     axes: Axes
@@ -56,11 +57,11 @@ class Scores:
 
     @property
     def settled(self) -> bool:
-        """Whether only a softmax may follow: a sink was joined, or the maximum subtracted."""
+        """Whether only a softmax may follow, because a sink was joined or the maximum was subtracted."""
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def changed(self) -> Scores:
-        """Return the scores after an operator that changes them: with an open core if only a softmax was to follow."""
+        """Return the scores after an operator changes them. The core becomes open if only a softmax was to follow."""
         return self.opened("scores change after a sink or below their subtracted maximum") if self.settled else self
 
     def opened(self, why: str) -> Scores:
@@ -82,9 +83,9 @@ class Scores:
 
 
 def converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
-    """Convert scores to another dtype, in which a fill may become infinite (float64's lowest value in float32)."""
-    # Probabilities lie between 0 and 1 and fit every floating dtype, and masks act before them. Once the maximum is
-    # subtracted, a fill that hides a whole row is 0 in every dtype.
+    """Convert scores to another dtype. Some fills become infinite, such as float64's lowest value in float32."""
+    # Probabilities do not change: they lie between 0 and 1, which fits every floating dtype, and masks were applied
+    # before the softmax. Once the maximum is subtracted, a fill that hides a whole row is 0 in every dtype.
     if old == new or scores.normalized or scores.below_top is not None:
         return scores
     # In float16 a mask of -1e9 becomes minus infinity, and a fully masked row then gives NaN.
@@ -99,7 +100,10 @@ def rounded(fill: float, dtype: torch.dtype) -> float:
 
 
 def added_up(a: Scores, b: Scores) -> Scores | None:
-    """Add up two products, ``q_nope . k_nope + q_rope . k_rope``, or the results of two softmaxes; None if unknown."""
+    """Add two products, such as ``q_nope . k_nope + q_rope . k_rope``, or the results of two softmaxes.
+
+    Return None if the sum cannot be described.
+    """
     if a.normalized != b.normalized or a.settled or b.settled or len(a.axes) != len(b.axes):
         return None
     if a.normalized and (a.padded or b.padded):
@@ -133,12 +137,12 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
 
 
 def _twice(a: Scores, b: Scores) -> bool:
-    """Whether both have the same product, with different axes."""
+    """Whether ``a`` and ``b`` contain the same product with different axes."""
     return any(p.node is q.node and p != q for p in a.products for q in b.products)
 
 
 def oriented(product: Product, keys: Axis) -> Product:
-    """Swap the operands if only the query has ``keys``, so that the key has this axis."""
+    """Swap the operands if only the query has the axis ``keys``, so that the key operand has it."""
     if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
         return replace(product, q=product.k, k=product.q)
     return product

@@ -14,14 +14,20 @@ from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.stop import Stop
 
 NEGLIGIBLE = -1e8
-"""In float32, a score filled with a number below this gets no weight; a fill above it acts as an ordinary score."""
+"""In float32, a score that is filled with a number below this limit gets no weight.
+
+A fill above the limit acts as an ordinary score.
+"""
 VANISHING = -1e29
-"""A score added to a fill below this is lost in rounding even in float64; a row of such fills weighs all keys alike."""
+"""A score that is added to a fill below this limit is lost in rounding, even in float64.
+
+A row that holds only such fills therefore weighs all keys equally.
+"""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of the attention with its axes in the site's atoms (an axis of size 1 broadcasts)."""
+    """A tensor of the attention, with its axes written in the site's atoms. An axis of size 1 broadcasts."""
 
     node: fx.Node
     axes: Axes
@@ -32,7 +38,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """One query-key product, ``scores = q . k``; ``node``, with axes ``out``, is None inside a fused attention."""
+    """One query-key product, ``scores = q . k``.
+
+    ``node`` computes the product and has the axes ``out``. It is None if the product is inside a fused attention.
+    """
 
     q: Operand
     k: Operand
@@ -55,8 +64,8 @@ class MaskTerm:
     """A mask, which is added to the scores or replaces some of them.
 
     ``add``: the tensor times ``scale`` is added. ``keep``: scores stay where the boolean is True and become ``fill``
-    elsewhere. ``drop``: the opposite. ``dtype``: the masked scores are later converted to this dtype, whose range is
-    smaller than theirs, so a finite mask may become infinite.
+    elsewhere. ``drop``: scores become ``fill`` where the boolean is True. ``dtype``: if set, the masked scores are
+    later converted to this dtype. Its range is smaller than that of the scores, so a finite mask may become infinite.
     """
 
     kind: Literal["add", "keep", "drop"]
@@ -79,7 +88,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Affine:
-    """``const + sum of step * position along an axis + sum of factor * tensor``; equal sums compare equal."""
+    """The sum ``const + sum of step * position along an axis + sum of factor * tensor``. Equal sums compare equal."""
 
     const: Size = 0
     steps: dict[Axis | Block, int] = field(default_factory=dict)
@@ -103,7 +112,10 @@ class Affine:
 
     @property
     def position(self) -> Axis | Block | None:
-        """The axis, or its blocks, whose position this number is; ``()`` for position 0; None for any other number."""
+        """The axis along which this number is a position, or the block whose index it is.
+
+        ``()`` for position 0; None if the number is neither.
+        """
         if self.terms or not same(self.const, 0):
             return None
         if not self.steps:
@@ -113,7 +125,7 @@ class Affine:
 
     @property
     def axis(self) -> Axis | None:
-        """The axis whose position this number is; ``()`` for position 0; None for any other number."""
+        """The axis along which this number is a position; ``()`` for position 0; None if it is not a position."""
         along = self.position
         return None if isinstance(along, Block) else along
 
@@ -128,19 +140,21 @@ def _sum(a: dict[_Key, int], b: dict[_Key, int]) -> dict[_Key, int]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A list of the keys that each query sees.
+    """An index list: the keys that each query sees.
 
     Attributes:
-        indices: integers with batch and query axes (some may be missing) and ``count``.
+        indices: the integer entries. Their axes are ``count`` and the batch and query axes, of which some may be
+            missing.
         count: the axis along which the entries are listed.
         keys: the axis of the keys that the entries name.
-        distinct: no query's list names a key twice.
-        names: entries name the keys (or blocks) 0 to ``names`` - 1: at least the T keys (or all blocks of them).
-        block: how many neighbouring keys an entry i names, from ``block * i`` on.
-        any_number: an entry may be any number; one that is negative or too large names no key.
-        flags: an entry counts only where its flag is not 0; None: all entries count.
-        scores: the scores whose largest were chosen, if the same masks had been applied to them: each query that sees
-            a key then sees a chosen one.
+        distinct: whether no query's list names a key twice.
+        names: entries can name the keys (or blocks) 0 to ``names`` - 1. ``names`` is at least T (or the number of
+            blocks of T keys).
+        block: the number of neighbouring keys that an entry names: entry i names the keys from ``block * i`` on.
+        any_number: whether an entry may be any number. A number that is negative or too large names no key.
+        flags: if set, an entry is valid only where its flag is not 0. If None, all entries are valid.
+        scores: the scores, before masking, from which the largest were chosen. Set only if the choice applied the same
+            masks as the attention: each query that sees any key then sees a chosen key.
     """
 
     indices: Operand
@@ -168,20 +182,21 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that query s sees: those that every mask shows and that meet the following conditions.
+    """The keys t that query s sees: those that all ``masks`` show and that meet the conditions below.
 
     Attributes:
         masks: the masks that the other attributes do not express, or all masks if nothing could be explained.
-        lengths: t is below each length; a length does not depend on s and t, and its tensors have only batch axes.
-        numbers: nodes for the sizes that occur in the lengths.
-        causal: t <= T - S + s; never together with lengths.
-        window: t > T - S + s - window, if it is not 0; never together with lengths.
-        chosen: t is in this list, if there is one.
-        masked: the same keys described without the list, if there is one.
-        always: every query sees a key, whatever the tensors hold.
-        alike: a query that sees no key weighs all keys alike. With a list and an additive mask, only the keys
-            with the greatest number count: a listed key has the mask's number, any other key has ``fill``.
-        left: why each of ``masks`` remains, if masks were analysed.
+        lengths: t is less than each length. A length depends on neither s nor t, and its tensors have only batch axes.
+        numbers: symbolic sizes that occur in the lengths, each with a node that holds it.
+        causal: if set, t <= T - S + s. Never set together with lengths.
+        window: if not 0, t > T - S + s - window. Never set together with lengths.
+        chosen: if set, t is in this index list.
+        masked: if there is an index list, a description of the same keys without it.
+        always: whether every query sees a key, whatever the tensors hold.
+        alike: whether a query that sees no key weighs all keys equally. With an index list and an additive mask, it
+            weighs only the keys with the greatest number: the mask value of a listed key, ``fill`` for other keys.
+        fill: the finite number that the masks fill in, if ``alike``.
+        left: the reasons why ``masks`` remain. Empty if the masks were not analysed.
     """
 
     masks: tuple[MaskTerm, ...] = ()
@@ -198,7 +213,7 @@ class Visible:
 
     @property
     def dense(self) -> Visible:
-        """The same keys without a list."""
+        """A description of the same keys without an index list."""
         return self.masked or self
 
     @property
@@ -208,7 +223,7 @@ class Visible:
 
     @property
     def given(self) -> tuple[fx.Node, ...]:
-        """The tensors that decide which keys are seen: remaining masks, lengths and lists."""
+        """The tensors that decide which keys are seen: remaining masks, lengths and index lists."""
         lists = () if self.chosen is None else self.chosen.decides
         return (*(m.operand.node for m in self.masks), *self.counts, *lists)
 
@@ -218,7 +233,7 @@ class AttentionSite:
     """One attention: ``out = P v`` with ``P = softmax(scale * sum of products + masks)`` over the keys.
 
     Attributes:
-        out: the node whose value the rewrite replaces, axes in atoms.
+        out: the node whose value the rewrite replaces, with its axes in atoms.
         products: the query-key products that are added up.
         v: the values.
         lead: atoms shared by queries, keys and output (batch, heads), in the order of the output.
@@ -226,14 +241,14 @@ class AttentionSite:
         keys: the atoms of the key tokens.
         masks: terms that are added to the scaled scores or replace some of them, in the order in which they apply.
         causal: in addition, query s sees key t only if t <= s (square, aligned top-left).
-        scale: factor of the products.
-        sinks: one more score for each query, which only enters the softmax's sum: it has no value.
-        empty: the result of a row without a visible key: "zero" in PyTorch's fused attention, "nan" in a plain softmax.
+        scale: the factor of the products.
+        sinks: an additional score for each query. It enters the sum of the softmax but has no value.
+        empty: the result for a query that sees no key: "zero" in PyTorch's fused attention, "nan" in a plain softmax.
         probs: the weights of the keys, which the value product multiplies by ``v``, if the attention is written out.
-        open_core: why the part between the products is not the plain formula above; None if it is. Then only the
-            products are rewritten, and everything between them stays as the user wrote it.
+        open_core: why the computation between the products is not the plain formula above; None if it is. With an open
+            core, only the products are rewritten, and everything between them stays as the user wrote it.
         problem: why this attention cannot be rewritten at all.
-        call: the operator that computes the whole attention, if it has several results, one of which is ``out``.
+        call: the operator that computes the whole attention, if it has several results and ``out`` is one of them.
     """
 
     out: Operand

@@ -1,9 +1,9 @@
 """Find code that looks like an attention but could not be analysed.
 
-A softmax between two products of activations is an attention to everyone who reads the code. If the score tracer has no
-rule for an operator in between, there is no :class:`AttentionSite`, and without this analysis the report would not
-mention the attention at all. Unknown operators are found, too, if they are named like an attention or combine tensors
-with the shapes of queries, keys and values.
+To a reader of the code, a softmax between two products of activations is an attention. If the score tracer has no rule
+for an operator between them, it finds no :class:`AttentionSite`. Without this analysis, the report would not mention
+such an attention at all. The analysis also finds unknown operators that are named like an attention, or that combine
+tensors with the shapes of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 def unfollowed(
     graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
 ) -> list[tuple[fx.Node, Stop]]:
-    """Return the softmax or operator of each attention not in ``sites``, with the reason and the node to blame."""
+    """Return the softmax or operator of each attention that ``sites`` lacks, with the reason and the node to blame."""
     taken_apart = {flex.call for site in sites if (flex := flex_of(site.node)) is not None}
     taken_apart |= _waiting(graph)
     found = [(n, stop) for n in graph.nodes if n not in taken_apart and (stop := _closed(graph, n)) is not None]
@@ -52,7 +52,7 @@ def unfollowed(
         before, after = around
         lost = (
             n
-            # In graph order, so that the first operator that was not followed is blamed, and no later one.
+            # Graph order ensures that the first operator that was not followed is blamed, not a later one.
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
@@ -63,7 +63,7 @@ def unfollowed(
 
 
 def _waiting(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that have a stand-in, and the nodes that only such nodes read, directly or not."""
+    """Return the nodes that have a stand-in, and the nodes that only such nodes read, directly or indirectly."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         readers = [n for n in node.users if n.users or n.op == "output" or waits(n)]
@@ -74,11 +74,14 @@ def _waiting(graph: fx.Graph) -> set[fx.Node]:
 
 _FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
 _ATTENTION = ("attention", "attn", "attend", "fmha", "fwd_kvcache")
-"""Words in the names of library operators that compute an attention, or part of one."""
+"""Words in the names of library operators that compute an attention or a step of an attention."""
 
 
 def _closed(graph: fx.Graph, node: fx.Node) -> Stop | None:
-    """Explain why ``node``, an opaque operator or a call of a nested graph, is an attention that cannot be analysed."""
+    """Explain why ``node`` is an attention that cannot be analysed; None if it is not one.
+
+    Such a node is an opaque operator or a call of a nested graph.
+    """
     if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
         return None
     if REFUSED in node.meta:
@@ -114,9 +117,9 @@ def _of_a_library(node: fx.Node) -> str | None:
 def _combines(node: fx.Node) -> bool:
     """Whether three consecutive operands are shaped like queries, keys and values with heads, and the result fits them.
 
-    Keys and values agree in all sizes but the width, and so do queries and the result. Queries have the width of the
-    keys, and the result has that of the values. The operands may not all have one shape, because gates and norms look
-    like that.
+    Keys and values agree in all sizes except the width, and so do queries and the result. Queries are as wide as keys,
+    and the result is as wide as values. Three operands of the same shape are rejected, because the operands of gates
+    and norms look like this.
     """
     results = node.meta.get("val")
     first = results[0] if isinstance(results, (tuple, list)) and results else results
@@ -135,7 +138,7 @@ def _combines(node: fx.Node) -> bool:
 
 
 def _attends(gm: fx.GraphModule) -> bool:
-    """Whether a nested graph, at any depth, has a softmax or a fused attention."""
+    """Whether a nested graph contains a softmax or a fused attention, at any depth."""
     return any(
         packet(node) in SOFTMAX or any(word in str(node.target) for word in _FUSED)
         for module in gm.modules()
@@ -145,9 +148,9 @@ def _attends(gm: fx.GraphModule) -> bool:
 
 
 def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """Return the nodes between a softmax and the products before and after it.
+    """Return the nodes from the products before a softmax to the softmax, and from there to the products after it.
 
-    None if a product is missing on either side, as for a router's softmax over logits.
+    None if there is no product on one of these sides, as for a router's softmax over logits.
     """
     ends = _ends(tracer)
     products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
@@ -156,8 +159,8 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
 
 def _ends(tracer: ScoreTracer) -> Callable[[fx.Node], bool]:
-    """Return the test that ends a walk from a softmax to the products around it."""
-    # A product with a weight ends the walk like any other, unless it mixes the heads of the scores (talking heads).
+    """Return a predicate: whether a walk from a softmax to the products around it ends at a node."""
+    # A product with a weight ends the walk too, unless it mixes the heads of the scores (talking heads).
     return lambda n: (
         is_contraction(n)
         and not any(_holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x))
@@ -165,7 +168,7 @@ def _ends(tracer: ScoreTracer) -> Callable[[fx.Node], bool]:
 
 
 def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
-    """Explain a softmax that weighs values in this graph, and whose scores Dynamo passes in from another graph."""
+    """Explain a softmax that weighs values in this graph, but whose scores Dynamo passes in from another graph."""
     sums, _ = nearest(softmax, lambda n: n.users, tracer.is_product, _ends(tracer))
     if not any(_weighs_keys(product, softmax) for product in sums):
         return None
@@ -178,7 +181,7 @@ def _cut_off(softmax: fx.Node, tracer: ScoreTracer) -> Stop | None:
 
 
 def _weighs_keys(product: fx.Node, softmax: fx.Node) -> bool:
-    """Whether ``product`` sums values for each query: the probabilities keep an axis that the values lack."""
+    """Whether ``product`` sums values for each query: the result keeps an axis of ``softmax`` that the values lack."""
     labelled = product_labels(product)
     if labelled is None:
         return False
@@ -191,13 +194,13 @@ def _weighs_keys(product: fx.Node, softmax: fx.Node) -> bool:
 
 
 def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
-    """Whether ``node``, a product, has the shape of ``x``: scores [batch, heads, queries, keys]."""
+    """Whether the product ``node`` has the shape of its operand ``x``, scores [batch, heads, queries, keys]."""
     sizes = shape(node)
     return len(sizes) > 3 and same_sizes(sizes, shape(x))
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
-    """Whether ``node`` is traced back to query-key products, and not to a value product, whose operand is a softmax."""
+    """Whether ``node`` is traced back to query-key products, and not to value products, which read probabilities."""
     scores = tracer.trace(node)
     if scores is None:
         return False
@@ -212,9 +215,9 @@ def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
 
 
 def _pools(softmax: fx.Node) -> bool:
-    """Whether each number that is summed has its own weight, ``(softmax(gate) * x).sum(tokens)``: this is no attention.
+    """Whether the softmax only pools tokens, as in ``(softmax(gate) * x).sum(tokens)``, which is no attention.
 
-    In an attention, one weight applies to all columns of a value.
+    In such a sum, each number has its own weight. In an attention, one weight applies to all columns of a value.
     """
     dim = axis(args_of(softmax)[1], len(shape(softmax)))
 
@@ -229,6 +232,6 @@ def _pools(softmax: fx.Node) -> bool:
 
 
 def _over_one(softmax: fx.Node) -> bool:
-    """Whether the softmax runs over one score, whose weight is always 1, as for a first token without a past."""
+    """Whether the softmax runs over one score, as for a first token without a past. The weight is then always 1."""
     sizes = shape(softmax)
     return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)

@@ -1,21 +1,21 @@
-"""Which keys the masks of an attention show, proved from how the masks are made.
+"""Find out which keys the masks of an attention show, from the operators that make the masks.
 
-Most masks are not data. They are comparisons of positions, ``t <= past + s``, combined with a mask of padding
-tokens. Comparisons become arguments of the attention: a length for each batch entry, causality, a window. A kernel then
-reads neither keys beyond the length nor a mask. A mask that is neither comparisons nor a list stays a mask.
+Most masks are comparisons of positions, such as ``t <= past + s``, combined with a mask of padding tokens. The
+comparisons become arguments of the attention operator: a length for each batch entry, causality, or a window. A kernel
+then reads no mask, and no keys past the length. A mask that is neither a comparison nor an index list stays a mask.
 
-``p`` is an integer that does not depend on query ``s`` and key ``t``; there are S queries and T keys:
+``p`` is an integer that depends on neither query ``s`` nor key ``t``. There are S queries and T keys:
 
     t <= p                      length p + 1
     t <= p + s                  length p + 1 if S = 1, causal if p + S = T; otherwise it stays a mask, because a length
-                                beyond T counts as T and would move the diagonal
+                                greater than T is treated as T, which would move the diagonal
     t >  p + s - window         a window, if t <= p + s is causal, or if S = 1 and there is no length
-    any of them, if always met  nothing
-    t is in a list              the list (:mod:`mla_compile.passes.attention.chosen`)
+    a condition always met      nothing
+    t is in an index list       the list (:mod:`mla_compile.passes.attention.chosen`)
 
-If a mask fills in a finite number instead of minus infinity, a query that sees no key weighs all keys alike. Such a
-mask is only explained if every query is known to see a key, or, beside a list, if the rewrite reproduces those weights.
-An additive mask on the listed keys stays a mask, and may then hold any number.
+If a mask fills in a finite number instead of minus infinity, a query that sees no key weighs all keys equally. Such a
+mask is replaced only if every query is known to see a key, or if there is an index list and the rewrite reproduces the
+equal weights. An additive mask over the listed keys stays a mask, and may hold any numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mla_compile.passes.ir.sizes import Size, at_least, least_of, same
 
 
 def visible(site: AttentionSite, batch: Axis) -> Visible:
-    """Analyse the masks of ``site``; ``batch``: the atoms along which a length may differ."""
+    """Analyse the masks of ``site``. Lengths may differ along the atoms ``batch``."""
     seen = _visible(site, batch, lists=True)
     return seen if seen.chosen is None else replace(seen, masked=_visible(site, batch, lists=False))
 
@@ -49,7 +49,11 @@ def _visible(
     any_numbers: bool | None = None,
     whole: Mapping[MaskTerm, str] = MappingProxyType({}),
 ) -> Visible:
-    """Analyse the masks; ``lists``: whether one may be a list of keys; ``whole``: masks not taken apart, and why."""
+    """Analyse the masks.
+
+    ``lists``: whether a mask may become an index list. ``any_numbers``: whether a part may be an arbitrary additive
+    mask (``lists`` by default). ``whole``: the masks that stay whole, each with the reason.
+    """
     reader = Masks(any_numbers=lists if any_numbers is None else any_numbers)
     read: list[tuple[MaskTerm, list[Condition]]] = []
     left: list[tuple[MaskTerm, str]] = []
@@ -75,20 +79,21 @@ def _visible(
                 explained.sees(reader, [p for p in every if p is not part])
     for term, parts in read:
         unexplained = [part for part in parts if part in rest]
-        # If a part has no boolean of its own, the whole mask from which it is read stays.
+        # If an unexplained part has no tensor that can be a mask by itself, the whole mask that contains it stays.
         if unnamed := [p for p in unexplained if not p.named]:
             return _visible(
                 site, batch, lists=lists, any_numbers=any_numbers, whole={**whole, term: explained.why(unnamed[0])}
             )
         left += [(part.mask(), explained.why(part)) for part in unexplained]
     found = explained.visible(left)
-    # An arbitrary additive mask is only read at listed keys, and only if nothing else decides which keys are seen.
+    # An arbitrary additive mask is accepted only over listed keys, if nothing else decides which keys are seen.
     if any(part.added for part in every) and (
         found.chosen is None or len(every) > 2 or len(site.masks) > 1 or site.causal or not all(p.added for p in rest)
     ):
         return _visible(site, batch, lists=lists, any_numbers=False, whole=whole)
     if any(fill > float("-inf") for fill in fills) and not found.always:
-        # Several masks with finite fills could add up to other numbers, and is_causal leaves some keys no weight.
+        # Several masks are excluded, because their finite fills could add up to another number. is_causal is excluded,
+        # because some keys get no weight under it.
         if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < VANISHING:
             return replace(found, alike=True, fill=fills[0])
         why = "fills in a finite number, and a query may see no key"
@@ -99,7 +104,7 @@ def _visible(
 
 
 class _Explained:
-    """What the parts that were understood so far say about the visible keys."""
+    """Collects what the parts explained so far say about the visible keys."""
 
     def __init__(self, site: AttentionSite, batch: Axis, numbers: dict[Size, fx.Node]) -> None:
         self.S, self.T = axis_size(site.queries), axis_size(site.keys)
@@ -122,7 +127,7 @@ class _Explained:
         return parts
 
     def choose(self, part: Condition) -> bool:
-        """Take ``part`` of a mask as the list of keys, if it is one and there is none yet."""
+        """Take ``part`` of a mask as the index list, if ``part`` is one and no list has been taken yet."""
         if self.chosen is not None:
             return False
         found = chosen(self.queries, self.keys, self.batch, part.node, part.place, negated=part.negated)
@@ -137,14 +142,14 @@ class _Explained:
         return self.no_list.get(part.node, part.why)
 
     def sees(self, masks: Masks, others: Sequence[Condition]) -> None:
-        """Find out whether every query that sees a key under the ``others`` also sees a chosen key.
+        """Find out whether every query that sees any key under the conditions ``others`` also sees a chosen key.
 
-        This holds if the largest scores were chosen after the same masks were applied to them.
+        This is the case if the same conditions had masked the scores before the largest were chosen.
         """
         assert self.chosen is not None
         self.sees_one = False
         best = ranked(self.chosen)
-        # An empty list shows no key, and neither does one whose flags are all off.
+        # A list shows no key if it is empty or if all its flags are off.
         some = all(at_least(n, 1) for n in least_of(self.chosen.size))
         if best is None or self.chosen.flags is not None or not some:
             return
@@ -164,7 +169,7 @@ class _Explained:
         return Visible(masks, lengths, numbers, self.causal, self.window, self.chosen, always=always, left=why)
 
     def _within(self, bound: Affine) -> bool:
-        """Whether the bound depends only on positions of queries and keys and on tensors with batch axes."""
+        """Whether ``bound`` depends only on the positions of queries and keys, and on tensors with only batch axes."""
         axes = {a for operand in bound.terms for a in flatten(operand.axes)}
         return set(bound.steps) <= {self.queries, self.keys} and axes <= self.batch
 
@@ -180,8 +185,8 @@ class _Explained:
         return True
 
     def _length(self, bound: Affine) -> bool:
-        """Take a bound of the form ``t <= p``."""
-        # A length beside a diagonal would move the diagonal.
+        """Take a bound of the form ``t <= p`` as a length."""
+        # If there is a diagonal, a length would move it.
         if self._step(bound) != (0, -1) or self.causal:
             return False
         length = Affine(bound.const + 1, {}, bound.terms)
@@ -192,10 +197,10 @@ class _Explained:
         return True
 
     def _start(self, bound: Affine) -> bool:
-        """Take ``t >= s - c``, or ``t >= c`` for a single query, as a window that is measured from the last key."""
+        """Take ``t >= s - c``, or ``t >= c`` for a single query, as a window that ends at the last key a query sees."""
         along = (-1, 1) if self.queries else (0, 1)
-        # The operator counts a window back from the length, if there is one, and a length above T counts as T, so the
-        # window would differ from the mask's.
+        # If there is a length, the operator counts the window back from it, and treats a length greater than T as T.
+        # The window could then differ from the mask's window.
         if self._step(bound) != along or self.lengths or not (self.causal or same(self.S, 1)):
             return False
         # t > T - S + s - window is t - s + (window - 1 - T + S) >= 0.
@@ -206,12 +211,15 @@ class _Explained:
         return True
 
     def _number(self, const: Size) -> int | None:
-        """Return the offset from a size that a node holds (or from 0) to ``const``; None if it is not known."""
+        """Return the integer that must be added to a node's size (or to 0) to get ``const``; None if there is none."""
         return offset_of(const, self.numbers)[1]
 
 
 def offset_of(const: Size, numbers: dict[Size, fx.Node]) -> tuple[fx.Node | None, int | None]:
-    """Return the node of a size and the offset from it to ``const``: no node for a number, None twice if unknown."""
+    """Return a node and an integer that add up to ``const``.
+
+    The node is None if ``const`` is a number. Both are None if no node of ``numbers`` fits.
+    """
     if isinstance(const, int):
         return None, const
     for value, node in numbers.items():

@@ -1,4 +1,4 @@
-"""The operator to blame: it stands between an up-projection and the node where the walk from K or V ended."""
+"""Find the operator to blame: it lies between an up-projection and the node where the walk from K or V ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from mla_compile.passes.sources.writes import write_of
 aten = torch.ops.aten
 
 _WRITES = (aten.where, aten.index_put, aten.scatter, aten.index_add)
-"""Operators that write tokens into a buffer, besides those that :func:`decode` reads."""
+"""Operators that write tokens into a buffer, in addition to the writes that :func:`decode` recognises."""
 
 _CACHED = "the cache holds K and V per head, not the latent"
 
@@ -47,17 +47,17 @@ _PICKS = (aten.gather, aten.index, aten.index_select)
 """Operators that read rows of a buffer at given positions."""
 
 SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
-"""Codes that describe the rows but give no cause: an operator further back may be the cause and says more."""
+"""Codes that describe the rows but name no cause. An operator further upstream may be the cause."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Which projections count as up-projections in a search behind a source.
+    """Defines which projections are up-projections in a search upstream of a source.
 
-    Usually these are projections that make rows wider. ``own`` are the nodes from which the queries are computed: a
-    projection from one of them starts at the hidden state, not at a latent. ``rows`` are the latent rows already known
-    for this site: any projection from them counts, even if it makes nothing wider. ``proofs``: what can be shown
-    of operators.
+    Usually, these are the projections that make rows wider. ``own``: the nodes from which the queries are computed. A
+    projection from one of these starts at the hidden state, not at a latent. ``rows``: the latent rows that are already
+    known for this site. Any projection from these rows is an up-projection, even if it does not make them wider.
+    ``proofs``: what can be proved about operators.
     """
 
     maps: Maps
@@ -67,7 +67,7 @@ class Search:
 
 
 def explained(source: fx.Node, search: Search) -> Stop | None:
-    """Return the operator to blame for a walk that ended at ``source``; None if no up-projection lies behind it."""
+    """Return the operator to blame for a walk that ended at ``source``; None if there is no up-projection upstream."""
     if BARRED in source.meta:
         return barred(None, source)
     return _behind(source, search) or _by_an_input(source, search) or _blocked_projection(source, search)
@@ -91,7 +91,7 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     # A product of two activations, such as the scores of another attention, is not a projection.
     if len(rows) == len(source.all_input_nodes) and not _widens(source):
         return None
-    # A projection from nodes behind the queries starts at the hidden state, as in plain attention.
+    # A projection from nodes that also make the queries starts at the hidden state, as in plain attention.
     if all(n in search.own for n in rows):
         return None
     if stop.code not in ("head_dependent_latent", "position_dependent", "unsupported_weight"):
@@ -137,12 +137,15 @@ def _moved(node: fx.Node) -> fx.Node:
 
 
 def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:
-    """Return the nodes behind the queries. Rows among them are the model's hidden state, not a latent."""
+    """Return the nodes upstream of the queries. Rows among these nodes are the model's hidden state, not a latent."""
     return maps.behind(p.q.node for p in site.products)
 
 
 def _behind(source: fx.Node, search: Search) -> Stop | None:
-    """Return the obstacle after the nearest up-projection behind ``source``, or why the nearest product has no map."""
+    """Return the obstacle between ``source`` and the nearest up-projection upstream.
+
+    If a product without a map is nearer, return why it has no map.
+    """
     reader: dict[fx.Node, fx.Node] = {}  # the reader from which each node was reached: the way back to source
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
@@ -153,7 +156,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
                 reader.setdefault(n, node)
                 yield n
 
-    # The first node is the source itself, which is known to be no up-projection.
+    # The first node is the source itself, which is known not to be an up-projection.
     for node in islice(reachable([source], inputs, REACH), 1, None):
         if not is_tensor(node):
             continue
@@ -166,7 +169,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
 
 
 def made_behind(source: fx.Node, maps: Maps) -> tuple[list[Piece], list[fx.Node]]:
-    """Return the maps of the nearest projected tensors behind ``source``, and the products without such a map."""
+    """Return the maps of the nearest projected tensors upstream of ``source``, and the products without such a map."""
     maps, found, products = maps.unbound, list[Piece](), list[fx.Node]()
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
@@ -182,10 +185,10 @@ def made_behind(source: fx.Node, maps: Maps) -> tuple[list[Piece], list[fx.Node]
 
 
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the inputs of ``node``; of a residual connection ``x + f(x)`` only ``x``, unless either is latent rows.
+    """Return the inputs of ``node``. For a residual connection ``x + f(x)``, return only ``x``.
 
-    Inside ``f``, a feed-forward network or another attention, projections widen rows too, but their operands are no
-    latents.
+    ``f`` is a feed-forward network or another attention. It also contains projections that widen rows, but their
+    operands are not latents. If an input is known latent rows, both inputs are returned.
     """
     inputs = list(node.all_input_nodes)
     through = None if any(n in rows for n in inputs) else shortcut(node)
@@ -193,7 +196,7 @@ def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_expansion(node: fx.Node, search: Search) -> bool:
-    """Whether ``node`` is projected from known latent rows, or from narrower ones that are not behind the queries."""
+    """Whether ``node`` is projected from known latent rows, or from narrower rows that do not also make the queries."""
     for piece in search.maps.map(node).pieces:
         if not piece.path or not piece.path[-1].contractions:
             continue
@@ -206,7 +209,7 @@ def _is_expansion(node: fx.Node, search: Search) -> bool:
 
 
 def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, search: Search) -> Stop:
-    """Return the first reason after the up-projection, preferably one other than "unsupported_op"."""
+    """Return the first reason after the up-projection, preferably a reason other than "unsupported_op"."""
     maps, said = search.maps, list[Stop]()
     path = [expansion]
     while path[-1] is not source:
@@ -214,7 +217,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
     writes = _arithmetic_writes(path, maps)
     for node in path[1:]:
         if (stop := maps.reasons.get(node)) is not None:
-            # The cause may lie beside the path, as the other term of a sum does; then `node` is no cache of these rows.
+            # The cause may lie off the path, as in the other term of a sum. Then, `node` is no cache of these rows.
             of_a_cache = _of_a_cache(node, expansion, search) if stop.node is node else None
             said.append(writes.get(node) or of_a_cache or search.proofs.shown(stop))
     found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)
@@ -239,7 +242,7 @@ def _arithmetic_writes(path: Sequence[fx.Node], maps: Maps) -> dict[fx.Node, Sto
 
 
 def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | None:
-    """Return the reason if ``node`` joins the result of an up-projection to an input, or writes it into one."""
+    """Return the reason if ``node`` joins the result of an up-projection to an input, or writes it into an input."""
     how = decode(node)
     if isinstance(how, (Join, Write, WriteRows)) and how.dim not in search.proofs.tokens.get(node, ()):
         return None
@@ -259,13 +262,13 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _of_inputs(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a floating-point input, and not only from positions."""
+    """Whether ``node`` is computed from any floating-point input, rather than only from positions."""
     inputs = (a for a in chain([node], ancestors(node)) if _is_input(a) and is_tensor(a))
     return any(val(a).is_floating_point() for a in inputs)
 
 
 def _whole(node: fx.Node, *, selected: bool = False) -> tuple[fx.Node, bool]:
-    """Return the buffer of which ``node`` is a part, possibly after writes, and whether the part was selected."""
+    """Return the buffer of which ``node`` is a part, looking through writes, and whether the part was selected."""
     how = decode(node)
     if isinstance(how, (Slice, Select)):
         return _whole(how.x, selected=selected or isinstance(how, Select))
@@ -288,19 +291,19 @@ def _joined(node: fx.Node, search: Search) -> Stop | None:
     how = decode(node)
     if not isinstance(how, (Join, Stack)) or (isinstance(how, Join) and how.dim == len(shape(node)) - 1):
         return None
-    maps = search.maps.unbound  # without chosen sources: a part may have become one because of this very join
+    maps = search.maps.unbound  # without chosen sources, because this join may have made its parts sources
     made = any(p.weight is not None for n in how.parts if not maps.is_weight(n) for p in maps.map(n).pieces)
     role = search.proofs.role(node, how.dim) if made else None
     if role is None:
         return None
     products, _ = nearest(node, lambda n: n.all_input_nodes, is_contraction, maps.is_weight)
-    if role != "heads" and len(products) == 1:  # parts of one tensor, in this or another order
+    if role != "heads" and len(products) == 1:  # the parts are parts of one tensor, in any order
         return Stop(node, "unsupported_op", f"no rule for {operator_name(node)} along the {role}, behind a weight")
     return Stop(node, *_JOINED[role])
 
 
 def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: Maps) -> Stop | None:
-    """Explain why ``nodes``, the keys or values of ``site``, stay if no latent makes them; None if one does."""
+    """Explain why ``nodes``, the keys or values of ``site``, stay; None if they are made from a latent."""
     pieces = pieces_of([maps.map(node) for node in nodes])
     at_rows = maps.with_sources(choose_sources(pieces, of_queries(site, maps))[0])
     if any(p.projected for p in pieces_of([at_rows.map(node) for node in nodes])):
@@ -315,8 +318,8 @@ def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: M
 def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
     """Whether ``nodes`` are computed without any weight of this graph.
 
-    If all come from before a graph break, only products with weights count: a rotation table is a weight, but makes
-    no keys.
+    If all nodes come from before a graph break, only products with weights are considered, because a rotation table is
+    a weight but makes no keys.
     """
     reached = [list(chain([node], ancestors(node))) for node in nodes]
     if all(any(HANDED_OVER in a.meta for a in one) for one in reached):
@@ -325,7 +328,7 @@ def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
 
 
 def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node], proofs: Proofs) -> Stop:
-    """Return the reason for K and V made only from inputs. It names a graph break only if Dynamo broke the graph."""
+    """Explain K and V that are made only from inputs. The reason names a graph break only if Dynamo broke the graph."""
     reached = dict.fromkeys(a for one in made for a in chain([one], ancestors(one)))
     if any(HANDED_OVER in a.meta for a in reached):
         return Stop(node, "graph_break", f"{what} enter this graph from before a graph break: what makes them is there")

@@ -1,7 +1,8 @@
-"""Why an attention that looks like MLA cannot be absorbed: the operator to blame.
+"""Explain why an attention that looks like MLA cannot be absorbed, by finding the operator to blame.
 
-The walk back from K or V ended at some node. If an up-projection lies behind that node, this is MLA with an obstacle,
-and the node where the walk ended is the explanation. Otherwise the attention is plain MHA, GQA or MQA.
+The walk back from K or V ended at some node. If there is an up-projection upstream of that node, the attention is MLA
+with an obstacle, and the node where the walk ended is the explanation. Otherwise, the attention is plain MHA, GQA or
+MQA.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ _HIDDEN = "hidden states, as the queries are"
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
     """Return the best explanation for ``site``, whose plan failed with ``failed``.
 
-    The main candidates are, in order: rows that are merely too wide (``wide``); weights or views that mix tokens, where
-    no walk ended and no operator is to blame; an operator behind a side that could not be absorbed on its own either;
-    ``failed``.
+    The main candidates, in order:
+
+    1. Rows that are merely too wide (``wide``).
+    2. Weights or views that mix tokens. No walk ends at these, so no operator is to blame.
+    3. An operator upstream of K or V, on a side that cannot be absorbed by itself either.
+    4. ``failed``.
     """
     if failed.code not in SYMPTOMS:
         return failed
@@ -66,15 +70,15 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
         if _by_weights_alone(plan):
             return plan
     illegal = [k for k, plan in enumerate(at_cuts[1:]) if not _shared(plan)]
-    # A second search also ends its walks at the chosen rows: otherwise two projections may form one map that passes
-    # over the rows between them.
+    # The second search also ends its walks at the chosen rows. Otherwise, two projections may form one map, which skips
+    # the rows between them.
     for one in (maps, at_rows):
         search = Search(one, own, rows, Proofs(site, one))
         for source in ends_of(chain(*(sides[k] for k in illegal or (0, 1))), site.lead, one):
             found = explained(source, search)
             # If all heads share K and V, as in MQA, nothing can depend on the head.
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
-                # If the attention cannot be rewritten anyway, its problem is the reason, and not how K and V are made.
+                # If the attention cannot be rewritten anyway, the reason is its own problem, not how K and V are made.
                 return site.problem or found
     if too_wide is not None:
         return too_wide
@@ -93,13 +97,14 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
 def _made_of(
     failed: Stop, ends: Sequence[fx.Node], own: Container[fx.Node], proofs: Proofs
 ) -> tuple[list[fx.Node], Stop]:
-    """Return the narrower rows from which weights make ``ends`` or tensors behind them; if there are none, the reason.
+    """Return the narrower rows from which weights make ``ends`` or tensors upstream of ``ends``, or why there are none.
 
-    K and V count together: a latent may be wider than each of them. ``own``: what the queries are made of.
+    The rows are compared with K and V together, because a latent may be wider than either alone. ``own``: the nodes
+    from which the queries are made.
     """
     behind, products = zip(*(made_behind(end, proofs.maps) for end in ends), strict=True)
     product = next((node for found in products for node in found if node not in own), None)
-    # If all heads share the rows, a product without a map makes the rows, and does not expand them for the heads.
+    # If all heads share the rows, a product without a map makes the rows instead of expanding them for the heads.
     if product is not None and not _shared_by_heads(proofs.site, proofs.maps):
         stop = proofs.shown(unexplained(proofs.maps, product))
         mixed = [p.source in own for n in product.all_input_nodes for p in made_behind(n, proofs.maps)[0]]
@@ -107,7 +112,7 @@ def _made_of(
             return [], stop
         return [], Stop(failed.node, "not_mla", f"K and V are projected from {_HIDDEN}")
     cuts = {p: c for made in behind for p in made if (c := cut(p, own, proper=True)) is not None}
-    # Keyed by operator and arguments: a head's rows may be selected once for its keys and once for its values.
+    # Rows are identified by operator and arguments: a head's rows may be selected both for its keys and its values.
     rows = {(c.node.target, each((c.node.args, c.node.kwargs), constant_of)): c.bytes for c in cuts.values()}
     expanded = {c.node: c.bytes for p in cuts if (c := cut(p, proper=False)) is not None}
     if sum(rows.values()) < sum(expanded.values()):
@@ -125,7 +130,7 @@ def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
 
 
 def _stays_by_head(plan: AbsorbPlan) -> bool:
-    """Whether one side has no weight, and differs between groups of heads whose own weights make the other side."""
+    """Whether groups of heads have their own weights and rows, but one side is made of these rows without a weight."""
     groups = groups_of(plan.terms, plan.batch)
     return any(
         not any(t.piece.projected for t in terms) and any(t.kind(a) == "token" for t in terms for a in groups)
@@ -134,24 +139,24 @@ def _stays_by_head(plan: AbsorbPlan) -> bool:
 
 
 def _shared(plan: AbsorbPlan | Stop) -> bool:
-    """Whether there is a plan that needs only rows that all heads share."""
+    """Whether ``plan`` is a plan, not a reason, and all its rows are shared by all heads."""
     return not isinstance(plan, Stop) and not any(rows.heads for rows in plan.rows)
 
 
 def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
-    """Whether weights or views mix tokens or treat them differently, although no walk ends there."""
+    """Whether the plan failed because weights or views mix tokens or treat them differently. No walk ends at these."""
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
 
 
 def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:
-    """Whether no head has its own keys or values, as in MQA: several query heads read the same rows."""
+    """Whether several query heads read the same keys and values, and no head has its own, as in MQA."""
     operands = (*(p.k for p in site.products), site.v)
     own = [a for a in site.lead if not all(repeats(o, a, maps) for o in operands)]
     return len(own) < 2 and (len(own) < len(site.lead) or all(_more_axes(p) for p in site.products))
 
 
 def _more_axes(product: Product) -> bool:
-    """Whether the queries have an axis besides their tokens that the keys lack."""
+    """Whether the queries have an axis, other than their tokens, that the keys lack."""
     read = {a for axis in product.k.axes for a in axis}
     own = [axis for axis in product.q.axes if not set(axis) & read]
     return any(own) and (len(own) - sum(not axis for axis in product.k.axes) > 1 or _stretched(product))

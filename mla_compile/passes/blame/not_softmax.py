@@ -1,9 +1,9 @@
 """Report attentions over a latent that are not absorbed, because no softmax weighs their values.
 
 A product, an elementwise function of the scores (a sigmoid, a squared ReLU) and a second product also occur where there
-is no attention: in networks whose weights are computed from inputs, between the nodes of a graph network, in layers
-with a running state. So this reports only what would be absorbed if the function were a softmax: several heads whose
-keys or values a weight makes from one narrower row per token, or a cache of such keys.
+is no attention: in networks whose weights are computed from inputs, between the nodes of a graph network, and in layers
+with a running state. So an attention is reported only if it would be absorbed with a softmax in place of the function:
+it has several heads, and a weight makes keys or values from one narrower row per token, or such keys are cached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEGAL = (Code.ABSORBED, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE)
 
 
 def not_softmax(verdicts: Sequence[Verdict], functions: Sequence[fx.Node]) -> list[tuple[fx.Node, Stop]]:
-    """Return the value product of each attention to a latent, and the function in place of a softmax.
+    """Return the value product of each attention to a latent, with a reason that names the function of its scores.
 
     ``verdicts`` are the verdicts that would hold if each of ``functions`` were a softmax.
     """

@@ -1,11 +1,11 @@
-"""Caches that grow by ``cat``: each call writes its new rows behind the old ones, instead of copying both.
+"""Rewrite caches that grow by ``cat``: each call writes its new rows after the old rows, instead of copying both.
 
 Before: ``joined = cat([past, new], dim)``, which the caller keeps and passes as the ``past`` of the next call.
 After: ``joined = slice_scatter(past, new, dim, T, T + S)``, where ``past`` has room for the new rows and is written in
 place.
 
-The caller of the program makes that room (:mod:`mla_compile.runtime.appending`). Rows lie token by token, so neither a
-shape nor a stride in the graph depends on the size of the room.
+The caller of the program allocates the room (:mod:`mla_compile.runtime.appending`). In memory, rows lie token by token,
+so no shape and no stride in the graph depends on the size of the room.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ aten = torch.ops.aten
 
 
 def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
-    """Return strides for ``sizes`` with axis ``dim`` outermost; dense ones if all axes before it have length 1."""
-    # The stride of an axis of length 1 has no effect, but guards compare it, so it equals that of `cat`'s result.
+    """Return strides for ``sizes`` with axis ``dim`` outermost. They are dense if all axes before it have length 1."""
+    # The stride of an axis of length 1 has no effect, but guards compare it. So it is the stride of `cat`'s result.
     ahead = [] if all(isinstance(n, int) and n == 1 for n in sizes[:dim]) else [dim]
     order = [*ahead, *(d for d in range(len(sizes)) if d not in ahead)]
     strides = {d: math.prod(sizes[later] for later in order[place + 1 :]) for place, d in enumerate(order)}
@@ -46,9 +46,9 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
     """Add the caches of a program to ``program.appends``, and return their number.
 
     A cache that grows by a fixed number of rows is written in place, unless ``rewrite`` is False or ranks share it
-    (``shared``). All others, such as caches that begin here or grow by any number of rows, are returned as before. The
-    program's caller moves them to memory with room at once: if it did so later, the changed strides would make a later
-    graph compile twice.
+    (``shared``). All other caches, such as those that begin in this program or grow by any number of rows, are returned
+    as before. The program's caller moves these to memory with room at once. If the caller did so later, the changed
+    strides would make a later graph compile twice.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)
@@ -77,7 +77,10 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
 
 
 def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]]) -> None:
-    """Write returned values into inputs in place. ``written``: place of a value -> the input's name, and the value."""
+    """Write returned values into inputs in place.
+
+    ``written``: place of a value among the returned values -> the name of the input, and the value.
+    """
     before, returned = len(program.mutations), program.outputs
     kept = [at for at in range(len(returned) - before) if at not in written]
     new = [node for _, node in written.values()]
@@ -87,7 +90,7 @@ def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]])
 
 
 def _places(program: Program) -> list[int]:
-    """Return the original place of each value that the program still returns: values written in place are gone."""
+    """Return the original place of each value that the program still returns. Values written in place are left out."""
     gone = {one.output for one in program.appends if one.input is not None and one.output is not None}
     count = len(program.outputs) - len(program.mutations) + len(gone)
     return [at for at in range(count) if at not in gone]
@@ -104,7 +107,7 @@ def _known(size: Size) -> int:
 
 
 def _first_rows(program: Program) -> dict[int, int]:
-    """Return the rows of K and V that start without a past: place among the returned values -> token axis."""
+    """Return the rows of K and V that begin without a past, as a map: place among the returned values -> token axis."""
     cache, before = program.cache, len(program.mutations)
     if cache is None:
         return {}
@@ -117,10 +120,10 @@ def _first_rows(program: Program) -> dict[int, int]:
 
 
 def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[tuple[int, Join]]:
-    """Yield rows that the caller keeps and the graph reads: their place among the returned values, and their join.
+    """Yield pairs (place among the returned values, join) for rows that the caller keeps and the graph reads.
 
-    Joins of which a part is returned too are left out. ``known``: nodes that are rows even if the graph does not read
-    them.
+    A join is left out if one of its parts is returned too. ``known``: nodes that are rows even if the graph does not
+    read them.
     """
     returned = program.outputs
     for at, joined in _kept(program):
@@ -131,7 +134,10 @@ def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[t
 
 
 def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
-    """Yield buffers of full length that begin in a program and are returned, but no view of them: place and write."""
+    """Yield pairs (place among the returned values, write) for buffers of full length that begin in a program.
+
+    A buffer is left out if a view of it is returned.
+    """
     shown = seen_through_views(program.gm.graph)
     for at, buffer in _kept(program):
         how = rows_written(buffer)
@@ -140,7 +146,7 @@ def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
 
 
 def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
-    """Yield values that an operator computes and that are returned exactly once, with their places."""
+    """Yield pairs (place, value) for the values that an operator computes and that are returned exactly once."""
     returned = program.outputs
     for at, node in enumerate(returned[len(program.mutations) :]):
         made = isinstance(node, fx.Node) and node.op == "call_function"
@@ -149,11 +155,14 @@ def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _fitting(program: Program) -> set[fx.Node]:
-    """Return the inputs that may get room: one reader, no other role, and each symbolic size held by another input."""
+    """Return the inputs that may get room.
+
+    Such an input has one reader and no other role, and other inputs hold all its symbolic sizes.
+    """
     if any(isinstance(node.target, HigherOrderOperator) for node in program.gm.graph.nodes):
         return set()  # a higher-order operator keeps the strides with which it was traced
     inputs = program.placeholders
-    # A symbolic size that no other input holds would have to be read from the rows, and with room they are longer.
+    # A symbolic size that no other input holds would have to be read from the rows, which are longer with room.
     numbers = {str(n.meta["val"]) for n in inputs if isinstance(n.meta["val"], torch.SymInt)}
     folded = {name for fold in program.folds for name in fold.weights}
     special = {
@@ -190,7 +199,7 @@ def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:
 
 
 def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> None:
-    """Turn a ``cat`` into a write. It stays the same node, so plans that refer to it remain valid."""
+    """Turn the ``cat`` node ``joined`` into a write. The node stays the same, so plans that use it stay valid."""
     (past, new), dim = how.parts, how.dim
     rows = val(joined).shape
     with fake_mode or contextlib.nullcontext():

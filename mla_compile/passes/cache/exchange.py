@@ -6,17 +6,17 @@ If all ranks of the group compute the same heads::
     parts = all_gather([out | lse])                                    # [C, B, S, H, L + 1]
     out, lse = merge(parts)
 
-If each rank has its own heads, their queries are gathered first, and the results go back to the owners::
+If each rank has its own heads, all queries are gathered first, and each result returns to the rank that has the head::
 
     q' = all_gather(q)                                                 # [B, S, C H, L + R]
     out, lse = attention(q', own rows)
     parts = all_to_all([out | lse])                                    # [C, B, S, H, L + 1]: this rank's heads
     out, lse = merge(parts)
 
-The second form is also correct for equal heads. ``merge`` is :mod:`mla_compile.kernels.merge`, written as operators. If
-a rank has no key that a query sees, the rank's ``lse`` is minus infinity, and its result gets no weight. In half
-precision, the float32 ``lse`` takes two columns. All tensors that are sent are dense, because collectives ignore
-strides.
+The second form is also correct if all ranks compute the same heads. ``merge`` is :mod:`mla_compile.kernels.merge`,
+written as operators. If a rank has no key that a query sees, the rank's ``lse`` is minus infinity, and the rank's
+result gets no weight. If ``out`` is in half precision, ``lse`` stays float32 and takes two columns. All tensors that
+are sent are dense, because collectives ignore strides.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Exchange:
         return self.call(aten.flatten.using_ints, self.call(aten.permute.default, by_rank, [1, 2, 0, 3, 4]), 2, 3)
 
     def gathered(self, x: fx.Node) -> fx.Node:
-        """Gather the tensors of all ranks, [C,...]. ``x``: this rank's tensor, which is dense."""
+        """Gather the tensors of all ranks as [C,...]. This rank's tensor ``x`` must be dense."""
         size, group = self.sharing.size, self.sharing.group
         sent = self.call(_c10d.all_gather_into_tensor.default, self.call(aten.unsqueeze.default, x, 0), size, group)
         return self.call(_c10d.wait_tensor.default, sent)
@@ -60,7 +60,8 @@ class Exchange:
     def replace(self, node: fx.Node, own: fx.Node) -> None:
         """Replace ``node``, an attention over all rows, by the merged results of all ranks.
 
-        ``own``: the attention of all :meth:`queries` over this rank's rows. Both are ``(out [B,S,H,L], lse [B,S,H])``.
+        ``own``: the attention of all :meth:`queries` over this rank's rows. Both attentions return
+        ``(out [B,S,H,L], lse [B,S,H])``; in ``own``, H counts the heads of the gathered queries.
         """
         merged = self._merged(*(self.call(operator.getitem, own, k) for k in (0, 1)))
         for user in list(node.users):

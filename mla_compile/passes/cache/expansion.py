@@ -1,4 +1,4 @@
-"""Makes K or V of a cache from its rows, as a recipe says: computed from tensors, or added to a graph."""
+"""Makes K or V of a cache from its rows according to a recipe, either with tensors or as nodes of a graph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ aten = torch.ops.aten
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 X = TypeVar("X", bound="torch.Tensor | fx.Node")
 Call: TypeAlias = Callable[..., X]
-"""Applies an operator: to tensors, or by adding a node to a graph."""
+"""Applies an operator to tensors, or adds a node with this operator to a graph."""
 
 
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
-    """Make K: compute it from tensors, or add it to a graph, depending on ``call``."""
-    # `rows` may hold more tensors than this recipe reads: the last ones then belong to another K or V.
+    """Make K from its rows. ``call`` decides whether K is computed from tensors or added to a graph."""
+    # `rows` may end with tensors that this recipe does not read. They belong to another K or V.
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]
@@ -96,7 +96,7 @@ def _expand_part(
 
 
 def _as_columns(recipe: Recipe, rows: X, call: Call[X]) -> X:
-    """Return ``rows`` as columns of K for all heads: in the order of K's axes, without the axes of heads."""
+    """Return ``rows`` with their axes in the order of K's axes. The result has no axes of heads."""
     axes = [*recipe.outer, recipe.columns]
     order = sorted(range(len(axes)), key=axes.__getitem__)
     return rows if order == sorted(order) else call(aten.permute.default, rows, order)

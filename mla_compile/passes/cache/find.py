@@ -1,4 +1,4 @@
-"""Finds caches that hold K and V per head and that can keep their latent rows instead.
+"""Finds caches that hold K and V per head and that can hold their latent rows instead.
 
 Before (the caller keeps K and V per head between calls)::
 
@@ -10,17 +10,17 @@ After::
     c = cat([past_c, c_new]); K, V = linear(c, W)
     return attention(q, K, V), c
 
-A buffer of full length is treated alike, with a write instead of the ``cat``::
+A buffer of full length is treated in the same way, with a write instead of the ``cat``::
 
     K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
 
-This also holds for positions that were not written yet: rows of zeros make zeros, because a bias becomes the weight of
-one more column of the rows, which is 1 only at written positions.
+This is also correct at positions that have not been written yet, because rows of zeros make zeros: a bias becomes the
+weight of an additional column of the rows, which is 1 only at written positions.
 
-K and V of the attention are then expanded from rows, and the other passes absorb them. This is legal if the contents of
-the past were made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`). Tensors that carry their
-recipe prove this. Otherwise it is assumed (``assume``): the program gets a new signature, and callers may only pass its
-own outputs, or a cache converted for it, as the past.
+K and V of the attention are then expanded from rows, and other passes absorb the expansion. This is legal if the
+contents of the past were made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`). Past tensors that
+carry their recipe prove this. For the inputs in ``assume``, it is assumed: the program gets a new signature, and its
+callers may pass only its own outputs as the past, or a cache that was converted for the program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mla_compile.passes.sources.writes import CacheWrite, is_zeros, write_of
 class Past:
     """An input that holds K or V: its recipe, the weights with which it was made, and its rows.
 
-    ``rows`` are names: inputs that share a name share the rows.
+    ``rows`` holds one key for each tensor of rows. Inputs that have a key in common share this tensor.
     """
 
     recipe: Recipe
@@ -68,9 +68,10 @@ class Past:
 class CacheOfRows:
     """One K or V of a cache that can be kept as rows: the tensor, its parts in order of time, and its recipe.
 
-    ``sides``: output of each attention that reads it -> its roles there. ``write``: the write of the new part into a
-    buffer of full length, if it is not joined to the past. ``emptied``: the input that the result overwrites, if the
-    write starts from zeros and keeps none of the input's contents.
+    ``sides``: output of each attention that reads the tensor -> the sides (keys, values) as which it is read.
+    ``write``: the write of the new part into a buffer of full length, if the new part is not joined to the past.
+    ``emptied``: the input that the tensor overwrites, if the write starts from zeros and so keeps none of the input's
+    contents.
     """
 
     node: fx.Node
@@ -84,7 +85,7 @@ class CacheOfRows:
 
     @property
     def pasts(self) -> tuple[fx.Node, ...]:
-        """The inputs among its parts, or the ``emptied`` input."""
+        """The inputs among the parts, or the ``emptied`` input."""
         read = tuple(p for p in self.parts if isinstance(p, fx.Node) and not is_zeros(p))
         return read if self.emptied is None else (self.emptied,)
 
@@ -100,11 +101,11 @@ def find_caches(
     *,
     packs: bool = False,
 ) -> list[CacheOfRows]:
-    """Return the K and V of ``sites`` that can be kept as rows, or only one of them if the other cannot.
+    """Return the K and V of ``sites`` that can be kept as rows. For some sites, this may be only K or only V.
 
     ``returned``: the values that the caller gets, and their indices in the output. ``assume``: inputs that are assumed
     to hold what this graph itself returned. ``overwritten``: value -> the input to which it is written in place.
-    ``packs``: rows that a weight expands are kept in float8.
+    ``packs``: whether rows that a weight expands are kept in float8.
     """
     search = _Search(maps, pasts, returned, frozenset(assume), overwritten or {}, packs)
     found: dict[fx.Node, CacheOfRows] = {}
@@ -114,10 +115,10 @@ def find_caches(
             for side in read:
                 read[side] |= own[side]
         tensors = read["keys"] | read["values"]
-        # Values come before keys, because the usual obstacle is an operator on keys alone (a rotation, a norm).
+        # Values alone are tried before keys alone, because the usual obstacle is an operator on keys (rotation, norm).
         options = [tensors, alone(read, "values"), alone(read, "keys")]
         # If a weight makes keys or values from a cached tensor, the model already caches latents and also returns K.
-        # Then all tensors become rows, or none.
+        # In this case, either all tensors become rows or none does.
         if any(search.expands(own, site) for site, own in group):
             options = options[:1]
         for chosen in options:
@@ -156,7 +157,10 @@ class _Search:
         return False
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
-        """Return the tensor behind ``operand`` that the caller keeps, with its token axis; nothing if there is none."""
+        """Return the tensor upstream of ``operand`` that the caller keeps, with its token axis.
+
+        The result is empty if there is no such tensor.
+        """
         ways = self._ways(operand.node)
         # The walk starts at K: of several tensors that could be the cache, the one nearest to the attention is taken.
         computed = False
@@ -166,11 +170,12 @@ class _Search:
             written = self._written(node, operand, site)
             if written is not None and written[0].node in self.returned:
                 return {written[0].node: written[1]}
-            # A write that is not returned is no cache. Behind it, only another write can be one.
+            # A write that is not returned is not a cache. Upstream of it, only another write can be a cache.
             if computed := computed or written is not None:
                 continue
             grows = self._grows(node)
-            # A past that carries its recipe need not be returned. An assumed past must be: it holds returned values.
+            # A past that carries its recipe does not have to be returned. An assumed past must be returned, because it
+            # is assumed to hold what this graph returned.
             known = node in self.pasts or (
                 grows and all(p in self.pasts for p in _parts_of(node, Join) if p.op == "placeholder")
             )
@@ -189,7 +194,10 @@ class _Search:
         return {}
 
     def _ways(self, node: fx.Node) -> list[dict[fx.Node, None]]:
-        """Return the nodes on the way to ``node`` from each source, or from what the source picks tokens of."""
+        """Return, for each source of ``node``, the nodes on the way from the source to ``node``.
+
+        If a source picks tokens of a tensor, the ways to this tensor are included.
+        """
         ways: list[dict[fx.Node, None]] = []
         for piece in self.maps.map(node).pieces:
             if piece.source is not None:
@@ -199,7 +207,10 @@ class _Search:
         return ways
 
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[CacheWrite, int] | None:
-        """Return a write of new tokens into a buffer, and its token axis, if ``node`` is the result or a part of it."""
+        """Return the write of new tokens into a buffer that makes ``node``, and the token axis of the buffer.
+
+        ``node`` may be the whole buffer or a part of it. None if there is no such write.
+        """
         whole, axes, write = node, [*range(len(shape(node)))], self._apart.get(place_of(node))
         if write is None and node in self.returned and isinstance(decode(node), Slice):  # a moving window
             write = self._write(node)
@@ -221,7 +232,7 @@ class _Search:
         return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> CacheWrite | None:
-        """Return ``node`` as a write along its axis ``tokens``; None if it is no such write."""
+        """Return ``node`` as a write along its axis ``tokens``; None if ``node`` is not such a write."""
         write = self._write(node)
         # K that is assembled from columns is a write as well, but not along tokens.
         if write is None or tokens not in write.dims:
@@ -230,7 +241,7 @@ class _Search:
         dims = {(how.dim, len(how.parts)) for how in stacks}
         if len(stacks) < len(write.parts) or len(dims) > 1 or (dim := write.outer(stacks[0].dim)) in write.dims:
             return write
-        # Stacked heads have a common recipe. Stacked K and V have none, so they are taken apart.
+        # Stacked heads have a common recipe. Stacked K and V have no common recipe, so they are taken apart.
         own = write.inner(tokens)
         one = all(not isinstance(make_recipe(p, self.maps.map(p), own), Stop) for p in write.parts)
         new = tuple(tuple(n for part in parts for n in _parts_of(part, Stack)) for parts in write.new)
@@ -238,7 +249,7 @@ class _Search:
 
     @cached_property
     def _apart(self) -> dict[Selected, CacheWrite]:
-        """Written part -> its write, for returned tensors whose parts are written one by one."""
+        """A map from parts to their writes, for returned tensors whose parts are written one by one."""
         writes = [write for node in self.returned if (write := self._write(node)) is not None]
         return {Selected(part): write for write in writes for part in write.apart.nodes}
 
@@ -247,7 +258,7 @@ class _Search:
         return None if write is None or any(map(self._is_past, write.parts)) else write
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
-        """Return the axis of ``node`` along which the attention's keys run; None if its size of 1 hides it."""
+        """Return the axis of ``node`` along which the attention's keys run; None if a size of 1 hides it."""
         where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
         if where is None:
             return None
@@ -272,14 +283,15 @@ class _Search:
         sides: Mapping[fx.Node, Mapping[fx.Node, frozenset[Side]]],
         sites: Iterable[AttentionSite],
     ) -> list[CacheOfRows] | None:
-        """Return how all ``tensors`` are kept as rows that are chosen together; None if one cannot be kept."""
+        """Return how ``tensors``, whose rows are chosen together, are kept as rows; None if one cannot be kept."""
         writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
         if any(not self._read_parts(sites).issuperset(write.apart.nodes) for write in writes.values()):
             return None
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
         buffers = {write.buffer for write in writes.values()}
         new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
-        # Only virtual rows with a factor each are added: it then comes before the weight. Slices stay as they are.
+        # Only gates (rows times one factor each) are added as virtual sources, so that a factor comes before the
+        # weight. Slices stay as they are.
         gates = with_slices_of([new], self.maps).virtual.gates if new else {}
         maps = self.maps.with_virtual(replace(self.maps.virtual, gates=gates)) if gates else self.maps
         cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
@@ -293,14 +305,14 @@ class _Search:
             if one is None:
                 return None
             kept.append(one)
-            for part, lmap in made.items():  # a call may also return its new tokens by themselves
+            for part, lmap in made.items():  # a call may return its new tokens separately as well
                 if part in self.returned and part is not node:
                     own = self._keep_one(part, sides[node], tokens, [part], {part: lmap})
                     kept += [] if own is None else [own]
         return kept
 
     def _read_parts(self, sites: Iterable[AttentionSite]) -> set[fx.Node]:
-        """Return the parts of buffers that attentions read."""
+        """Return the nodes on the paths to keys and values. A selection is replaced by the part that it selects."""
         operands = (operand.node for site in sites for operand in (site.v, *(p.k for p in site.products)))
         ways = (p.path for node in operands for p in self.maps.map(node).pieces)
         return {place_of(v.node, shown=True).node for way in ways for v in way}
@@ -345,7 +357,7 @@ class _Search:
         for past in (self.pasts[p] for p in (*parts, emptied) if p is not None and p in self.pasts):
             known.add((past.recipe, past.leaves))
             dtypes.add(past.dtypes)
-        # Old and new rows are of the same kind only with one recipe over the same weights, in one dtype.
+        # Old and new rows can be joined only if they have the same recipe, the same weights and the same dtype.
         if len(known) != 1 or len(dtypes) != 1:
             return None
         ((recipe, leaves),) = known
@@ -355,7 +367,7 @@ class _Search:
     def _made(
         self, parts: Sequence[fx.Node], maps: Mapping[fx.Node, LinearMap], tokens: int, write: CacheWrite | None
     ) -> FullRecipe | None:
-        """Return the recipe of new tokens: of one tensor, or of several that ``write`` stacks; None without one."""
+        """Return the recipe of the new tokens ``parts``: one tensor, or several that ``write`` stacks; None if none."""
         own = tokens if write is None else write.inner(tokens)
         made = [make_recipe(p, maps[p], own, packs=self.packs) for p in parts]
         known = [m for m in made if not isinstance(m, Stop) and any(p.weight is not None for p in m[0].parts)]
@@ -368,8 +380,8 @@ class _Search:
 
 
 def _may_hold_rows(write: CacheWrite, recipe: Recipe) -> bool:
-    """Whether the buffer that is written to can be a buffer of rows."""
-    # Rows have no head axis to write along. Packed rows have no place for a mark and cannot be multiplied.
+    """Whether the buffer to which ``write`` writes can become a buffer of rows."""
+    # Rows have no head axis along which to write. Packed rows have no place for a mark and cannot be multiplied.
     plain = not any(recipe.packed) or not (any(recipe.marked) or computes(write.made))
     return plain and all(recipe.kinds[dim] == "row" for dim in write.dims)
 
@@ -380,21 +392,27 @@ def _parts_of(node: fx.Node, kind: type[Join] | type[Stack]) -> list[fx.Node]:
 
 
 def _likely_token_axis(node: fx.Node) -> int:
-    """Guess the token axis of a one-token cache: the last but one ([B,H,T,F]) if of size 1, else the last of size 1."""
+    """Guess the token axis of a cache of one token.
+
+    This is axis -2, as in [B,H,T,F], if its size is 1 or no axis has size 1. Otherwise, it is the last axis of size 1.
+    """
     ones = [k for k, s in enumerate(shape(node)) if s == 1]
     rank = len(shape(node))
     return rank - 2 if rank - 2 in ones or not ones else ones[-1]
 
 
 def _saves(kept: Sequence[CacheOfRows], *, alone: bool) -> bool:
-    """Whether the rows hold fewer values per token than the tensors they make (``alone``: fewer than half as many)."""
+    """Whether the rows hold fewer values per token than the tensors that they make.
+
+    If they replace only keys or only values (``alone``), they must hold fewer than half as many.
+    """
     # Rows are counted once for each node, because K and V may be made from the same rows.
     rows: dict[Hashable, int] = {}
     for k in kept:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index in range(len(k.recipe.widths)):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = k.recipe.row_values(index)
-    # Every head multiplies whole rows. For one side alone, saving a few values does not pay for that. If all
-    # tensors are inputs that carry rows, these are kept in any case.
+    # Every head multiplies whole rows. If rows replace only one side, saving a few values does not pay for these
+    # products. If all tensors are inputs that carry rows, the rows are kept in any case.
     held, values = sum(rows.values()) * (2 if alone else 1), sum(k.recipe.values for k in kept)
     return held < values or all(k.node in k.parts for k in kept)

@@ -22,11 +22,11 @@ from mla_compile.passes.sources.records import Side, Verdict
 
 
 class KeptRows(NamedTuple):
-    """What became rows.
+    """The result of :func:`keep_rows`.
 
-    ``sides``: for each attention whose cache was rewritten, by name, the sides that read rows now. ``torn``: the
+    ``sides``: name of each attention whose cache was rewritten -> the sides that now read rows. ``torn``: the
     attentions whose rewrite is invalid; if there are any, the program must be discarded. ``plain``: whether K and V are
-    still cached and read, beside the rows.
+    still cached and read, in addition to the rows.
     """
 
     sides: dict[str, frozenset[Side]]
@@ -34,7 +34,10 @@ class KeptRows(NamedTuple):
     plain: bool
 
     def expanded(self, verdicts: Iterable[Verdict]) -> set[str]:
-        """Return the attentions that ``verdicts`` do not absorb, which expand rows in each call; empty if ``plain``."""
+        """Return the attentions that expand rows in each call, because ``verdicts`` do not absorb them.
+
+        The result is empty if ``plain``.
+        """
         read = {v.site.node.name for v in verdicts if _reads_rows(v, self.sides)}
         return set() if self.plain else self.sides.keys() - read
 
@@ -45,7 +48,7 @@ def _reads_rows(verdict: Verdict, rows: Mapping[str, frozenset[Side]]) -> bool:
     if sides is None or plan is None:
         return False
     absorbed = {side for side, terms in plan.sides if terms}
-    # Rows may be wider than K and V. If only one side reads rows, `find_caches` has compared the widths.
+    # Rows may be wider than K and V. If only one side reads rows, `find_caches` has already compared the widths.
     return sides <= absorbed and (len(absorbed) < 2 or plan.saves_cache)
 
 
@@ -59,11 +62,12 @@ def keep_rows(
     assume: bool,
     packs: bool,
 ) -> KeptRows:
-    """Rewrite the caches of all attentions of a canonical program, except the ``refused`` ones.
+    """Rewrite the caches of all attentions of a canonical program, except the ``refused`` attentions.
 
     ``maps``: the linear maps without slices of rows, because whole buffers become rows.
-    ``analysed``: analyses the graph again, once it has been rewritten.
-    ``assume``: inputs that may hold a cache are assumed to hold what it returned. ``packs``: rows are kept in float8.
+    ``analysed``: analyses the graph again, after the rewrite.
+    ``assume``: whether inputs that may hold a cache are assumed to hold what the program returned.
+    ``packs``: whether rows are kept in float8.
     """
     graph = program.gm.graph
     returned: dict[fx.Node, tuple[int, ...]] = {}
@@ -108,13 +112,13 @@ def keep_rows(
 
 
 def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.Node]:
-    """The products that make cached values from new rows, each with the node of these rows."""
+    """Return the products that make cached values from new rows, each with the node of its rows."""
     found: dict[fx.Node, fx.Node] = {}
     for cache in caches:
         rows = [[one.node for one in part] for part in cache.parts if not isinstance(part, fx.Node)]
         made = [(cache.node, dict.fromkeys(node for own in rows for node in own))]
         if cache.write is not None and cache.write.stacked:
-            # Each stacked tensor is paired with its own rows only, because rows of later layers depend on earlier ones.
+            # Each stacked tensor is paired only with its own rows, because later layers' rows depend on earlier layers.
             each = [part.parts for part in cache.recipe.each(cache.write.stacked)]
             made = [
                 (part, {own[p.rows]: None for p in blocks})
@@ -131,7 +135,10 @@ def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.
 
 
 def _narrow(program: Program, made: Mapping[fx.Node, fx.Node], analysed: Callable[[], Maps]) -> None:
-    """If one product made both K and V and one of them is now computed from rows, narrow the product to the other."""
+    """Narrow products that made both K and V, so that they make only what is still read.
+
+    K or V is now computed from rows instead.
+    """
     graph = program.gm.graph
     maps = analysed()
     alive = frozenset(graph.nodes)
@@ -146,10 +153,10 @@ def _narrow(program: Program, made: Mapping[fx.Node, fx.Node], analysed: Callabl
 
 
 def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -> set[str]:
-    """The attentions whose written buffers cannot become rows.
+    """Return the attentions whose written buffers cannot become rows.
 
-    Either a buffer's new value is computed by another recipe than its old one, or K and V share rows but receive
-    different values for them.
+    In such a buffer, the new value has a different recipe than the old value, or K and V share rows but receive
+    different values for these rows.
     """
     written: dict[str, fx.Node] = {}
     torn: set[str] = set()
@@ -168,13 +175,13 @@ def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -
 
 
 def _pasts(program: Program) -> dict[fx.Node, Past]:
-    """The recipe and weights of each input that carries rows, in terms of this graph's weights."""
+    """Return the recipe of each input that carries rows, and its weights as nodes of this graph."""
     # Weights are matched by identity: two weights with equal values may change independently.
     names: dict[int, str] = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
     found: dict[fx.Node, Past] = {}
     for name, tensor in program.capture.latents.items():
         if name in program.mutations and name not in program.capture.own:
-            continue  # This is the caller's tensor, and the caller may hold other tensors of these rows.
+            continue  # This is the caller's tensor, and the caller may hold other tensors that share its rows.
         if tensor.recipe is None:
             continue
         leaves = [names.get(id(leaf)) or _carried(program, leaf, names) for leaf in tensor.leaves]
@@ -191,9 +198,9 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
 
 
 def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str | None:
-    """Add a weight that came along with rows, and that the graph does not read otherwise; return the name of its node.
+    """Add a weight that an input's rows carry and that the graph does not read so far; return the name of its node.
 
-    K and V that are made once and read in every call (such as those of an encoder's memory) are made in another graph.
+    This happens if another graph makes K and V once, such as those of an encoder's memory, and every call reads them.
     Returns None if there are several processes, or if the weight is not a plain tensor.
     """
     group = torch.distributed
@@ -216,7 +223,7 @@ def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str
 
 
 def _own_inputs(program: Program) -> list[fx.Node]:
-    """The inputs that may hold a cache: floating-point tensors that are neither weights nor written to."""
+    """Return the inputs that may hold a cache: floating-point tensors that are neither weights nor written to."""
     return [
         node
         for node in program.placeholders
@@ -228,9 +235,10 @@ def _own_inputs(program: Program) -> list[fx.Node]:
 
 
 def _own_buffers(program: Program, *, assume: bool) -> list[str]:
-    """The written buffers of which no view is returned: those that the module owns and, if ``assume`` is set, inputs.
+    """Return the names of the written buffers of which no view is returned.
 
-    Buffers of an exported module do not count: rewriting one would change the state of the program.
+    These are buffers that the module owns and, if ``assume`` is set, inputs. Buffers of an exported module are left
+    out, because rewriting them would change the state of the program.
     """
     signature = getattr(program.capture.original, "graph_signature", None)
     known = None if signature is None else set(signature.user_inputs)
@@ -248,7 +256,10 @@ def _own_buffers(program: Program, *, assume: bool) -> list[str]:
 
 
 def _handed_back(program: Program) -> dict[int, str]:
-    """Outputs that are a module's own buffer, which the model's code then assigns to an attribute: index -> name."""
+    """Return a map from output index to buffer name, for outputs that are the module's own buffers.
+
+    The model's code assigns such an output to an attribute.
+    """
     count = len(program.mutations)
     new = dict(zip(program.mutations, program.outputs, strict=False))
     return {

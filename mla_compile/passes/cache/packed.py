@@ -1,12 +1,12 @@
 """Rows of a cache in float8 (e4m3), each with its own scale: about half the bytes of bfloat16.
 
-A packed row is one tensor of bytes, so that code that joins, cuts or reorders rows need not know about packing::
+Packed rows are one tensor of bytes, so that code that joins, cuts or reorders rows does not depend on the packing::
 
     [ W values in float8_e4m3fn | any bytes up to a multiple of 4 | the scale, 4 bytes of float32, ... ]
 
-A row is its values times its scale, which is its largest magnitude divided by 448. A row of zero bytes is a row of
-zeros. The scale is repeated up to a multiple of 16 bytes, because GPUs load 16 bytes at a time from aligned addresses.
-So 512 values take 528 bytes, as in FlashMLA's rows, which have four scales.
+The unpacked row is the values times the scale. The scale is the largest magnitude in the row divided by 448. Zero bytes
+represent a row of zeros. The scale is repeated until the row is a multiple of 16 bytes long, because GPUs load 16 bytes
+at a time from aligned addresses. So 512 values take 528 bytes, as in FlashMLA's rows, which have four scales.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ROW = 16
 
 
 def packed_width(width: int) -> int:
-    """Return the bytes of a packed row of ``width`` values."""
+    """Return the number of bytes in a packed row of ``width`` values."""
     return _up(_up(width, _SCALE) + _SCALE, _ROW)
 
 
 def place_of_scale(width: int) -> slice:
-    """Return the bytes of a packed row of ``width`` values that hold its scale."""
+    """Return the slice of bytes that holds the scale in a packed row of ``width`` values."""
     return slice(_up(width, _SCALE), _up(width, _SCALE) + _SCALE)
 
 
@@ -54,13 +54,13 @@ def pack(rows: X, width: int, call: TensorCall[X]) -> X:
     copies = call(aten.view.dtype, several, torch.uint8)
     parts = [call(aten.view.dtype, values, torch.uint8)]
     if start != width:
-        # A pad would bake in the traced values of symbolic sizes.
+        # Bytes of the scale fill the gap. A pad operator would bake in the traced values of symbolic sizes.
         parts.append(call(aten.slice.Tensor, copies, -1, 0, start - width))
     return call(aten.cat.default, [*parts, call(aten.slice.Tensor, copies, -1, 0, end - start)], -1)
 
 
 def unpack(rows: X, width: int, dtype: torch.dtype, call: TensorCall[X]) -> X:
-    """Unpack rows [..., width] in ``dtype`` from their bytes."""
+    """Unpack rows from their bytes, and return them as [..., width] in ``dtype``."""
     values = call(aten._to_copy.default, float8_values(rows, width, call), dtype=torch.float32)
     return call(aten._to_copy.default, call(aten.mul.Tensor, values, scales(rows, width, call)), dtype=dtype)
 
@@ -74,7 +74,7 @@ def scales(rows: X, width: int, call: TensorCall[X]) -> X:
     """Return the scales [..., 1] of packed rows, in float32."""
     at = place_of_scale(width)
     own = call(aten.slice.Tensor, rows, -1, at.start, at.stop)
-    # The scales are copied first, because in rows that were cut or transposed they need not be aligned to four bytes.
+    # The scales are copied first. In rows that were cut or transposed, they may not be aligned to four bytes.
     return call(aten.view.dtype, call(aten.clone.default, own, memory_format=torch.contiguous_format), torch.float32)
 
 
@@ -84,7 +84,7 @@ def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) ->
 
 
 def error_of(width: int) -> float:
-    """Return the relative error (2-norm) of packing rows of ``width`` normal values, measured on about 4,096 values."""
+    """Return the relative error (2-norm) of packing rows of ``width`` values, measured on about 4,096 normal values."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(1, 4096 // width), width, generator=generator)
     again = unpack(pack(rows, width, at_once), width, torch.float32, at_once)

@@ -17,7 +17,7 @@ def rows_of_pages(
 ) -> torch.Tensor:
     """Return the first ``tokens`` rows [tokens,width] of one request from a pool of pages, in the model's dtype.
 
-    With ``sharing`` this is a collective, unless there are no tokens.
+    With ``sharing``, this is a collective unless ``tokens`` is 0.
     """
     page, own = pool.shape[1], tokens if sharing is None else sharing.capacity(tokens)
     taken = pool[table[: -(-own // page)].long()].reshape(-1, pool.shape[2])[:own]
@@ -37,9 +37,9 @@ def write_to_pages(
     rows: PagedRows,
     sharing: Sharing | None = None,
 ) -> None:
-    """Write ``values`` [S,width] to a pool as rows of one request from ``start`` on, packed if the pool is.
+    """Write ``values`` [S,width] to a pool as the rows of one request from row ``start`` on.
 
-    With ``sharing``, only this rank's rows are written.
+    If the pool holds packed rows, the values are packed. With ``sharing``, only this rank's rows are written.
     """
     at = torch.arange(start, start + len(values), device=values.device)
     if sharing is not None:

@@ -1,6 +1,6 @@
-"""Chooses the keys of a sparse attention among the rows of a cache in pages.
+"""Chooses the keys of a sparse attention among the rows of a paged cache.
 
-Before, with ``keys`` the rows of a growing cache, in a step of one token::
+Before, in a step of one token, where ``keys`` are the rows of a growing cache::
 
     scores = index_scores(query, keys, weights);  indices = topk(masked_fill(scores, hidden, -inf), min(k, T)).indices
 
@@ -9,12 +9,12 @@ After: each request chooses among its own ``seq_lens[b]`` rows::
     keys = pages[block_table];  scores = masked_fill(index_scores(query, keys, weights), arange(n) >= seq_lens, -inf)
     indices = topk(scores, min(k, n)).indices                          # n: the rows that a request's pages hold
 
-A request with fewer than k rows gets all of them, and positions past its end, which name no key. This is correct if
-nothing is hidden from the indexer (each ``hidden`` is proved to be False everywhere). Nothing else may read the scores
-or the list, because their sizes no longer show the length of the batch's cache.
+A request with fewer than k rows gets all its rows, followed by positions past its end, which name no key. The rewrite
+is correct if nothing is hidden from the indexer: each ``hidden`` must be proved to be False everywhere. No other
+operator may read the scores or the list, because their sizes no longer show the length of the batch's cache.
 
-If ranks share the pages, each rank chooses k of its own rows and gathers the choices of all ranks with their scores.
-Every rank finds the same k best rows among these and keeps its own, so no row is missing or counted twice.
+If ranks share the pages, each rank chooses k of its own rows, and gathers the choices of all ranks with their scores.
+Among these, every rank finds the same k best rows and keeps only its own. So no row is missing or counted twice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PagedList:
         between: the dtypes to which the scores are converted before they are compared.
         most: the number of rows that are chosen, unless the cache has fewer.
         indices: the tensors, int32 [B,1,k], that attentions read as their lists.
-        region: every node from the scores to the indices; a rewrite replaces them.
+        region: every node from the scores to the indices. The rewrite replaces these nodes.
     """
 
     scores: fx.Node
@@ -62,7 +62,7 @@ class PagedList:
 
 
 def list_of(scores: fx.Node, rows: fx.Node) -> PagedList | str:
-    """Return the choice that ``scores`` make among the keys ``rows``, or why it cannot be made over pages."""
+    """Return the choice that is made by ``scores`` among the keys ``rows``, or why it cannot be made over pages."""
     query, keys, weights, *_ = args_of(scores)
     if keys is not rows or rows in (query, weights):
         return f"{scores.name} reads the rows {rows.name} as something else than keys"
@@ -97,7 +97,7 @@ def list_of(scores: fx.Node, rows: fx.Node) -> PagedList | str:
 
 
 def _passes_on(node: fx.Node, scores: fx.Node) -> bool:
-    """Whether ``node`` has the values of ``scores``, in another dtype or shape, and hides none of them."""
+    """Whether ``node`` has the values of ``scores``, perhaps in another dtype or shape, and hides none of them."""
     how = decode(node)
     if isinstance(how, Regroup):
         return how.x is scores
@@ -125,7 +125,10 @@ def _most(top: fx.Node, T: Size) -> int | None:
 
 
 def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]) -> fx.Node | None:
-    """Collect in ``found`` the nodes that attentions take as this list; return another reader, if there is one."""
+    """Collect in ``found`` the nodes that attentions read as their index list.
+
+    Return a reader that uses ``node`` in any other way, if there is one.
+    """
     for reader in node.users:
         if packet(reader) is torch.ops.mla_compile.decode_attention:
             if argument(reader, INDICES, "indices") is not node:
@@ -144,7 +147,7 @@ def _lead_to_attention(node: fx.Node, region: set[fx.Node], found: list[fx.Node]
 
 
 def made_anew(lists: Iterable[PagedList]) -> set[fx.Node]:
-    """Return every node that has no readers once the lists are made over pages."""
+    """Return every node that is no longer needed when the lists are made over pages."""
     lists = list(lists)
     gone = {node for one in lists for node in one.region}
     kept = {n for one in lists for n in (args_of(one.scores)[0], args_of(one.scores)[2])}
@@ -165,15 +168,15 @@ def choose_over_pages(
 ) -> None:
     """Make the list of each request from its own rows.
 
-    ``pages`` [P,page,D], ``table`` [B,M], ``lengths`` [B] with the new row; with ``ranks``, all of these are this
-    rank's.
+    ``pages`` are [P,page,D], ``table`` is [B,M], and ``lengths`` [B] include the new row. With ``ranks``, all of these
+    describe only this rank's rows.
     """
     query, _, weights, *scale = args_of(one.scores)
 
     def best(
         q: torch.Tensor, w: torch.Tensor, pool: torch.Tensor, of: torch.Tensor, n: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Past a request's end the table may hold -1. Scores there are hidden, so any page may be read.
+        # Past a request's end, the table may hold -1. Scores past the end are hidden, so any page may be read for them.
         keys = pool[of.clamp(min=0).long()].flatten(1, 2)
         scores: torch.Tensor = INDEX.default(q, keys, w, *scale, **one.scores.kwargs)
         for dtype in one.between:
@@ -190,7 +193,7 @@ def choose_over_pages(
 
 
 def _of_all_ranks(one: PagedList, scores: fx.Node, own: fx.Node, builder: Builder, ranks: Exchange) -> fx.Node:
-    """Return this rank's rows among the best rows of all ranks, with -1 in place of the others."""
+    """Return this rank's rows among the best rows of all ranks, with -1 in place of other ranks' rows."""
     sharing = ranks.sharing
     scores, own = ranks.gathered(scores), ranks.gathered(own)
 

@@ -10,19 +10,20 @@ After: the new rows are written into the pool, and the attention looks up the ro
     index_put_(pages, [page, offset], new)
     paged_decode_attention(q, latent_pages, rope_pages, block_table, seq_lens, ...)
 
-In the traced step, all sequences of a batch have the same length. :func:`find_pages` proves that each may have its own:
-no attention hides a cached row, nothing else reads a cache, and nothing reads its length. Then no result depends on the
-common length, and a sequence's own length decides only which rows it has.
+In the traced step, all sequences of a batch have the same length. :func:`find_pages` proves that each sequence may have
+a length of its own: no attention hides a cached row, only attentions and indexers read a cache, and nothing reads the
+length of a cache. So no result depends on the common length. The length of a sequence decides only which rows it has.
 
-If C ranks share the pages, each rank has 1/C of the rows of a block of tokens, round robin. It writes its own rows and
-attends to them, and the results are merged (:mod:`mla_compile.passes.cache.exchange`)::
+If C ranks share the pages, the rows of a block of tokens are distributed round robin, so that each rank has 1/C of
+them. A rank writes its own rows and attends to them. The results of all ranks are merged
+(:mod:`mla_compile.passes.cache.exchange`)::
 
     own = (len - 1) // C;  page, offset = block_table[b, own // size], own % size
     index_put_(pages, [page, offset], where((len - 1) % C == rank, new, pages[page, offset]))
     paged_decode_attention(q', latent_pages, rope_pages, block_table, own_lens, ...)
 
-The writes are in place, although the rest of the graph is functional: a pool is far too large to be copied, and nothing
-reads the previous contents of these rows.
+The writes are in place, although the rest of the graph is functional: a pool is far too large to be copied, and no
+other node reads the previous contents of these rows.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ _fresh_names = itertools.count()
 
 @dataclass(frozen=True)
 class PagedRows:
-    """One cache of a step: its placeholder, the node of all its rows, the node of the new rows, and its readers.
+    """One cache of a step.
 
-    ``attentions``: each attention, and the position of the rows among its arguments: 1 for the latent, 2 for the rotary
-    keys. ``lists``: the choices among these rows.
+    ``past``: the placeholder. ``joined``: the node of all rows. ``new``: the node of the new rows. ``attentions``: the
+    attentions that read the rows, each with the position of the rows among its arguments: 1 for the latent, 2 for the
+    rotary keys. ``lists``: the choices that indexers make among the rows.
     """
 
     past: fx.Node
@@ -101,11 +103,11 @@ def read_batch_from(program: Program, tokens: str) -> int:
 
 
 def find_pages(program: Program, caches: Sequence[str]) -> tuple[PagedRows, ...] | Unpaged:
-    """Return the caches of a decode step that may become pages, in the order of ``caches``, or why they may not.
+    """Return the caches of a decode step that can become pages, in the order of ``caches``, or why they cannot.
 
-    ``program`` has been rewritten, also by :func:`read_batch_from`, and takes one token of each sequence. ``caches``
-    names placeholders of rows [B,T,width] or [B,1,T,width]; the program's last outputs are these rows with the new
-    ones.
+    ``program`` takes one token of each sequence. It has been rewritten, including by :func:`read_batch_from`.
+    ``caches`` names placeholders of rows [B,T,width] or [B,1,T,width]. The program's last outputs are these rows, each
+    followed by the new rows.
     """
     returned = program.outputs[len(program.outputs) - len(caches) :]
     found: list[PagedRows] = []
@@ -165,7 +167,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -> str | None:
-    """Explain why an attention cannot read pages; None if it can. ``lists``: the lists that can be made over pages."""
+    """Explain why an attention cannot read pages; None if it can. ``lists``: choices that can be made over pages."""
     if 1 not in places or (argument(node, 2, "rope") is not None and 2 not in places):
         return f"{node.name} attends to rows that are not a growing cache"
     for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale"), (INDICES, "indices")):
@@ -179,7 +181,10 @@ def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -
 
 
 def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
-    """Name a reader, not in ``gone``, of a cache or its length, which would differ between requests; else None."""
+    """Name a node that reads a cache or its length, which will differ between requests; None if there is none.
+
+    Nodes in ``gone`` are ignored, because the rewrite removes them.
+    """
     for node, reader in _readers(rows.past):
         if reader is not rows.joined and reader.op != "output" and reader not in gone:
             return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or its length"
@@ -187,7 +192,7 @@ def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
 
 
 def _same(node: fx.Node) -> fx.Node:
-    """Return the node that ``node`` is, up to copies and views that add or drop axes of size 1."""
+    """Return the node that ``node`` copies, looking through copies and views that only add or drop axes of size 1."""
     while node.op == "call_function":
         how = decode(node)
         if not isinstance(how, (Copy, Regroup)) or val(how.x).dtype != val(node).dtype:
@@ -203,7 +208,10 @@ def _long_axes(node: fx.Node) -> list[Size]:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield pairs of a node and its reader: the readers of ``node``, also through copies and axes of size 1."""
+    """Yield the readers of ``node``, each as a pair of the node that is read and its reader.
+
+    This looks through copies of ``node``, and through views that only add or drop axes of size 1.
+    """
     for user in node.users:
         if user.op == "call_function" and user is not node and _same(user) is _same(node):
             yield from _readers(user)
@@ -230,7 +238,8 @@ def step_over_pages(
     """Rewrite the step; return the names of its new inputs: the block table, the lengths, then one pool per cache.
 
     The caches are no longer inputs or outputs. ``pools`` are [P,page,width], as :func:`pool_rows` defines. With
-    ``sharing``, which :func:`not_shared` must allow, the pools are this rank's, and the lengths still count all rows.
+    ``sharing``, the pools hold only this rank's rows, but the lengths still count all rows. :func:`not_shared` must
+    have found no obstacle to sharing.
     """
     graph, fake_mode = program.gm.graph, program.fake_mode
     assert fake_mode is not None
@@ -265,7 +274,7 @@ def step_over_pages(
 
 
 def pool_rows(rows: PagedRows, *, packed: bool) -> tuple[int, torch.dtype]:
-    """Return width and dtype of a pool of these rows. ``packed``: latent rows are bytes (float8 and their scale)."""
+    """Return width and dtype of a pool for ``rows``. If ``packed``, latent rows are bytes: float8 and their scale."""
     if packed and rows.is_latent:
         return packed_width(rows.width), torch.uint8
     return rows.width, rows.dtype
@@ -291,7 +300,10 @@ def _placeholder(graph: fx.Graph, before: fx.Node, name: str, value: torch.Tenso
 
 @dataclass(frozen=True)
 class _Slots:
-    """Page and offset [B] of each request's newest row; ``mine`` [B,1]: whether this rank owns it, if ranks share."""
+    """The page [B] and offset [B] of each request's newest row.
+
+    If ranks share the pages, ``mine`` [B,1] tells whether this rank owns the row.
+    """
 
     page: fx.Node
     offset: fx.Node
@@ -313,7 +325,7 @@ def _write(rows: PagedRows, pool: fx.Node, where: _Slots, builder: Builder, *, p
     new, slot = builder.call(aten.reshape.default, rows.new, [-1, rows.width]), [where.page, where.offset]
     if packed and rows.is_latent:
         new = pack(new, rows.width, builder.call)
-    if where.mine is not None:  # other ranks write the value that is there, which may be another token's
+    if where.mine is not None:  # the other ranks write back the value that their page holds at this place
         new = builder.call(aten.where.self, where.mine, new, builder.call(aten.index.Tensor, pool, slot))
     builder.call(aten.index_put_.default, pool, slot, new)
 
@@ -353,7 +365,7 @@ def _attend(
 
 
 def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
-    """Return the scales [P,page] of packed rows as a view: in a whole pool they are aligned to four bytes."""
+    """Return a view of the scales [P,page] of packed rows, which a whole pool aligns to four bytes."""
     at = place_of_scale(width)
     own = builder.call(aten.slice.Tensor, pool, 2, at.start, at.stop)
     return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)

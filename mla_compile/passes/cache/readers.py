@@ -15,7 +15,7 @@ Read: TypeAlias = "dict[Side, dict[fx.Node, int]]"
 
 
 def grouped(reads: Sequence[tuple[AttentionSite, Read]]) -> list[list[tuple[AttentionSite, Read]]]:
-    """Group the attentions that read cached tensors: a group shares tensors, directly or indirectly."""
+    """Group the attentions that read cached tensors. Attentions that share a tensor are in the same group."""
     groups: list[tuple[set[fx.Node], list[tuple[AttentionSite, Read]]]] = []
     for site, read in reads:
         tensors, joined = {*read["keys"], *read["values"]}, [(site, read)]
@@ -33,7 +33,7 @@ def sides_of(read: Read, tensor: fx.Node) -> frozenset[Side]:
 
 
 def alone(read: Read, side: Side) -> dict[fx.Node, int]:
-    """Return the tensors that are read only as ``side``; none if no tensor is read as the other side."""
+    """Return the tensors that are read only as ``side``. The result is empty if nothing is read as the other side."""
     (other,) = (read[one] for one in read if one != side)
     apart = {node: tokens for node, tokens in read[side].items() if node not in other}
     return apart if other else {}

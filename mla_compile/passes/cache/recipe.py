@@ -1,12 +1,12 @@
-"""How K or V of a cache is made from narrow rows, independent of any graph.
+"""Recipes that describe how K or V of a cache is made from narrow rows, independently of any graph.
 
 A linear map belongs to the graph in which it was found. A cache outlives that graph: one graph writes its rows and
 another reads them, perhaps with other sizes. A recipe therefore describes the computation of K from the rows as plain
-data. Two equal recipes over the same weight tensors make the same K from the same rows. This is the whole proof that
-the rows of one graph may be joined to those of another.
+data. Two equal recipes over the same weight tensors make the same K from the same rows. This alone proves that the rows
+of one graph may be joined to the rows of another graph.
 
-Rows have the layout ``[batch..., tokens, width]``: the axes of K that are not heads or features, in K's order, then the
-width.
+Rows have the layout ``[batch..., tokens, width]``. The axes before the width are the axes of K that are neither heads
+nor features, in K's order.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ Formula: TypeAlias = "Leaf | Apply"
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """Columns of K: ``scale * rows W + b``, or ``scale * rows * factor + b`` if there is no weight.
+    """A block of K's columns: ``scale * rows W + b``, or ``scale * rows * factor + b`` if there is no weight.
 
-    ``rows``: the index of the rows. ``heads``: for each head axis of K, whether the weight has it; if not, the heads
-    share the weight. The weight is [heads..., columns, width], and factor and bias broadcast to K. ``added``: the block
-    is added to the columns of the previous one, instead of following them. ``padded``: how many columns of zeros follow
-    it. ``stack``: its positions along the stacked axes of K.
+    ``rows``: the index of the rows that the block reads. ``heads``: for each head axis of K, whether the weight has
+    this axis. If not, the heads share the weight. The weight is [heads..., columns, width]; factor and bias broadcast
+    to K. ``added``: whether the block is added to the columns of the previous block, instead of following them.
+    ``padded``: the number of zero columns that follow the block. ``stack``: the block's positions along the stacked
+    axes of K.
     """
 
     rows: int
@@ -78,15 +79,16 @@ class Recipe:
     """The computation of K from its rows.
 
     Attributes:
-        kinds: "row" for each axis of K that the rows have; for any other axis (heads, columns), its size.
+        kinds: for each axis of K, "row" if the rows have this axis, or else (heads, columns, stacked axes) its size.
         tokens, columns: the axes of K that count the cached tokens and the features.
-        parts: column blocks, each following the previous one along ``columns`` or added to it.
-        widths: the widths of the rows, in values.
-        packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
-        marked: which rows end with a column of ones that the bias is multiplied by, so that rows of zeros make zeros.
+        parts: the column blocks. Each block follows the previous one along ``columns`` or is added to it.
+        widths: the width, in values, of each tensor of rows.
+        packed: whether each tensor of rows is kept in float8 (:mod:`mla_compile.passes.cache.packed`).
+        marked: whether each tensor of rows ends with a mark: a column of ones by which the bias is multiplied, so that
+            rows of zeros make zeros.
         dtype: the dtype of K.
         leaves: the number of weight tensors that the parts read.
-        stacked: the axes of K along which tensors with columns of their own are stacked (K and V, or all layers).
+        stacked: the axes of K along which tensors with different column blocks are stacked (K and V, or all layers).
     """
 
     kinds: tuple[int | Literal["row"], ...]
@@ -152,7 +154,7 @@ class Recipe:
         return self.marked != () and self.marked[index]
 
     def row_values(self, index: int) -> int:
-        """The number of values of a row, with its mark."""
+        """Return the number of values of a row, including its mark."""
         return self.widths[index] + self.is_marked(index)
 
     def held_width(self, index: int) -> int:
@@ -169,13 +171,13 @@ class Recipe:
         return tuple(next(outer) if kind == "row" else kind for kind in self.kinds)
 
     def row_shape(self, shape: Sequence[int], width: int) -> tuple[int, ...]:
-        """Return the shape of rows from K's."""
+        """Return the shape of rows of ``width`` from K's shape."""
         return (*(s for s, kind in zip(shape, self.kinds, strict=True) if kind == "row"), width)
 
 
 @dataclass(frozen=True)
 class Ingredient:
-    """Rows in a graph: a node, its axes in atoms, and the layout that a recipe needs."""
+    """Rows in a graph: a node, its axes in atoms, and the layout ``target`` that a recipe needs."""
 
     node: fx.Node
     axes: tuple[Axis, ...]
@@ -185,9 +187,9 @@ class Ingredient:
 def make_recipe(
     node: fx.Node, lmap: LinearMap, tokens: int, *, packs: bool = False
 ) -> tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]] | Stop:
-    """Return the recipe of ``node``, whose axis ``tokens`` counts tokens, with its rows and the weights it reads.
+    """Return the recipe of ``node``, the rows that it reads, and the weights that it reads.
 
-    ``packs``: rows that a weight expands are kept in float8.
+    Axis ``tokens`` of ``node`` counts tokens. With ``packs``, rows that a weight expands are kept in float8.
     """
     lmap, zeros = _without_zeros(lmap)
     pieces = [p for p in lmap.pieces if p.source is not None and p.defined]
@@ -213,7 +215,7 @@ def make_recipe(
         outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
         inner = piece.axes[columns] if _are_columns(piece, columns) else piece.contracted
         wide = axis_size(inner)
-        # The layout of rows has no place for an axis besides batch, tokens and width.
+        # The layout of rows allows no axes other than batch, tokens and width.
         if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
             return Stop(node, "unsupported_op", "rows in a layout that a cache cannot have")
         assert piece.source is not None
@@ -233,14 +235,14 @@ def make_recipe(
 
 
 def _without_zeros(lmap: LinearMap) -> tuple[LinearMap, int]:
-    """Return a map without its last columns if these are zeros, and their number."""
+    """Return the map without the zero columns at its end, and the number of these columns."""
     *others, last = lmap.segments
     zero = last.piece.source is None and last.piece.defined and last.piece.bias is None and not last.piece.added
     return (replace(lmap, segments=tuple(others)), last.stop - last.start) if others and zero else (lmap, 0)
 
 
 def _columns(lmap: LinearMap, tokens: int) -> int | None:
-    """Return the feature axis: where parts are joined, else the last axis that a weight makes."""
+    """Return the feature axis: the axis along which segments are joined, or else the last axis that a weight makes."""
     if lmap.axis is not None:
         return lmap.axis
     found: list[int] = []
@@ -251,7 +253,11 @@ def _columns(lmap: LinearMap, tokens: int) -> int | None:
 
 
 def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"] | None:
-    """Return "row" if all rows have axis ``k`` (or its size is 1), its size if none has it (heads), else None."""
+    """Return the kind of axis ``k`` of K for :attr:`Recipe.kinds`.
+
+    It is "row" if all rows have the axis or its size is 1, and the size if no rows have it (heads). Otherwise, return
+    None.
+    """
     if k == tokens or all(p.source_atoms.issuperset(p.axes[k]) for p in pieces):
         return "row"
     if any(a in p.source_atoms for p in pieces for a in p.axes[k]):
@@ -260,7 +266,7 @@ def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"]
 
 
 def _are_columns(piece: Piece, columns: int) -> bool:
-    """Whether the columns of ``piece`` are columns of its source, at most multiplied by factors."""
+    """Whether the columns of ``piece`` are the columns of its source, perhaps multiplied by factors."""
     own = piece.source_atoms.issuperset(piece.axes[columns]) and not piece.contracted
     return piece.weight is None or own
 
@@ -295,7 +301,7 @@ def _part(
 
 
 def _broadcast(factor: Factor, piece: Piece, leaves: dict[fx.Node, int]) -> Formula:
-    """Return the formula of ``factor`` with the axes of K; the size is 1 along axes on which it does not depend."""
+    """Return the formula of ``factor`` with the axes of K. Axes on which ``factor`` does not depend have size 1."""
     has = set(factor.atoms)
     return _formula(_whole(factor, [own if has.intersection(own) else () for own in piece.axes]), leaves)
 
@@ -321,7 +327,7 @@ def _formula(value: Expr | fx.Node, leaves: dict[fx.Node, int]) -> Formula:
 
 
 def _written(value: object, leaves: dict[fx.Node, int]) -> object:
-    """Convert an argument of an operator, with tuples for lists so that a recipe can be hashed."""
+    """Convert an argument of an operator. Lists become tuples, so that a recipe can be hashed."""
     if isinstance(value, (Expr, fx.Node)):
         return _formula(value, leaves)
     return tuple(_written(v, leaves) for v in value) if isinstance(value, (list, tuple)) else value

@@ -46,15 +46,15 @@ class LatentCache:
     """The changes to a graph's inputs and outputs.
 
     Attributes:
-        inputs: removed placeholders -> the names of the placeholders of their rows.
-        outputs: index in the flat output -> the indices of its rows; the value at the index itself is None.
+        inputs: name of a removed placeholder -> the names of the placeholders that hold its rows.
+        outputs: index in the flat output -> the indices of its rows. The value at the index itself is now None.
         recipes: name of an input or index of an output (as above) -> its recipe, and the names of the recipe's weights.
         rows: the names of the placeholders of rows, in order.
         grows: index in the flat output -> the placeholder that is its past.
-        begun: the indices in the flat output of buffers of full length, which later calls may write to.
-        written: inputs that were written to in place -> the placeholders of rows that are written to instead.
-        handed_back: place among the returned values -> the input that is returned there; the value at that place is
-            None.
+        begun: the indices, in the flat output, of the buffers of full length. Later calls may write to these.
+        written: input that was written to in place -> the placeholders of rows that are written to instead.
+        handed_back: place among the returned values -> the input that is returned at this place. The value at the place
+            is now None.
     """
 
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -74,9 +74,9 @@ def keep_latents(
     fake_mode: FakeTensorMode | None,
     plain: Mapping[fx.Node, fx.Node],
 ) -> LatentCache:
-    """Rewrite the graph for ``caches``; its output is one flat tuple, to which the rows are appended.
+    """Rewrite the graph to keep ``caches`` as rows, and append the rows to the flat tuple that the graph returns.
 
-    ``plain``: K or V -> another node of the same values, which is read in its place.
+    ``plain``: K or V -> another node with the same values. Readers of K or V read this node and expand no rows.
     """
     return _Rewriter(graph, pasts, fake_mode, plain).run(caches)
 
@@ -103,7 +103,7 @@ class _Rewriter:
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
         values: list[object] = list(results_of(self.graph))
-        # In graph order, so that nodes that K and V share are added where the first of the two needs them.
+        # In graph order, nodes that K and V share are added where the first of the two needs them.
         for cache in sorted(caches, key=lambda one: one.node):
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
             builder = Builder(self._after(cache.node), self.fake_mode)
@@ -132,7 +132,7 @@ class _Rewriter:
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
         self._make_once()
         remove_dead_code(self.graph)
-        # Dead code goes first, so that only real readers of an input remain.
+        # Dead code was removed first, so that only real readers of an input remain.
         by_name = {n.name: n for op in ("placeholder", "get_attr") for n in self.graph.find_nodes(op=op)}
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
             self._let_go(node, by_name)
@@ -140,7 +140,7 @@ class _Rewriter:
         return self.done
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        """Let readers of ``node`` in the graph read ``new``, whose strides may differ."""
+        """Let readers of ``node``, except the output, read ``new``, whose strides may differ."""
         readers = [user for user in node.users if user.op != "output"]
         node.replace_all_uses_with(new, lambda user: user.op != "output")
         for reader in readers:
@@ -153,7 +153,7 @@ class _Rewriter:
                 node.replace_all_uses_with(first)
 
     def _read_apart(self, cache: CacheOfRows, rows: Sequence[fx.Node], plain: fx.Node | None) -> None:
-        """Let readers of parts that are written one by one, such as those of layers, expand only these parts."""
+        """Let readers of a part that is written by itself, such as a layer, expand only this part."""
         apart = NO_PARTS if cache.write is None else cache.write.apart
         if not apart.nodes:
             return
@@ -172,7 +172,7 @@ class _Rewriter:
             self._replace(part, expand(recipe, rows, cache.leaves, builder.call))
 
     def _read_parts(self, recipe: Recipe, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
-        """Let readers of some tokens, batch entries or stacked parts of a cache expand only these."""
+        """Let nodes that read only some tokens, batch entries or stacked parts of a cache expand only these."""
         own = {block.rows for block in recipe.parts}
         for user in list(node.users):
             how, shown, part = decode(user), rows, recipe
@@ -194,7 +194,7 @@ class _Rewriter:
             self._replace(user, expand(part, shown, cache.leaves, Builder(user, self.fake_mode).call))
 
     def _let_go(self, node: fx.Node, by_name: Mapping[str, fx.Node]) -> None:
-        """Remove an input; its remaining readers get it expanded from its rows."""
+        """Remove an input. Its remaining readers read K or V expanded from the rows."""
         recipe, weights = self.done.recipes[node.name]
         rows = [by_name[name] for name in self.done.inputs[node.name]]
         self._read_sizes_from_rows(node, recipe, rows[0])
@@ -230,12 +230,13 @@ class _Rewriter:
         write, made = cache.write, self._made(cache)
         key = (*parts, made)
         if key not in self.joined and write is not None and made is not None:
-            # As early as possible: K and V share rows, and a layer reads its rows before later layers make theirs.
+            # The rows are made as early as possible: K and V share them, and a layer reads its rows before later layers
+            # make theirs.
             builder = Builder(self._after(max(*parts, *nodes_of(made))), self.fake_mode)
             self.joined[key] = make(made, builder, [builder.cast(one, val(parts[0]).dtype) for one in parts])
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
-            # If nothing is joined, returned rows are copied: they outlive this call and must not share memory.
+            # If nothing is joined, returned rows are copied, because they outlive this call and must own their memory.
             self.joined[key] = (
                 builder.call(aten.cat.default, parts, cache.recipe.token_axis)
                 if len(parts) > 1
@@ -246,11 +247,11 @@ class _Rewriter:
         return self.joined[key]
 
     def _made(self, cache: CacheOfRows) -> Writing | None:
-        """Return how the written rows are made; None if the new ones are joined to the past."""
+        """Return how the written rows are made; None if the new rows are joined to the past."""
         return None if cache.write is None else moved(cache.write.made, cache.recipe.row_axis, self.same.__getitem__)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
-        # If several axes have size 1, K and V may lay out the same rows differently.
+        # The layout is in the key, because K and V may lay out the same rows differently if several axes have size 1.
         key = ingredient.node, ingredient.target, recipe.is_marked(index)
         if key not in self.arranged:
             builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
@@ -267,7 +268,7 @@ class _Rewriter:
     def _past(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """Return the rows in place of ``node``: a placeholder for an input, zeros for a buffer that begins empty."""
+        """Return the rows that replace ``node``: a placeholder for an input, zeros for a buffer that begins empty."""
         if is_zeros(node):
             return self._zeros(node, cache, index, ingredients)
         past = self.pasts.get(node)
@@ -295,9 +296,10 @@ class _Rewriter:
         return self.inputs[name]
 
     def _grown(self, node: fx.Node, cache: CacheOfRows, index: int) -> Hashable:
-        """Return a key of the rows that replace ``node``.
+        """Return a key for the rows that replace ``node``.
 
-        Tensors that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
+        The key is the same for tensors that grow by the same rows at the same positions, such as K and V of one
+        attention, because they share their rows.
         """
         room = cache.recipe.row_shape(val(node).shape, 0)
         grown = tuple(None if isinstance(part, fx.Node) else part[index].node for part in cache.parts)

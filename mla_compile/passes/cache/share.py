@@ -1,16 +1,17 @@
-"""Rows that ranks share: each rank writes its own among the new rows, and attends to the rows that it has.
+"""Rewrite caches whose rows ranks share: each rank writes only its own new rows, and attends only to its own rows.
 
 Before: ``joined = cat([past, new], dim)``, kept by the caller, and ``decode_attention(q, joined, ...)``.
-After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``, where ``past'`` are the rows of this rank with
-room for later ones, and :mod:`mla_compile.passes.cache.share_attention` in place of the attention.
+After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``. The tensor ``past'`` holds the rows of this
+rank, with room for later rows. :mod:`mla_compile.passes.cache.share_attention` replaces the attention.
 
-A buffer of full length is rewritten alike, with positions that are known at run time::
+A buffer of full length is rewritten in the same way, with positions that are known only at run time::
 
     rows = index_copy(buffer, dim, at, new)
       ->  own = index_copy(buffer', dim, at // C, where(at % C == rank, new, old))
 
-Rows lie round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes to the places that the new tokens
-have on any rank, so that all ranks have the same graph. Where the token is another rank's, the old value is written.
+Rows are distributed round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes to the places that the
+new tokens take on any rank, so that all ranks have the same graph. At places whose token belongs to another rank, a
+rank writes back the old value.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ aten = torch.ops.aten
 
 
 def share_rows(program: Program) -> str | None:
-    """Rewrite a program to read and write only this rank's shared rows; return None, or why it needs all rows.
+    """Rewrite a program to read and write only this rank's share of the rows.
 
-    If there is a reason, the rows stay whole. The rewritten caches are listed in ``program.appends``.
+    Return None, or the reason why the program needs all rows; the rows then stay whole. The rewritten caches are listed
+    in ``program.appends``.
     """
     sharing, graph = program.capture.sharing, program.gm.graph
     assert sharing is not None
@@ -80,7 +82,7 @@ def share_rows(program: Program) -> str | None:
 
 
 def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
-    """Return the caches that begin in a program and are worth sharing: all planned readers can be split."""
+    """Return the caches that begin in a program and are worth sharing: all attentions that read them can be split."""
     if program.cache is not None or program.capture.latents:
         return set()
     before = len(program.mutations)
@@ -110,9 +112,9 @@ def grown_rows(program: Program) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class _JoinedCache:
-    """A cache ``joined``: ``count`` rows ``new`` behind ``before`` rows ``past``, returned at place ``at``.
+    """A cache ``joined`` of ``before`` old rows ``past``, followed by ``count`` rows ``new``; returned at place ``at``.
 
-    With :attr:`positions`, rows ``new`` replace some of the ``before`` rows of a buffer.
+    With :attr:`positions`, the cache is a buffer of ``before`` rows, in which rows ``new`` replace some rows.
     """
 
     joined: fx.Node
@@ -184,7 +186,7 @@ class _RankWriter:
         self._rows: dict[object, tuple[fx.Node, fx.Node, fx.Node | None]] = {}
 
     def write(self, cache: _JoinedCache) -> OwnRows:
-        """Return the rows of this rank, and the number of tokens that all ranks then have."""
+        """Write the new rows of ``cache``; return this rank's rows and the new number of tokens on all ranks."""
         joined, dim = cache.joined, cache.dim
         builder = Builder(joined, self.program.fake_mode)
         call = builder.call
@@ -213,9 +215,10 @@ class _RankWriter:
         return OwnRows(own, dim, total)
 
     def _place(self, cache: _JoinedCache) -> tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]:
-        """Return the first row to write, the end, the total of tokens, and the index of each row's token among the new.
+        """Return the range of rows to write, the total number of tokens, and where to find the token of each row.
 
-        If that index is outside of the new tokens, the row keeps its old value.
+        The range is given by its first row and its end. The last result is the index of each row's token among the new
+        tokens. If this index is out of range, the row keeps its old value.
         """
         key = cache.before, cache.count, val(cache.joined).device
         if key not in self._places:
@@ -234,11 +237,11 @@ class _RankWriter:
         return self._places[key]
 
     def _rows_of(self, cache: _JoinedCache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Return the rows of the tokens at ``positions``, whether each is this rank's, and the new token for each.
+        """Return the rows to write for ``positions``, whether this rank owns each, and the index of the token for each.
 
-        Another rank's token may have the same row number as one of this rank's tokens, and the order of two writes to
-        one row is undefined. A rank with any of the tokens therefore repeats one of its own in place of those that it
-        does not own.
+        The last result is None if there is only one token. Another rank's token may have the same row number as one of
+        this rank's tokens, and the order of two writes to one row is undefined. A rank that owns any of the tokens
+        therefore repeats one of its own tokens in place of the tokens that it does not own.
         """
         by_number = packet(cache.joined) is aten.index_put
         key = positions, cache.before, by_number
@@ -263,7 +266,7 @@ class _RankWriter:
         return self._rows[key]
 
     def _first(self) -> fx.Node:
-        """Return the first node that is not an input: nodes added before it can be read everywhere."""
+        """Return the first node that is not an input. Nodes that are added before this node can be read everywhere."""
         nodes: Iterable[fx.Node] = self.program.gm.graph.nodes
         return next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
 

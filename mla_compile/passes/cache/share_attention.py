@@ -30,7 +30,7 @@ _NEVER = ((6, "sinks"), (7, "kv_scale"), (8, "indices"), (9, "schedule"))
 
 @dataclass(frozen=True)
 class OwnRows:
-    """This rank's rows of a cache along axis ``dim``; all ranks together have ``total``."""
+    """This rank's rows of a cache along axis ``dim``. All ranks together have ``total`` rows."""
 
     node: fx.Node
     dim: int
@@ -40,7 +40,7 @@ class OwnRows:
 def readers(joined: fx.Node, dims: Mapping[fx.Node, int], sharing: Sharing) -> list[fx.Node] | str:
     """Return the attentions that read a cache, or a message that names a reader that needs all rows.
 
-    ``dims``: the shared caches, and their token axes.
+    ``dims``: the shared caches, each with its token axis.
     """
     found: list[fx.Node] = []
     waiting = [joined]
@@ -91,7 +91,7 @@ def _viewed(node: Any) -> object:
 
 
 def _token_axis(rows: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
-    """Return the axis of ``rows`` that is the token axis of the cache behind the view; None if there is none."""
+    """Return the token axis of ``rows``, a cache or a view of one; None if ``rows`` is neither."""
     if rows in dims:
         return dims[rows]
     if not is_view(rows):
@@ -108,7 +108,7 @@ def _token_axis(rows: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
 
 
 def attend(node: fx.Node, own: Mapping[fx.Node, OwnRows], sharing: Sharing, fake_mode: FakeTensorMode | None) -> None:
-    """Replace an attention over all rows by one over this rank's rows and the merge of all ranks' results."""
+    """Replace an attention over all rows by an attention over this rank's rows and a merge of all ranks' results."""
     _SharedAttention(node, own, sharing, fake_mode).run()
 
 
@@ -143,7 +143,7 @@ class _SharedAttention:
         self.ranks.replace(self.node, result)
 
     def _own(self, rows: fx.Node) -> fx.Node:
-        """Return the same view of this rank's rows."""
+        """Return the view of this rank's rows that corresponds to ``rows``, a view of all rows."""
         if rows in self.own:
             self.total = self.own[rows].total
             return self.own[rows].node
@@ -152,7 +152,7 @@ class _SharedAttention:
         return self.call(rows.target, self._own(of), *where)
 
     def _own_lengths(self) -> fx.Node:
-        """Return how many of this rank's rows hold tokens, up to the lengths if there are any; int32 [B]."""
+        """Return how many of this rank's rows hold tokens, int32 [B]. Rows past the lengths, if any, do not count."""
         ahead, ranks = self.sharing.size - 1 - self.sharing.rank, self.sharing.size
         if self.lengths is not None:
             longer = self.call(aten.add.Tensor, self.lengths, ahead)
@@ -162,7 +162,7 @@ class _SharedAttention:
         return self.call(aten.full.default, [B], own, dtype=torch.int32, device=val(self.query).device)
 
     def _mask(self, latent: fx.Node) -> fx.Node | None:
-        """Return the mask's columns of this rank's tokens, combined with causality and the window."""
+        """Return the columns of the mask for this rank's tokens, combined with causality and the window."""
         mask, near = self.given_mask, self.causal or self.window > 0
         every = mask is not None and same(shape(mask)[3], 1) and not same(shape(latent)[1], 1)
         if not near and (mask is None or every):
@@ -171,7 +171,7 @@ class _SharedAttention:
         place = self.call(aten.arange.default, count, device=val(latent).device)
         place = self.call(aten.add.Tensor, self.call(aten.mul.Tensor, place, self.sharing.size), self.sharing.rank)
         if mask is not None and not every:
-            # The last row may not be a token yet. The lengths exclude it, so any mask value will do.
+            # The last row may not hold a token yet. The lengths exclude this row, so any mask value will do.
             last = number(self.builder, operator.sub, self.total, 1)
             mask = self.call(aten.index_select.default, mask, 3, self.call(aten.clamp.default, place, None, last))
         if not near:
@@ -184,7 +184,7 @@ class _SharedAttention:
         return self.call(aten.masked_fill.Scalar, mask, self.call(aten.logical_not.default, keep), float("-inf"))
 
     def _near(self, place: fx.Node) -> fx.Node:
-        """Return which of the tokens at ``place`` each query sees by causality and window, [B|1,1,S,own rows]."""
+        """Return a boolean [B|1,1,S,own rows]: which tokens at ``place`` causality and window let each query see."""
         S = self.builder.size(self.query, 1)
         at = self.call(aten.unsqueeze.default, self.call(aten.arange.default, S, device=val(place).device), -1)
         if self.lengths is None:
@@ -202,7 +202,7 @@ class _SharedAttention:
 def number(
     builder: Builder, op: Callable[[object, object], object], a: fx.Node | int, b: fx.Node | int
 ) -> fx.Node | int:
-    """Compute with sizes, immediately if both are numbers."""
+    """Apply ``op`` to two sizes. The result is a number if both are numbers, or else a new node."""
     if isinstance(a, int) and isinstance(b, int):
         return op(a, b)  # type: ignore[return-value]  # a number of two numbers
     return builder.call(op, a, b)

@@ -8,7 +8,10 @@ from mla_compile.core.program import view_source
 
 
 def seen_through_views(graph: fx.Graph) -> set[fx.Node]:
-    """Return tensors of which the caller gets views. If they became rows, a write would no longer show in the views."""
+    """Return the tensors of which the caller gets views.
+
+    If such a tensor became rows, its views would no longer show later writes.
+    """
     shown: set[fx.Node] = set()
     for value in graph.output_node().all_input_nodes:
         root = view_source(value)

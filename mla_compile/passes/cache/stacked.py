@@ -1,4 +1,4 @@
-"""The recipe of a buffer that stacks K and V (``kv[0]``, ``kv[1]``) or all layers, from the recipes of its parts."""
+"""Makes the recipe of a buffer that stacks K and V (``kv[0]``, ``kv[1]``), or all layers, from those of its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from mla_compile.passes.cache.recipe import Apply, Formula, Ingredient, Leaf, Recipe
 
 FullRecipe = tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]]
-"""A recipe, its rows, and the weights that it reads."""
+"""A recipe, with the rows and the weights that it reads."""
 
 
 def stacked(parts: Sequence[FullRecipe], axes: Sequence[int], counts: Sequence[int]) -> FullRecipe | None:

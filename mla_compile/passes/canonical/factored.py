@@ -1,4 +1,4 @@
-"""Reads a node as an earlier node that is only multiplied, divided, permuted or reshaped."""
+"""Read a node as an earlier node that was only multiplied, divided, permuted or reshaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_compile.passes.ir.sizes import same_sizes
 
 aten = torch.ops.aten
 Factor: TypeAlias = tuple[object, bool]
-"""A tensor or number, and whether it divides."""
+"""A tensor or number, and whether it divides instead of multiplying."""
 Placed: TypeAlias = tuple[object, bool, Axes]
 """A factor with its axes."""
 
@@ -27,7 +27,7 @@ _MOST_STEPS = 8
 
 @dataclass(frozen=True)
 class Factored:
-    """``of`` after ``steps``: a step multiplies or divides by a factor, or is a node that permutes or reshapes."""
+    """The node ``of`` after ``steps``. A step is a factor, or a node that permutes or reshapes."""
 
     of: fx.Node
     steps: tuple[Factor | fx.Node, ...] = ()
@@ -45,9 +45,9 @@ class Factored:
         return bool(self.steps) and not isinstance(self.steps[-1], fx.Node)
 
     def follow(self, axes: Axes) -> tuple[list[Placed], Axes] | None:
-        """Return the factors with their axes, and the axes of the result, for ``of`` with ``axes``.
+        """If ``of`` has ``axes``, return the factors with their axes, and the axes of the result.
 
-        None if a view cuts an axis.
+        Return None if a view cuts through an atom.
         """
         placed: list[Placed] = []
         for step in self.steps:
@@ -63,7 +63,7 @@ class Factored:
 
 
 def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_STEPS) -> Factored | None:
-    """Trace ``node`` back to a node for which ``ends`` is true, on a path of at most ``most`` nodes; None without one.
+    """Trace ``node`` back to a node for which ``ends`` is true, on a path of at most ``most`` nodes; else return None.
 
     Conversions between floats are not recorded as steps.
     """
@@ -77,7 +77,7 @@ def factored(node: object, ends: Callable[[fx.Node], bool], most: int = _MOST_ST
     if isinstance(how, Reorder):
         found = factored(how.x, ends, most - 1)
         return None if found is None else replace(found, steps=(*found.steps, node))
-    # A keyword is a rounding mode, with which the result is no plain quotient.
+    # The only keyword is a rounding mode. With it, the result is not a plain quotient.
     if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(args_of(node)) != 2:
         return None
     a, b = args_of(node)

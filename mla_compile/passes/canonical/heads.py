@@ -1,4 +1,4 @@
-"""Computes a head's probabilities from its own scores, if a loop writes and reads one head after another.
+"""Compute a head's probabilities from its own scores if a loop writes and reads one head after another.
 
 Before::
 
@@ -33,7 +33,7 @@ _ELEMENTWISE = {aten.masked_fill, aten.where, aten._to_copy}
 
 
 def read_heads(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Replace selections of one head from the probabilities of all; return how many."""
+    """Replace selections of one head from the probabilities of all heads; return how many."""
     tracer = ScoreTracer(weights)
     found = 0
     for softmax in [n for n in graph.nodes if packet(n) in SOFTMAX]:
@@ -61,7 +61,7 @@ def _outermost_first(node: fx.Node) -> bool:
 
 
 def _stacked(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
-    """Return the tensors that ``node`` stacks along an axis, one per position, and the axis."""
+    """Return the tensors that ``node`` stacks along an axis, one per position, and the axis; None for other nodes."""
     how = decode(node)
     if isinstance(how, Stack):
         return how.parts, how.dim
@@ -112,7 +112,7 @@ class _Head:
         self._made = {stack: part}
 
     def reaches(self, selection: fx.Node) -> bool:
-        """Whether only operators that keep positions along the axis apart lie between the stack and ``selection``."""
+        """Whether every operator from the stack to ``selection`` keeps the positions along the axis separate."""
         queue, ends = [args_of(selection)[0]], False
         for node in queue:
             if node in self._made:
@@ -135,7 +135,7 @@ class _Head:
         return self._made[node]
 
     def _selected(self, node: fx.Node, builder: Builder) -> fx.Node:
-        # Operands are aligned from the right. Operands without the axis, or of size 1 there, are shared by all heads.
+        # Operands are aligned from the right. All heads share an operand that lacks the axis or has size 1 along it.
         dim = self.dim - self.rank + (len(shape(node)) if is_tensor(node) else 0)
         if not is_tensor(node) or dim < 0:
             return node

@@ -1,4 +1,4 @@
-"""Moves concatenations of K and V along tokens before the projection that makes the parts.
+"""Concatenate rows along the tokens before they are projected to K and V, instead of K and V afterwards.
 
 Before, where the cached latents ``old`` and those of new tokens are projected separately::
 
@@ -41,9 +41,9 @@ aten = torch.ops.aten
 class _Joined:
     """Tensors to be concatenated along axis ``dim``.
 
-    If ``how`` is given, the same operator makes all parts: its operands are joined instead, and it runs once.
-    ``pattern``: the part whose operator is repeated. ``operands``: for each operand of the pattern, those of all parts.
-    ``fill``: the parts are constant tensors, and a longer one is made instead.
+    If ``how`` is given, the same operator makes all parts. Its operands are joined instead, and it runs once.
+    ``pattern``: the part whose operator then runs. ``operands``: for each operand of the pattern, the corresponding
+    operands of all parts. ``fill``: if the parts are constant tensors, the fill of the longer one that replaces them.
     """
 
     parts: tuple[fx.Node, ...]
@@ -67,7 +67,7 @@ class _Joined:
 
 
 def join_rows(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Move joins of K and V before the projection of their parts; return how many."""
+    """Move joins of K and V upstream of the projection of their parts; return how many were moved."""
     count = 0
     # A part may be computed from another join, which has to be moved first.
     while found := _movable(graph, weights):
@@ -124,8 +124,8 @@ def _is_alive(node: fx.Node) -> bool:
 class _Follower:
     """Follows the parts of joins back to what they are made of.
 
-    ``equals``: returns, for each node, the first that computes the same. ``ends``: nodes at which following ends,
-    because something else reads them.
+    ``equals``: returns a mapping from each node to the first node that computes the same value. ``ends``: nodes that
+    are not followed further, because something else reads them.
     """
 
     def __init__(
@@ -135,7 +135,10 @@ class _Follower:
         self._known: dict[tuple[tuple[fx.Node, ...], int, bool], _Joined] = {}
 
     def follow(self, parts: tuple[fx.Node, ...], dim: int, depth: int = 0, *, rows: bool = False) -> _Joined:
-        """Follow ``parts`` to the operands of a projection. ``rows``: they are such; follow them as far as possible."""
+        """Follow ``parts`` to the operands of a projection.
+
+        ``rows``: whether ``parts`` are already such operands. If so, they are followed as far as possible.
+        """
         key = (parts, dim, rows)
         if key not in self._known:
             self._known[key] = self._follow(parts, dim, depth, rows=rows)
@@ -145,7 +148,7 @@ class _Follower:
         if not self.ends.isdisjoint(_needed_for(parts)):
             return _Joined(parts, dim)
         as_they_are = _Joined(parts, dim, fill=_fill_of(parts))
-        # In a part with one token, the axis looks as if it broadcast, so a longer part is the pattern.
+        # In a part with one token, the token axis looks like a broadcast axis, so a longer part is the pattern.
         pattern = next((x for x in parts if not same(shape(x)[dim], 1)), None)
         how = None if pattern is None or depth == REACH else per_position(pattern, dim)
         if pattern is None or how is None or not how.reads:
@@ -167,7 +170,10 @@ class _Follower:
     def _operands(
         self, parts: Sequence[fx.Node], pattern: fx.Node, dim: int, how: Blind
     ) -> dict[fx.Node, tuple[fx.Node, ...]] | None:
-        """Return, for each operand of ``pattern`` with the axis, those of all parts; None if the operators differ."""
+        """Map each operand of ``pattern`` that has the joined axis to the corresponding operands of all parts.
+
+        Return None if the operators of the parts differ.
+        """
         read = [_arguments(part, pattern, dim, how) for part in parts]
         own = read[parts.index(pattern)]
         if own is None or any(given is None or len(given) != len(own) for given in read):
@@ -191,7 +197,10 @@ class _Follower:
 
 
 def _fill_of(parts: Sequence[fx.Node]) -> Fill | None:
-    """Return the fill of which all ``parts`` are results or slices (K may be written into them); None without one."""
+    """Return the fill that all ``parts`` share; None if there is none.
+
+    Each part is a constant tensor, or a slice of one, such as the unused rows of a buffer for K.
+    """
     first, *others = (decode(behind(x, (Slice, Select))[-1]) for x in parts)
     if not isinstance(first, Fill) or isinstance(first.value, fx.Node) or any(one != first for one in others):
         return None
@@ -199,12 +208,12 @@ def _fill_of(parts: Sequence[fx.Node]) -> Fill | None:
 
 
 def _needed_for(parts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the parts, and the tuples (results of splits) that some of them are members of."""
+    """Return ``parts``, and the tuples (results of splits) from which some of them are taken."""
     return [*parts, *(n for x in parts for n in x.all_input_nodes if is_tuple(n))]
 
 
 def _arguments(part: fx.Node, pattern: fx.Node, dim: int, how: Blind) -> list[object] | None:
-    """Return the operands of ``part`` and what else has to agree with ``pattern``; None if the operator differs."""
+    """Return the operands of ``part`` and all else that must match ``pattern``; None if the operators differ."""
     if how.instead is not None:
         own = decode(part)
         return [own.x, own.dim, *(own.bounds or ())] if isinstance(own, Slice) else None
@@ -218,7 +227,7 @@ def _arguments(part: fx.Node, pattern: fx.Node, dim: int, how: Blind) -> list[ob
 
 
 def _fits(x: object, part: fx.Node, pattern: fx.Node, place: int, dim: int) -> bool:
-    """Whether ``x`` has the tokens of ``part`` along ``place``, and otherwise the shape and dtype of ``pattern``."""
+    """Whether ``x`` has as many tokens (along ``place``) as ``part``, and else the shape and dtype of ``pattern``."""
     if not is_tensor(x) or len(shape(x)) != len(shape(pattern)) or val(x).dtype != val(pattern).dtype:
         return False
     others = (same(a, b) for k, (a, b) in enumerate(zip(shape(x), shape(pattern), strict=True)) if k != place)
@@ -226,7 +235,7 @@ def _fits(x: object, part: fx.Node, pattern: fx.Node, place: int, dim: int) -> b
 
 
 class _Maker(Repeater):
-    """Adds the operators over joined operands, each once for all joins."""
+    """Adds the operators over joined operands. If several joins need the same operator, it is added once."""
 
     def __init__(self, builder: Builder) -> None:
         super().__init__(builder)

@@ -1,19 +1,19 @@
-"""Removes operators that do not matter to the analysis, and simplifies others.
+"""Remove operators that do not matter to the analysis, and simplify others.
 
 Before::
 
     _assert_tensor_metadata(x, None, None, float32)      # a check that tracing left behind
     y = clone(x); z = _to_copy(y, dtype=<dtype of y>)
 
-After: the users of ``y`` and ``z`` read ``x``; the check is gone. The checks held when the graph was traced, and
-Dynamo's own guards cover them. Copies whose value escapes (outputs, inputs written in place) stay.
+After: the users of ``y`` and ``z`` read ``x``, and the check is removed. It held when the graph was traced, and
+Dynamo's own guards cover it. Copies whose value escapes (outputs, inputs written in place) stay.
 
 Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, the trace of ``k[..., a:b] = x``
 
 After: ``new = slice_scatter(k, x, dim, a, b)``, which does not read the overwritten part; or ``x``, if it covers all of
 ``k``
 
-Before: ``k = select(stack([q, k, v], dim), dim, 1)``, by which packed operands of an attention are unpacked
+Before: ``k = select(stack([q, k, v], dim), dim, 1)``, which unpacks the packed operands of an attention
 
 After: ``k`` itself, in the memory layout of the selection
 
@@ -21,7 +21,7 @@ Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))`` where the
 
 After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, with all axes of ``k``
 
-Before: ``new = select_scatter(k, x, dim, at)`` into a buffer ``k``, with no write of another position beside it
+Before: ``new = select_scatter(k, x, dim, at)`` into a buffer ``k`` of which no other position is written
 
 After: ``new = slice_scatter(k, unsqueeze(x, dim), dim, at, at + 1)``, the form in which rows are written
 
@@ -31,7 +31,7 @@ After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which do not read the overwritt
 
 Before: ``ones_like(k)``; ``k.new_empty(size)``; ``type_as(q, k)`` for a ``k`` that the graph computes
 
-After: ``full(k's sizes, 1)``; ``empty(size)``; ``_to_copy(q, dtype)``, for which ``k`` need not be computed
+After: ``full(k's sizes, 1)``; ``empty(size)``; ``_to_copy(q, dtype)``, which do not need the values of ``k``
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
 
 
 def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """Return ``node`` without the tensor that only gives its dtype, device or sizes; None if it has no such operand."""
+    """Rewrite ``node`` without the operand that only gives a dtype, device or sizes; None if it has no such operand."""
     op, given = packet(node), args_of(node)
     converts = op is aten.type_as or (op is aten.to and len(given) > 1 and is_tensor(given[1]))
     asked = given[1] if converts else given[0] if op in (*_LIKE, *_NEW) else None
@@ -102,12 +102,13 @@ def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
 _LAST = object()
 _LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: _LAST, aten.empty_like: None}
 _NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: _LAST, aten.new_empty: None}
-"""Operators that create a filled tensor like another, and the fill value: a number, their last argument, or none."""
+"""Operators that create a tensor like another, and its fill value: a number, the last argument, or none."""
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is no input or attribute, and neither a view of one nor one with some positions overwritten.
+    """Whether the graph computes ``node``.
 
+    It does not compute an input, an attribute, a view of these, or these with some positions overwritten.
     A model may clear a buffer with ``zeros_like(buffer)``, so operators that read an input's sizes stay as they are.
     """
     while node.op == "call_function" and (how := decode(node)) is not None:
@@ -133,7 +134,7 @@ def _stacked_part(node: fx.Node) -> fx.Node | None:
 
 
 def _is_write_of_all(node: fx.Node) -> bool:
-    """Whether ``node`` is a ``copy(part, x)`` that leaves ``x`` unchanged on its way into a larger tensor."""
+    """Whether ``node`` is a ``copy(part, x)`` that equals ``x`` and is only written into a larger tensor."""
     how = decode(node)
     if not isinstance(how, Assign) or not all(_writes(node, decode(user)) for user in node.users):
         return False
@@ -143,17 +144,20 @@ def _is_write_of_all(node: fx.Node) -> bool:
 
 
 def _is_write_over_all(node: fx.Node) -> bool:
-    """Whether ``node`` replaces all of a tensor by the result of another write, as ``k[:B] = ...`` if k has B rows."""
+    """Whether ``node`` replaces all of a tensor by the result of another write, as ``k[:B]`` does if k has length B."""
     how = decode(node)
     if not isinstance(how, Write) or not isinstance(decode(how.x), (Write, WriteRows)):
         return False
     alike = val(how.x).dtype == val(node).dtype and val(how.x).stride() == val(node).stride()
-    # With equal sizes all positions are written, even if the bounds are symbolic.
+    # If the sizes are equal, all positions are written, even if the bounds are symbolic.
     return alike and same_sizes(shape(how.x), shape(node))
 
 
 def _write_of_slice(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
-    """Return a write of a position as one of a slice; None if the position may be negative or one of several heads."""
+    """Rewrite a write of one position as a write of a slice.
+
+    Return None if the position may be negative, or if other positions of the axis are written too, as for heads.
+    """
     how = decode(node)
     if (
         not isinstance(how, WriteOne)
@@ -176,7 +180,7 @@ def _write_of_slice(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node 
 
 
 def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    """Add to the written tensor the leading axes of size 1 that ``k[:, :, at] = x`` drops for a batch of one."""
+    """Give the written tensor the leading axes of size 1 that ``k[:, :, at] = x`` omits for a batch of one."""
     base, indices, x, *accumulate = args_of(node)
     at = [k for k, index in enumerate(indices) if index is not None]
     if any(val(indices[k]).dtype in (torch.bool, torch.uint8) for k in at):
@@ -195,7 +199,7 @@ def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _filled_with(node: fx.Node) -> object:
-    """Return the known number that overwrites all of a tensor; None if there is none."""
+    """Return the known number with which ``node`` overwrites a whole tensor; None if there is none."""
     how = decode(node)
     if packet(node) is aten.zero:
         return 0
@@ -228,7 +232,7 @@ def _is_returned(node: fx.Node) -> bool:
 def _is_empty(node: fx.Node) -> bool:
     """Whether the operator returns its input unchanged and its users only compute with the result."""
     if packet(node) is aten.alias and (x := args_of(node)[0]).op == "call_function" and not _is_returned(x):
-        return True  # nothing else refers to the tensor behind the view
+        return True  # nothing else refers to the aliased tensor
     # A returned result must stay a separate tensor: without the operator, the caller would get the input itself.
     if _is_returned(node):
         return False
@@ -236,9 +240,9 @@ def _is_empty(node: fx.Node) -> bool:
         return True
     how = decode(node)
     if isinstance(how, Dropout):
-        # `native_dropout` is read through a `getitem`, whose first argument is the tuple and not `x`.
+        # `native_dropout` is read through a `getitem`, whose first argument is a tuple and not `x`.
         return not how.active and packet(node) is aten.dropout
     if packet(node) not in (aten.expand, aten.slice) or not isinstance(how, (Expand, Slice)):
         return False
-    # The strides have to agree too, because later views were traced on those of the result.
+    # The strides have to agree too, because later views were traced with the strides of the result.
     return same_sizes(shape(how.x), shape(node)) and bool(val(how.x).stride() == val(node).stride())

@@ -1,11 +1,11 @@
-"""Splits fused multiply-adds beside an attention into products and sums, so that the analysis can follow both.
+"""Split the fused multiply-adds of an attention into products and sums, so that the analysis can follow both.
 
 Before: ``s = baddbmm(bias, q, k, beta=b, alpha=a); p = softmax(s)``, or ``baddbmm(x, p, v)``
 
-After: ``s = bias * b + bmm(q, k) * a; p = softmax(s)``. With ``beta=0`` the bias is not read, as in the original.
-Products without a softmax beside them stay as they are.
+After: ``s = bias * b + bmm(q, k) * a; p = softmax(s)``. With ``beta=0``, the bias is not read, as in the original.
+Fused products that neither feed a softmax nor read its result stay as they are.
 
-Before: ``k = addcmul(up(c), row, gate)`` on the way to a product of activations; ``addcdiv`` alike
+Before: ``k = addcmul(up(c), row, gate)`` upstream of a product of activations, and ``addcdiv`` likewise
 
 After: ``k = up(c) + row * gate``
 """
@@ -29,7 +29,7 @@ _GATES = {aten.addcmul.default: aten.mul.Tensor, aten.addcdiv.default: aten.div.
 
 
 def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Split fused products beside a softmax or ``exp``, and ``addcmul`` and ``addcdiv``; return how many."""
+    """Split fused products next to a softmax or ``exp``, and ``addcmul`` and ``addcdiv``; return how many."""
     found = 0
     for node in [n for n in graph.nodes if n.target in _PRODUCTS or n.target in _GATES]:
         added, left, right = args_of(node)[:3]
@@ -41,7 +41,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
                 continue
             beta, alpha = 1, node.kwargs.get("value", 1)
             product = build.call(_GATES[node.target], left, right)
-        # A product with a weight is a projection, which the rules of the linear maps read with its bias.
+        # A product with a weight is a projection. The rules of the linear maps read it together with its bias.
         elif left in weights or right in weights or not _beside_a_softmax(node):
             continue
         else:
@@ -60,7 +60,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
 
 
 def is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Whether a product of activations reads ``node``, perhaps after other operators, as an attention reads K and V."""
+    """Whether a product of activations reads ``node``, directly or not, as an attention reads K and V."""
 
     def multiplies(user: fx.Node) -> bool:
         product = is_contraction(user) and not any(n in weights for n in user.all_input_nodes)
@@ -70,7 +70,7 @@ def is_multiplied(node: fx.Node, weights: Collection[fx.Node]) -> bool:
 
 
 def _beside_a_softmax(node: fx.Node) -> bool:
-    """Whether the product makes the scores of a softmax, or multiplies its probabilities."""
+    """Whether the product makes the scores of a softmax, or multiplies the probabilities of one."""
     operands = args_of(node)[1:3]
     before, _ = nearest(node, lambda n: operands if n is node else n.all_input_nodes, _is_softmax, is_contraction)
     after, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)

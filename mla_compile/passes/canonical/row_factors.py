@@ -1,11 +1,11 @@
-"""Factors of rows of scores, as fractions of sums of exponentials.
+"""Read the factors of rows of scores as fractions of sums of exponentials.
 
 A softmax may be written in parts: a shift in the exponent, a division by a sum, a factor ``sigmoid(lse - sink)`` or
-``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row: a fraction of polynomials, whose
-variables are the sum of ``exp(x)`` over the row (Z) and exponentials of other numbers. So the product of the parts is
-one fraction too. Its reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
+``exp(lse - logsumexp([lse, sink]))`` afterwards. Each part is one number per row. It is a fraction of polynomials,
+whose variables are the sum of ``exp(x)`` over the row (Z) and the exponentials of other numbers. So the product of the
+parts is one fraction, too. Its reciprocal is the sum by which ``exp(x)`` is divided, however the parts were written.
 
-Axes are followed as atoms, so the parts may be permuted and reshaped against each other.
+Axes are followed as atoms, so the parts may be permuted and reshaped relative to each other.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ARITHMETIC: dict[object, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
 
 
 def row_axes(sizes: Sequence[Size], dim: int) -> Axes:
-    """Return axes of a tensor whose rows lie along ``dim``, which has an atom even if it is one position long."""
+    """Return axes of a tensor whose rows lie along ``dim``; the axis ``dim`` has an atom even if its size is 1."""
     return tuple((Atom(n),) if d == dim else fresh_axis(n) for d, n in enumerate(sizes))
 
 
 def broadcast_axes(given: object, axes: Axes) -> Axes:
-    """Return the axes of ``given``, which broadcasts to a tensor with ``axes``; a number has none."""
+    """Return the axes of ``given``, which broadcasts to a tensor with ``axes``; a number has no axes."""
     sizes = shape(given) if is_tensor(given) else []
     return tuple(() if same(n, 1) else a for n, a in zip(sizes, axes[len(axes) - len(sizes) :], strict=True))
 
@@ -58,14 +58,14 @@ class RowNumber:
 
 @dataclass(frozen=True)
 class DivisorTerm:
-    """``factor`` times the exponentials of some numbers, each to a power."""
+    """The product of ``factor`` and the exponentials of some numbers, each raised to a power."""
 
     factor: float
     powers: tuple[tuple[RowNumber, int], ...]
 
 
 class RowFactors:
-    """Reads numbers by which rows of scores are multiplied. The scores have ``axes``; a row lies along ``dim``.
+    """Reads the numbers by which rows of scores are multiplied. The scores have ``axes``; a row lies along ``dim``.
 
     Attributes:
         axes: the axes of the scores.
@@ -73,7 +73,7 @@ class RowFactors:
     """
 
     def __init__(self, axes: Axes, dim: int, *, log2_of_sum: fx.Node | None = None) -> None:
-        """``log2_of_sum``: a tensor without the row's axis that is known to be the binary logarithm of Z."""
+        """Read scores with ``axes`` and rows along ``dim``. ``log2_of_sum``: log2(Z) for each row, if known."""
         self.axes, self.row = axes, axes[dim]
         self._others = (*axes[:dim], *axes[dim + 1 :])
         self._log2_of_sum = log2_of_sum
@@ -93,7 +93,7 @@ class RowFactors:
         return 1 / self._total
 
     def value(self, given: object, axes: Axes) -> sympy.Expr | None:
-        """Return ``given``, one number per row with ``axes``, as a fraction; None if it is not known to be one."""
+        """Return ``given``, one number per row with ``axes``, as a fraction; None if that is not possible."""
         if isinstance(given, (int, float)) and abs(given) < float("inf"):
             return sympy.Rational(given)
         if not is_tensor(given) or not val(given).dtype.is_floating_point:
@@ -118,7 +118,7 @@ class RowFactors:
         return None if a is None or b is None or (kind is aten.div and b == 0) else rule(a, b)
 
     def whole(self, start: sympy.Expr, factors: Iterable[tuple[object, bool, Axes]]) -> sympy.Expr | None:
-        """Return ``start``, multiplied or divided by ``factors``; None if one is not known to be a number per row."""
+        """Return ``start``, multiplied or divided by ``factors``; None unless each is one number per row."""
         for factor, divides, axes in factors:
             value = self.value(factor, axes)
             if value is None:
@@ -127,7 +127,7 @@ class RowFactors:
         return start
 
     def divisor(self, factor: sympy.Expr) -> tuple[DivisorTerm, ...] | None:
-        """Return the terms beside Z in the sum ``1 / factor``; None if it is no sum of Z and positive terms."""
+        """Return the terms that ``1 / factor`` adds to Z; None if it is not Z plus positive terms."""
         terms = sympy.Add.make_args(sympy.expand(sympy.cancel(1 / factor)))
         if self._total not in terms:
             return None
@@ -143,7 +143,7 @@ class RowFactors:
         return DivisorTerm(float(factor), tuple((named[s], int(n)) for s, n in powers.items()))
 
     def _power(self, given: object, axes: Axes) -> sympy.Expr | None:
-        """Return the exponential of a number of each row; None if it varies along the row."""
+        """Return the exponential of ``given``, one number per row; None if ``given`` varies along the row."""
         if not is_tensor(given):
             return None
         found = self._power_of_parts(*_moved(given, axes))
@@ -173,7 +173,7 @@ class RowFactors:
         return {aten.logaddexp: a + b, aten.add: a * b}.get(kind, a / b)
 
     def _sum(self, y: fx.Node, axes: Axes) -> sympy.Expr | None:
-        """Return the sum of ``exp(y)`` along the row, where ``y`` is the scores, or joins other numbers to them."""
+        """Return the sum of ``exp(y)`` along the row. ``y`` is the scores, perhaps joined with other numbers."""
         y, shifts = self._unshifted(y, axes)
         if y is self._x:
             found = self._total if axes == self.axes else None
@@ -207,7 +207,7 @@ class RowFactors:
         return None if None in powers else sympy.Mul(*powers)
 
     def _reduced(self, x: fx.Node, axes: Axes) -> tuple[Any, Axes] | None:
-        """Return the operand of ``x``, a reduction along the row only, and the operand's axes; None for others."""
+        """If ``x`` reduces along the row only, return its operand and the operand's axes; otherwise None."""
         y, dims = args_of(x)[0], argument(x, 1, "dim")
         if not isinstance(dims, (list, tuple)) or len(dims) != 1 or x.kwargs.get("dtype") is not None:
             return None
@@ -216,9 +216,9 @@ class RowFactors:
 
 
 def _moved(x: fx.Node, axes: Axes, *, rounded: bool = True) -> tuple[fx.Node, Axes]:
-    """Return ``x`` before it was converted to another float, permuted, reshaped or expanded, and its axes there.
+    """Undo float conversions, permutations, reshapes and expansions of ``x``; return the operand and its axes.
 
-    ``rounded``: conversions that may round are undone too.
+    ``rounded``: whether conversions that may round are undone, too.
     """
     while isinstance(how := decode(x), (Copy, Rearrange)):
         if isinstance(how, Copy):
@@ -235,7 +235,7 @@ def _moved(x: fx.Node, axes: Axes, *, rounded: bool = True) -> tuple[fx.Node, Ax
 
 
 def _narrower(x: fx.Node) -> fx.Node | None:
-    """Return the operand of ``x``, if ``x`` is a copy of it that cannot round; None otherwise."""
+    """If ``x`` is a copy that cannot round, return the copied tensor; otherwise None."""
     how = decode(x)
     if not isinstance(how, Copy) or not same_sizes(shape(how.x), shape(x)):
         return None

@@ -1,4 +1,4 @@
-"""Rewrites a scatter of whole rows as a write at positions.
+"""Rewrite a scatter of whole rows as a write at positions.
 
 Before: ``new = scatter(k, dim, expand(at[:, None], x's sizes), x)``, with one position for all numbers of a token
 

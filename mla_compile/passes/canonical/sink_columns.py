@@ -1,4 +1,4 @@
-"""Writes the terms that are added to the sum of a row's exponentials as one more score of the row."""
+"""Write the terms that are added to the sum of a row's exponentials as one additional score of the row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dtype_of_terms(terms: Sequence[DivisorTerm], at_least: torch.dtype) -> torch
 def sink_column(
     builder: Builder, terms: Sequence[DivisorTerm], x: fx.Node, axes: Axes, dim: int, dtype: torch.dtype
 ) -> fx.Node:
-    """Return the logarithm of the sum of ``terms`` as a column beside ``x``, of size 1 along ``dim``.
+    """Return the logarithm of the sum of ``terms`` as a column to append to ``x``, with size 1 along ``dim``.
 
     ``axes``: the axes of ``x`` in the atoms of the terms.
     """

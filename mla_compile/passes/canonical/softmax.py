@@ -1,4 +1,4 @@
-"""Replaces a softmax that is written in parts by the operator, so that the attention is found.
+"""Replace a softmax that the model writes in parts by the softmax operator, so that the attention is found.
 
 Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = exp(x - logsumexp(x, -1, True))``
 
@@ -9,8 +9,8 @@ exponential without a shift overflows, the original gives NaN and the softmax do
 
 Before: ``p = softmax(x, -1) * sigmoid(logsumexp(x, -1, True) - sink)``, or ``p = e / (e.sum(-1, True) + exp(sink))``
 
-After: ``p = softmax(cat([x, sink], -1), -1)[..., :-1]``. In a row that sees no key the sink takes all. The original
-gives NaN there if its softmax or its shift does.
+After: ``p = softmax(cat([x, sink], -1), -1)[..., :-1]``. In a row that sees no key, the sink gets probability 1. In
+that row, the original gives NaN if its softmax or its shift is NaN.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ aten = torch.ops.aten
 
 
 def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Replace the softmaxes of attentions that are written in parts; return how many. All others stay as they are."""
+    """Replace softmaxes of attentions that are written in parts; return how many. Other softmaxes stay unchanged."""
     found = 0
     tracer = ScoreTracer(weights)
     alive = set(graph.nodes)
-    # A factor comes after what it multiplies, so the last node is visited first: it includes all factors.
+    # Nodes are visited from last to first, because the last node of a softmax includes all of its factors.
     for node in reversed(list(graph.nodes)):
         written = _written(node, tracer) if node in alive else None
         if written is None:
@@ -57,9 +57,9 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
 class _Written:
     """A softmax in parts: ``exp(x)``, divided by its sum along ``dim`` plus ``terms``, in the dtype of ``root``.
 
-    ``axes``: the axes of ``x``, in the atoms of the terms. ``root``: the model's ``exp`` or softmax; ``views`` lead
-    from it to ``weights``, the probabilities. ``product``: the product of ``weights`` and values, if a factor comes
-    after it; ``later``: the views between the product and the last factor.
+    ``axes``: the axes of ``x``, in the atoms of the terms. ``root``: the model's ``exp`` or softmax. ``weights``: the
+    probabilities. ``views``: the views between ``root`` and ``weights``. ``product``: the product of ``weights`` and
+    values, if a factor is applied after it. ``later``: the views between the product and the last factor.
     """
 
     x: fx.Node
@@ -81,7 +81,7 @@ def _written(node: fx.Node, tracer: ScoreTracer) -> _Written | None:
 
 
 def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Written | None:
-    """Match a product of attention weights and values that is multiplied afterwards by factors of the weights."""
+    """Match a product of attention weights and values whose result is then multiplied by factors of the weights."""
     product, labelled = later.of, product_labels(later.of)
     # A view after the last factor stays where it is.
     if labelled is None or not later.ends_with_a_factor or not _only_read_by(node, product):
@@ -89,7 +89,7 @@ def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Writ
     left, right, out = labelled
     for e, labels in (left, right):
         dims = [d for d, c in enumerate(labels) if c not in out]
-        # The product reads the weights, and perhaps their sum does. If anything else reads them, they have to stay.
+        # Only the product and perhaps the sum may read the weights. With any other reader, the weights have to stay.
         if len(dims) != 1 or len(e.users) > 2:
             continue
         after = partial(_after_product, later, labels, out)
@@ -100,7 +100,7 @@ def _divided_after(node: fx.Node, later: Factored, tracer: ScoreTracer) -> _Writ
 
 
 def _only_read_by(node: fx.Node, product: fx.Node) -> bool:
-    """Whether ``product`` and what is computed from it on the way to ``node`` have no other readers."""
+    """Whether each node from ``product`` up to ``node`` (exclusive) is read only by the next of these nodes."""
     while product is not node:
         if len(product.users) != 1:
             return False
@@ -119,7 +119,7 @@ def _after_product(later: Factored, labels: str, out: str, weights: Axes, row: A
 
 
 def _of_attention(node: fx.Node, written: _Written, tracer: ScoreTracer) -> bool:
-    # Elsewhere, a softmax would change the rounding of a model for no gain.
+    # Outside of attentions, a softmax operator would change the rounding of the model for no gain.
     if written.product is None and between_products(node, tracer) is None:
         return False
     return (written.product is None and not written.terms) or tracer.trace(written.x) is not None
@@ -130,7 +130,10 @@ def _is_root(node: fx.Node) -> bool:
 
 
 def _sums(weights: fx.Node, after: Callable[[Axes, Axis], list[Placed] | None] | None = None) -> Iterator[_Written]:
-    """Yield the ways to read ``weights`` as a softmax. ``after``: returns the factors that come after their product."""
+    """Yield the ways to read ``weights`` as a softmax.
+
+    ``after``: returns the factors that are applied after the product of ``weights`` and values.
+    """
     found = factored(weights, _is_root)
     if found is None:
         return
@@ -169,9 +172,9 @@ def _replacement(builder: Builder, node: fx.Node, written: _Written) -> fx.Node:
 
 
 def _softmax(builder: Builder, written: _Written) -> fx.Node:
-    """Add the softmax of the rows, with one more score for ``terms`` whose column is dropped again."""
+    """Add the softmax of the rows. ``terms`` become an additional score, whose column is dropped from the result."""
     call, dim = builder.call, written.dim
-    # A sink may be in float32 beside scores in half precision.
+    # A sink may be in float32 while the scores are in half precision.
     x = builder.cast(written.x, dtype_of_terms(written.terms, val(written.root).dtype))
     if not written.terms:
         return call(aten.softmax.int, x, dim)

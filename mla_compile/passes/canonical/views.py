@@ -1,4 +1,4 @@
-"""Rewrites views, permutations, slices and joins to the spellings that later passes read.
+"""Rewrite views, permutations, slices and joins to the spellings that later passes read.
 
 Before::
 
@@ -8,8 +8,8 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-An operator that already has its spelling keeps its arguments, even positions that count from the end:
-:func:`~mla_compile.passes.ir.operators.decode` resolves them. Values, strides and dtypes do not change, so the nodes
+An operator that already has its canonical spelling keeps its arguments, even positions that count from the end, which
+:func:`~mla_compile.passes.ir.operators.decode` resolves. Values, strides and dtypes do not change, so the nodes
 keep their names, metadata and users. The operator that the user called is kept for reports
 (:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
@@ -85,7 +85,7 @@ def _respell(node: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argum
 def _unbind(node: fx.Node) -> int:
     """Turn the parts of an unbind into selections, because ONNX has no counterpart of a tuple of views."""
     x, dim, parts = argument(node, 0, "self"), argument(node, 1, "dim", 0), list(node.users)
-    # The parts of a tuple that is returned or passed on as a whole cannot be selected.
+    # If the tuple itself is returned or passed on, its parts cannot become selections.
     if any(part.target is not operator.getitem for part in parts):
         return 0
     for part in parts:
@@ -103,7 +103,7 @@ def _permuted(node: fx.Node, order: list[int]) -> Spelling:
 
 
 def _transpose(node: fx.Node) -> Spelling:
-    """Rewrite transpose, swapaxes and swapdims. Their axes have different names, but traces pass them by position."""
+    """Rewrite transpose, swapaxes and swapdims. Their axis arguments differ in name, but are traced by position."""
     order = list(range(len(shape(node))))
     if order:
         a, b = (axis(d, len(order)) for d in args_of(node)[1:3])
@@ -116,7 +116,7 @@ def _reverse(node: fx.Node) -> Spelling:
 
 
 def _matrix_transpose(node: fx.Node) -> Spelling | None:
-    """Rewrite mT, and mH, H and adjoint, whose conjugation does not change real numbers."""
+    """Rewrite mT, mH, H and adjoint; the conjugation in the last three does not change real numbers."""
     order = list(range(len(shape(node))))
     if val(node).dtype.is_complex and packet(node) is not aten.mT:
         return None
@@ -142,7 +142,7 @@ def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
 
 def _in_shape_of(node: fx.Node) -> Spelling:
     x, other = args_of(node)
-    # `view_as` and `reshape_as` become two operators, because only `reshape` may copy.
+    # `view_as` and `reshape_as` become different operators, because only `reshape` may copy.
     op = aten.view.default if packet(node) is aten.view_as else aten.reshape.default
     return op, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 
@@ -171,7 +171,7 @@ _FLATTENED = ((1, "start_dim", 0), (2, "end_dim", -1))
 
 
 def _sizes(node: fx.Node, axes: Iterable[tuple[fx.Node, int]], first: int = 0) -> list[Dim]:
-    """Return the sizes of the axes of ``node`` from ``first`` on; symbolic ones are read from the given other axes."""
+    """Return the sizes of ``node`` from axis ``first`` on; symbolic ones are read from ``axes`` of other nodes."""
     known = shape(node)[first:]
     return [own if isinstance(own, int) else _size_of(x, k, node) for own, (x, k) in zip(known, axes, strict=False)]
 
@@ -189,7 +189,7 @@ def _number(reader: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argu
     """Add a node before ``reader`` that computes a number for one of its arguments."""
     with reader.graph.inserting_before(reader):
         node = reader.graph.call_function(op, args)
-    # The keys that are left out describe the reader's own value and the operator that the user called.
+    # The omitted keys describe the value of the reader itself and the operator that the user called.
     node.meta.update({k: v for k, v in reader.meta.items() if k not in ("val", "tensor_meta", SPELLED)})
     node.meta["val"] = value
     return node
@@ -199,7 +199,7 @@ def _squeeze(node: fx.Node) -> Spelling | None:
     x, told = argument(node, 0, "self"), argument(node, 1, "dim")
     rank = len(shape(x))
     dims = range(rank) if told is None else [told] if isinstance(told, int) else told
-    # `squeeze(dim)` keeps an axis of another size than 1. This is decided here, so that later passes need no sizes.
+    # `squeeze(dim)` keeps an axis whose size is not 1. This is decided here, so that later passes need no sizes.
     gone = [axis(d, rank) for d in dims if same(shape(x)[d], 1)] if rank else []
     return (aten.squeeze.dims, (x, gone)) if gone else None
 
@@ -223,7 +223,7 @@ def _tile(node: fx.Node) -> Spelling:
 
 
 def _repeat_interleave(node: fx.Node) -> Spelling | None:
-    """Drop ``output_size``, which follows from the count and would be wrong for a part of ``x``."""
+    """Drop ``output_size``, which follows from the count and would be wrong for a slice of ``x``."""
     x, count, dim = argument(node, 0, "self"), argument(node, 1, "repeats"), argument(node, 2, "dim")
     # Counts in a tensor differ from position to position, and without `dim` the tensor is flattened first.
     if node.target is not aten.repeat_interleave.self_int or not isinstance(count, int) or dim is None:
@@ -244,7 +244,7 @@ def _narrow(node: fx.Node) -> Spelling | None:
     end: Dim | None
     if isinstance(start, int) and isinstance(length, int):
         end = start + length
-        if start < 0 and end == 0:  # to the end of the axis, where 0 would mean its beginning
+        if start < 0 and end == 0:  # the slice reaches the end of the axis; 0 would mean its beginning
             end = None
     elif start == 0:
         end = length
@@ -285,7 +285,7 @@ _STACKS = {aten.hstack: 1, aten.column_stack: 1, aten.vstack: 0, aten.row_stack:
 
 
 def _stack_along(node: fx.Node) -> Spelling | None:
-    """Rewrite hstack, vstack, dstack and column_stack if all tensors have the joined axis; otherwise they add it."""
+    """Rewrite hstack, vstack, dstack and column_stack unless they first have to add the joined axis to a tensor."""
     parts, dim = argument(node, 0, "tensors"), _STACKS[packet(node)]
     # hstack joins vectors along their only axis, and other tensors along the second axis.
     if packet(node) is aten.hstack and all(len(shape(x)) == 1 for x in parts):

@@ -1,4 +1,4 @@
-"""The cheapest form of an MLA site: the counts of :mod:`~mla_compile.passes.cost.formulas` on a given device."""
+"""Chooses the cheapest form of an MLA site by the counts of :mod:`~mla_compile.passes.cost.formulas` on a device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mla_compile.passes.cost.formulas import Form
 ChosenForm = Literal["expanded", "chained", "folded"]  # the last two may be sparse
 
 LONG_CONTEXT = 32768
-"""The T that is assumed if it is unknown.
+"""The number of cached tokens T that is assumed if T is unknown.
 
 The choice of a form matters most in a long context, where the cost ratio of two forms hardly depends on T.
 """
 
 _REMEMBERED = 4096
-"""The number of estimates that each cache keeps; the layers and calls of a model have the same few sizes."""
+"""The most estimates that each cache keeps. The layers and calls of a model have only a few different sizes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Choice:
     """The form chosen for one call.
 
     ``seconds`` holds the estimates for ``expanded``, ``chained`` and, if a fold was chosen, ``folded``. ``sparse``:
-    attention reads only the keys that each query has chosen, and the estimates of the absorbed forms include this.
+    whether attention reads only the keys that were chosen for each query. The estimates of the absorbed forms include
+    this.
     """
 
     form: ChosenForm
@@ -67,12 +68,12 @@ class Choice:
 
     @property
     def absorbed(self) -> bool:
-        """True for both absorbed forms."""
+        """Whether the form is one of the two absorbed forms."""
         return self.form != "expanded"
 
 
 def default_device(kind: str) -> DeviceModel:
-    """Return the description for a ``torch.device.type``; an unknown kind counts as an accelerator like ``cuda``."""
+    """Return the description for a ``torch.device.type``. An unknown kind is treated like ``cuda``."""
     return DEVICES.get(kind, DEVICES["cuda"])
 
 
@@ -93,13 +94,14 @@ def choose(
 ) -> Choice:
     """Choose the cheapest form for B sequences of S queries against T cached tokens (None: unknown, a long context).
 
-    ``made``: the number of tokens for which K and V are made, if the T tokens are sliced out of more; 0 if K and V of
-    all tokens are in the cache. ``chosen``: the number of keys that each query may see, if they are listed.
+    ``made``: the number of tokens for which K and V are made, if the T tokens are a slice of more tokens; 0 if K and V
+    of all tokens are in the cache. ``chosen``: the number of keys that each query may see, if a sparse index list
+    limits them.
 
-    The time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. First expanded is compared
-    with chained, which takes as many launches. Then each side is compared with its folded form, which takes fewer. A
-    side is folded only if the caller allows it and the width it needs (Q, D) is known. Raises :class:`OptionError` for
-    an unknown ``forms`` or ``fold``.
+    The time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. The expanded form is first
+    compared with the chained form, which has equally many launches. Then the query side and the output side are each
+    compared with their folded form, which has fewer launches. A side is folded only if the caller allows it and the
+    width that it needs (Q, D) is known. Raises :class:`OptionError` for an unknown ``forms`` or ``fold``.
     """
     _check_option("forms", forms, get_args(Forms))
     _check_option("fold", fold, get_args(Fold))
@@ -139,11 +141,12 @@ def _choose(
     def time_of(form: Form) -> float:
         return seconds(form, dims, B=B, S=S, T=T, made=made, J=chosen, element_bytes=element_bytes, device=device)
 
-    # Folding is left out of the first comparison: it must not make absorption look good where it is not good by itself.
+    # Folding is left out of the first comparison, so that it cannot make absorption look good where absorption alone is
+    # not.
     expanded, dense = time_of("expanded"), time_of("chained")
     chained = dense if chosen is None else min(dense, time_of("sparse"))
     sparse = chained < dense or (chosen is not None and S == 1)
-    saved = dense - chained  # by sparse attention, also in the folded forms
+    saved = dense - chained  # the time that sparse attention saves, also in the folded forms
     estimates = {"expanded": expanded, "chained": chained}
     told = _told(S, T, made, device, chained, expanded, chosen if sparse else None)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
@@ -176,9 +179,10 @@ def seconds(
     made: int | None = None,
     J: int | None = None,
 ) -> float:
-    """Return the roofline estimate of one call; ``J``: the number of chosen keys, for the sparse form.
+    """Return the roofline estimate of one call, in seconds.
 
-    Projections whose width (Q, D) is unknown are left out of all forms.
+    ``J``: the number of chosen keys, for the sparse form. Projections whose width (Q, D) is unknown are left out of all
+    forms.
     """
     known = {name: size for name, size in vars(dims).items() if size is not None}
     stages = tuple(s for s in formulas.stages(form) if s.projection is None or s.projection in known)
@@ -187,9 +191,9 @@ def seconds(
 
 
 def break_even_S(dims: Dims, T: int | None = None) -> float:
-    """Return the queries per call up to which absorbing needs fewer FLOPs, at T cached tokens (None: a long context).
+    """Return the number of queries per call up to which absorbing needs fewer FLOPs, at T cached tokens.
 
-    The result is ``inf`` if absorbing always pays.
+    If T is None, a long context is assumed. The result is ``inf`` if absorbing always needs fewer FLOPs.
     """
     formula = formulas.break_even_queries(long_context=T is None)
     numerator, denominator = sympy.fraction(sympy.together(formula))
@@ -212,10 +216,11 @@ def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class AbsorbedColumns:
-    """A side of an attention, or some of its columns, that weights make from narrow rows.
+    """The keys or the values of an attention, or some of their columns, if weights make them from narrow rows.
 
-    ``columns`` is per head. Of the ``heads`` heads, ``made`` have their own columns (with GQA, one per group). The
-    columns come from rows of ``width`` values, of which a token has ``rows`` (1 if all heads share one row).
+    ``columns``: the number of columns per head. ``made``: how many of the ``heads`` heads have their own columns (with
+    GQA, one per group). ``width``: the number of values in a row. ``rows``: the number of rows of a token (1 if all
+    heads share one row).
     """
 
     side: Literal["keys", "values"]
@@ -232,10 +237,10 @@ class AbsorbedColumns:
 
 @dataclass(frozen=True)
 class SiteCost:
-    """The sizes that decide between the forms in one call; symbols are those of the graph's shapes.
+    """The sizes that decide between the forms in one call. Symbols are those of the graph's shapes.
 
-    ``parts``: the absorbed part, if it is not the whole attention. ``chosen``: the number of keys chosen for each
-    query.
+    ``parts``: the parts that are absorbed, if the attention is not absorbed as a whole. ``chosen``: the number of keys
+    chosen for each query.
     """
 
     dims: Dims
@@ -247,9 +252,9 @@ class SiteCost:
 
 
 def part_break_even(parts: Sequence[AbsorbedColumns]) -> float:
-    """Return the queries per call up to which absorbing all of ``parts`` needs fewer FLOPs in a long context."""
+    """Return the number of queries per call up to which absorbing all ``parts`` needs fewer FLOPs in a long context."""
     per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
-    # Without a solution, the gain per token does not depend on S, so expanded and absorbed never cross.
+    # If there is no solution, the gain per token does not depend on S, so the costs of the two forms never cross.
     (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
     return float(solution) if solution > 0 else math.inf
 
@@ -271,9 +276,10 @@ def choose_parts(
     forms: Forms = "auto",
     made: int | None = None,
 ) -> Choice:
-    """Decide whether absorbing ``parts`` is cheaper than expanding them; costs that both forms share are left out.
+    """Decide whether absorbing ``parts`` is cheaper than expanding them.
 
-    ``writes``: the attention is fused and has to be written out first. ``made`` as in :func:`choose`.
+    Costs that both forms share are left out. ``writes``: whether the attention is fused and has to be written out
+    before it can be absorbed. ``made``: as in :func:`choose`.
     """
     context = LONG_CONTEXT if T is None else T
     whole = _made(context, made)
@@ -309,7 +315,7 @@ def _stage_seconds(
     device: DeviceModel,
     made: int | None = None,
 ) -> float:
-    """Return the roofline estimate: for each stage, the larger of its compute and memory times, plus its launches."""
+    """Return the sum over stages of the roofline estimate: the larger of compute and memory time, plus the launches."""
     numbers = _stage_numbers(stages, tuple(letters))
     made = letters["T"] if made is None else made
     attended, everything = (numbers(**{**letters, "T": tokens}) for tokens in (letters["T"], made))
@@ -355,7 +361,7 @@ def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
 def _stage_numbers(
     stages: tuple[formulas.Stage, ...], letters: tuple[str, ...]
 ) -> Callable[..., tuple[tuple[float, float], ...]]:
-    """Return a function of ``letters`` that gives FLOPs and values moved by each stage; compiled for speed."""
+    """Return a compiled function of ``letters`` that gives the FLOPs and the number of moved values of each stage."""
     counts = tuple((2 * stage.multiply_adds, stage.weights + stage.activations) for stage in stages)
     function: Callable[..., tuple[tuple[float, float], ...]] = sympy.lambdify(
         [getattr(formulas, name) for name in letters], counts, modules="math"

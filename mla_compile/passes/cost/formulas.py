@@ -5,18 +5,20 @@ The forms (one layer, one call with S queries per sequence against T cached toke
 * ``expanded``: K and V of every cached token are computed from the latent, then plain attention follows. This is the
   trained form.
 * ``held``: K and V of every cached token are in the cache, and plain attention reads them.
-* ``chained``: absorbed. q' = (c' W_qc) W_kc^T for query latents c', attention over the latent rows, then W_v, then W_o.
-* ``sparse``: chained, where each query attends only to J chosen keys (DeepSeek-V3.2, arXiv 2512.02556). The cost of
-  choosing them is the same in every form and left out.
-* ``folded_query``, ``folded_output``, ``folded`` (both): absorbed with W_qc W_kc^T, W_v W_o multiplied ahead of time.
+* ``chained``: an absorbed form. It computes q' = (c' W_qc) W_kc^T for query latents c', then attention over the latent
+  rows, then W_v, then W_o.
+* ``sparse``: the chained form, where each query attends only to J chosen keys (DeepSeek-V3.2, arXiv 2512.02556). The
+  cost of choosing the keys is the same in every form and is left out.
+* ``folded_query``, ``folded_output``, ``folded``: absorbed forms in which W_qc W_kc^T, W_v W_o, or both products are
+  computed ahead of time.
 
 Each form is a sequence of stages, and each stage counts multiply-adds, weight values and activation values. Everything
-else here (FLOPs, bytes, marginal cost per cached token, break-evens) is derived from the stages.
+else in this module (FLOPs, bytes, marginal cost per cached token, break-evens) is derived from the stages.
 
-FLOPs include the scores that a causal mask hides. Bytes count weights once per call, and each activation once where it
-is written and once where it is read. K and V therefore count twice, because no compiler fuses a projection into
-attention. Scores never leave the kernel. Source of the equations: DeepSeek-V2, arXiv 2405.04434, section 2.1 and
-appendix C.
+FLOPs include the scores that a causal mask hides. Bytes include the weights once per call, and each activation once
+where it is written and once where it is read. K and V are therefore included twice, because no compiler fuses a
+projection into attention. Scores never leave the kernel. Source of the equations: DeepSeek-V2, arXiv 2405.04434,
+section 2.1 and appendix C.
 """
 
 from __future__ import annotations
@@ -33,23 +35,25 @@ from mla_compile.errors import InputError
 Form = Literal["expanded", "held", "chained", "sparse", "folded_query", "folded_output", "folded"]
 CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 
-# Real, not integer: solve() would have to prove that a break-even is a whole number, and it is not.
+# The symbols are real, not integer. Otherwise solve() would have to prove that a break-even is a whole number, and it
+# is not.
 B, S, T, H, D, L, Q, N, R, V = sympy.symbols("B S T H D L Q N R V", positive=True)
 A = sympy.Symbol("A", nonnegative=True)  # columns of the rotary key that are added to other columns of the key
 G, d = sympy.symbols("G d", positive=True)  # KV heads of GQA; head width of MHA, GQA and MQA
-K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with their own columns, heads with their own rows
+K, Z = sympy.symbols("K Z", positive=True)  # for a part: how many heads have their own columns, and their own rows
 E = sympy.Symbol("E", positive=True)  # bytes per element
-J = sympy.Symbol("J", positive=True)  # keys that each query has chosen
+J = sympy.Symbol("J", positive=True)  # the number of keys chosen for each query
 
 DECODE = {S: 1}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A step that has to end before the next begins.
+    """A step that has to end before the next step begins.
 
-    ``projection``: the width (Q or D) that a step outside the attention core needs; folding replaces such steps.
-    ``makes_kv``: the step makes K and V, for the whole buffer even if the attention reads only part of it.
+    ``projection``: for a step outside the attention core, the width that it needs (Q or D). Folding replaces such
+    steps. ``makes_kv``: whether the step makes K and V. It makes them for the whole buffer, even if the attention reads
+    only a slice of the buffer.
     """
 
     name: str
@@ -69,7 +73,8 @@ def stages(form: Form) -> tuple[Stage, ...]:
     if form in ("expanded", "held"):
         columns = N + R - A + V
         made = B * T * (L + R + H * columns)
-        # Two launches: the projection itself, and the layout of K (with the shared rotary part) and V per head.
+        # There are two launches: the projection itself, and the layout of K (with the shared rotary part) and V per
+        # head.
         expand = Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True)
         attend = Stage("attention", B * S * T * H * columns, sympy.Integer(0), B * (S + T) * H * columns)
         return (query, *([expand] if form == "expanded" else []), attend, output)
@@ -89,8 +94,9 @@ def stages(form: Form) -> tuple[Stage, ...]:
 def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
     """Return the stages of a part of an attention: N columns per head that weights make from rows of L values.
 
-    The columns belong to K or V. K heads have their own columns (H, or the groups of GQA), and Z heads have their own
-    rows (1: all share one row). Costs that the expanded and the absorbed form share are left out.
+    The columns belong to keys or to values. The symbol K is the number of heads that have their own columns (H, or the
+    number of groups of GQA). Z is the number of heads that have their own rows (1 if all heads share one row). Costs
+    that the expanded and the absorbed form share are left out.
     """
     if not absorbed:
         return (
@@ -107,7 +113,7 @@ def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
 def part_gain() -> sympy.Expr:
     """Return the multiply-adds that absorbing a part (see :func:`part_stages`) saves per sequence.
 
-    With K = H, the savings of two parts (keys and values) add up to those of MLA.
+    If K = H, the savings of two parts (keys and values) add up to the savings of MLA.
     """
     expanded, absorbed = (sympy.Add(*(s.multiply_adds for s in part_stages(absorbed=a))) for a in (False, True))
     return sympy.collect(sympy.expand((expanded - absorbed) / B), (S, T))
@@ -123,8 +129,8 @@ def written_stages() -> tuple[Stage, ...]:
 def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
     """Return the FLOPs of one call, 2 per multiply-add.
 
-    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces. Without them, folded
-    forms cannot be compared with the others.
+    ``projections``: also count W_qc and W_o. The expanded and the chained form share these projections, and folding
+    replaces them. A folded form can only be compared with another form if they are counted.
     """
     return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections=projections)))
 
@@ -149,7 +155,7 @@ def marginal_bytes(form: Form) -> sympy.Expr:
 
 @cache
 def cache_values(kind: CacheKind) -> sympy.Expr:
-    """Return the cached values per token and layer (DeepSeek-V2, table 1); ``mla_expanded`` stores K and V per head."""
+    """Return the cached values per token and layer (DeepSeek-V2, table 1). ``mla_expanded`` stores K and V per head."""
     table: dict[CacheKind, sympy.Expr] = {
         "mha": 2 * H * d,
         "gqa": 2 * G * d,
@@ -162,9 +168,10 @@ def cache_values(kind: CacheKind) -> sympy.Expr:
 
 @cache
 def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
-    """Return the queries per sequence at which expanded and chained cost equal FLOPs, at finite T or for T -> oo.
+    """Return the number of queries per sequence at which expanded and chained need equally many FLOPs.
 
-    If the value is not positive, absorbing pays for any number of queries.
+    ``long_context``: whether to take the limit T -> oo. If the value is not positive, absorbing pays for any number of
+    queries.
     """
     solution = _root(flops("expanded") - flops("chained"), S)
     return sympy.limit(solution, T, sympy.oo) if long_context else solution
@@ -172,15 +179,15 @@ def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
 
 @cache
 def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Expr:
-    """Return the multiply-adds that absorbing saves per sequence and head: positive if the absorbed form is cheaper.
+    """Return the multiply-adds that absorbing saves per sequence and head; positive if the absorbed form is cheaper.
 
-    B and H cancel, and for the chained form R does too, so the sign depends only on S, T, L, N, V and A.
+    B and H cancel. R also cancels for the chained form, so its sign depends only on S, T, L, N, V and A.
     """
     return sympy.collect(sympy.expand((flops("expanded") - flops(form)) / (2 * B * H)), (S, T))
 
 
 def _root(expression: sympy.Expr, letter: sympy.Symbol) -> sympy.Expr:
-    """Return the root of a polynomial of degree one in ``letter``; ``sympy.solve`` takes twenty times as long."""
+    """Return the root of a polynomial of degree one in ``letter``. ``sympy.solve`` would take twenty times as long."""
     slope, rest = sympy.Poly(expression, letter).all_coeffs()
     return sympy.factor(-rest / slope)
 
@@ -188,7 +195,7 @@ def _root(expression: sympy.Expr, letter: sympy.Symbol) -> sympy.Expr:
 def evaluate(expression: sympy.Expr, dims: Dims | None = None, **letters: float) -> float:
     """Evaluate a formula for these sizes, e.g. ``evaluate(flops("chained"), dims, B=1, S=1, T=8192)``.
 
-    Whole results are ``int``. Raises :class:`InputError` if a letter of the formula has no value.
+    A whole number is returned as ``int``. Raises :class:`InputError` if a letter of the formula has no value.
     """
     values: dict[str, float] = {"A": 0}
     values |= {} if dims is None else {k: v for k, v in vars(dims).items() if v is not None}

@@ -1,4 +1,4 @@
-"""Multiply by a weight that is a sum of products of weights, such as W + B A of an adapter.
+"""Multiplies by a weight that is a sum of products of weights, such as W + B A of an adapter.
 
 Before::
 
@@ -8,8 +8,8 @@ After::
 
     x W + (x s B) A          # for few rows x: the narrow products cost next to nothing
 
-Both forms are equal up to rounding. Which one takes fewer multiply-adds depends on the number of rows, which is taken
-from the trace.
+Both forms are equal up to rounding. The number of rows decides which form takes fewer multiply-adds. This number is
+taken from the trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mla_compile.passes.ir.sizes import hint, size
 
 
 class Contraction(NamedTuple):
-    """A factor to multiply by, the atoms of the result, and the number of multiply-adds."""
+    """A step of a product: the factor to multiply by, the atoms of the result, and the number of multiply-adds."""
 
     factor: Factor
     out: tuple[Atom, ...]
@@ -36,7 +36,7 @@ class Contraction(NamedTuple):
 
 
 def pays(x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom]) -> bool:
-    """Whether multiplying ``x`` by each term of ``weight`` takes fewer multiply-adds than by the sum of the terms."""
+    """Whether multiplying ``x`` by each term of ``weight`` takes fewer multiply-adds than adding up the terms first."""
     if not weight.terms:
         return False
     separate = sum(step.operations for term in weight.terms for step in cheapest(x, atoms, term, out))
@@ -44,7 +44,7 @@ def pays(x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom])
 
 
 def cheapest(x: fx.Node, atoms: Sequence[Atom], term: Sequence[Factor], out: Sequence[Atom]) -> tuple[Contraction, ...]:
-    """Return the cheapest order of multiplying ``x`` by the factors of ``term``, one after another."""
+    """Return the products of ``x`` with the factors of ``term``, one after another, in the cheapest order."""
     sizes = _sizes(x, atoms)
     orders = (tuple(_steps(sizes, atoms, order, out)) for order in itertools.permutations(term))
     return min(orders, key=lambda steps: sum(step.operations for step in steps))
@@ -62,7 +62,7 @@ def _steps(
 
 
 def _added_up(weight: Factor) -> int:
-    """Count the multiply-adds of computing the weight as the analysis wrote it: first the products, then their sum."""
+    """Return the multiply-adds of computing the weight as the analysis wrote it: first the products, then their sum."""
     whole = math.prod(weight.expr.shape)
     products = sum(_product({}, [a for f in term for a in f.atoms]) for term in weight.terms if len(term) > 1)
     return products + whole * (len(weight.terms) - 1)

@@ -1,4 +1,4 @@
-"""What the graph still computes once the chosen attentions are absorbed, and which products make K and V."""
+"""Find what the graph still computes once the chosen attentions are absorbed, and which products make K and V."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_compile.passes.sources.records import AbsorbPlan, Side, Verdict
 
 
 class Alive:
-    """The nodes that are still needed once the chosen sites are absorbed, and what each then reads."""
+    """The nodes that are still needed once the chosen sites are absorbed, and the nodes that each of them reads."""
 
     def __init__(self, graph: fx.Graph, verdicts: Sequence[Verdict]) -> None:
         self._reads: dict[fx.Node, list[fx.Node]] = {}
@@ -51,14 +51,15 @@ def _sources(terms: Sequence[Term]) -> list[fx.Node]:
 
 
 def expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
-    """Return the projections that make K and V from the sources: the side, the node, the source."""
+    """Return the projections that make K and V from the sources, each as its side, its node and its source."""
     assert verdict.plan is not None
     found: list[tuple[Side, fx.Node, fx.Node]] = []
     for which, terms in verdict.plan.sides:
         for piece in (t.piece for t in terms if t.piece.source is not None):
             for path in (piece.path, piece.before):
                 for before, visit in pairwise(path):
-                    # Only the last projection on the path counts: an earlier one may make rows that others read too.
+                    # Take only the last projection on the path: an earlier one may make rows that other nodes read,
+                    # too.
                     last = visit.contractions == path[-1].contractions
                     if visit.contractions > before.contractions and last:
                         found.append((which, visit.node, path[0].node))
@@ -66,7 +67,7 @@ def expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
 
 
 def added_to(verdict: Verdict, node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...]:
-    """Return ``source``, which ``node`` projects, and the rows of the other terms that are added to this projection."""
+    """Return ``source``, which ``node`` projects, and the rows of the other terms in the same sum."""
     assert verdict.plan is not None
     sums: dict[tuple[int | None, int], list[Piece]] = {}
     for t in verdict.plan.terms:  # the terms of a sum have the same columns

@@ -2,10 +2,10 @@
 
 In code that its author absorbed by hand, queries are projected into the latent space (``q' = [q_n W_k | q_r]``), keys
 are ``[c | r]``, values are ``c``, and ``W_v`` is applied to the output. No weight lies between rows and attention, so
-there is no plan. For its user this is still Multi-head Latent Attention, with nothing left to do.
+there is no plan. For its user this is still Multi-head Latent Attention, but nothing is left to absorb.
 
-Other models are built in that form (DeepSeek-V4, whose queries are normed and rotated for each head). The path of their
-queries shows no ``W_k``, but none is needed: the attention is the same.
+Other models are designed in this form. In DeepSeek-V4, for example, queries are normed and rotated for each head. The
+path of such queries shows no ``W_k``, but none is needed: the attention is the same.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _told(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> Ver
 
 
 def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
-    """Return the products whose queries are made by a weight per head, for several heads with the same keys and values.
+    """Return the products whose queries are made by a weight per head, if several heads share keys and values.
 
-    Other axes that only the queries have (the two of an image, say) are not heads.
+    Other axes that only the queries have (for example, the two axes of an image) are not heads.
     """
     operands = (*(p.k for p in site.products), site.v)
     shared = {a for a in (*site.lead, *site.queries) if all(repeats(o, a, maps) for o in operands)}
@@ -66,9 +66,9 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
 
 
 def plan_by_hand(site: AttentionSite, maps: Maps) -> AbsorbPlan | None:
-    """Return the plan for heads that share rows with no weight in between, also for heads written like tokens."""
+    """Return the plan for heads that share rows with no weight in between. Such heads may be written like tokens."""
     bases = {behind(o.node, (Copy, Rearrange))[-1] for o in (*(p.k for p in site.products), site.v)}
-    if len(bases) == 1:  # key and value at once, however it was joined
+    if len(bases) == 1:  # one tensor is key and value, however it was joined
         maps = maps.with_sources(bases)
     written = [] if site.causal else heads_among_queries(site, maps)
     plan = make_plan(_with_heads(site, written), maps, by_hand=True)
@@ -83,7 +83,10 @@ def _with_heads(site: AttentionSite, heads: Sequence[Atom]) -> AttentionSite:
 
 
 def _unmasked(site: AttentionSite) -> list[Atom]:
-    """Return the only query axis of fixed length that no mask has, for queries with more than three axes."""
+    """Return the query axis of fixed length that no mask has, for queries with more than three axes.
+
+    Return no axis if there are several.
+    """
     masked = {a for mask in site.masks for a in flatten(mask.operand.axes)}
     several = all(len(p.q.axes) > 3 for p in site.products)
     found = [a for a in site.queries if several and isinstance(a.size, int) and a not in masked]
@@ -107,8 +110,8 @@ def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
     if any(set(piece.axes[k]) & atoms for piece, atoms in pieces for k in dims):
         return True
 
-    # Queries that have heads before the weight of each head (from an input or a norm) have no map, so the products
-    # behind them are searched.
+    # Queries may have heads before the weight of each head is applied (from an input or a norm). They have no map then,
+    # so the products upstream of them are searched.
     def inputs(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if not maps.is_weight(n)]
 

@@ -17,17 +17,18 @@ from mla_compile.passes.ir.sizes import hint, same, size
 from mla_compile.passes.ir.stop import Stop
 
 MOST_GROUPS = 16
-"""The largest number of groups of an attention, so that a sixteenth of its per-head tensors is in memory at a time.
+"""The most groups of one attention, so that a sixteenth of its per-head tensors is in memory at a time.
 
-The merged output and the hidden states, which have no heads, stay whole, so more groups save little but add code.
+The merged output and the hidden states have no heads and stay whole, so more groups would save little but add code.
 """
 
 
 def is_large(site: AttentionSite, limit: int, *, guard: bool) -> bool:
     """Whether the per-head tensors of an attention take more than ``limit`` bytes, in a call of more than one query.
 
-    False if their sizes are known only at run time. For symbolic sizes: with ``guard`` the answer becomes a guard of
-    the graph, which is recompiled for sizes that violate it; without it the answer holds for the hinted sizes.
+    False if the sizes of the tensors are known only at run time. If sizes are symbolic, ``guard`` makes the answer a
+    guard of the graph, which is then recompiled for sizes that violate it. Without ``guard``, the answer holds for the
+    hinted sizes.
     """
     if same(axis_size(site.queries), 1):
         return False
@@ -44,9 +45,9 @@ def bytes_of(site: AttentionSite) -> int:
 
 
 def groups_along_heads(site: AttentionSite, weights: Collection[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
-    """Return the region of an attention along its heads and the bounds of its groups, or the reason against groups."""
+    """Return the region of an attention along its heads and the bounds of its groups, or the reason for having none."""
     stop = Stop(site.node, "unsupported_op", "it has no axis of heads of a known length")
-    # The innermost axis that queries, keys and output share: the axes before it are batch axes.
+    # Heads are the innermost axis that queries, keys and output share. The axes before it are batch axes.
     for dim, axis in reversed(list(enumerate(site.out.axes))):
         heads = shape(site.node)[dim]
         if not axis or not set(axis) <= set(site.lead) or not isinstance(heads, int) or heads == 1:
@@ -66,7 +67,7 @@ def groups_along_heads(site: AttentionSite, weights: Collection[fx.Node]) -> tup
 
 
 def _made(site: AttentionSite) -> dict[fx.Node, None]:
-    """The tensors an attention computes for each head: queries, keys, values, output, written-out intermediates."""
+    """Return the tensors that an attention computes per head: queries, keys, values, output, written intermediates."""
     products = [n for p in site.products for n in (p.q.node, p.k.node, p.node) if n is not None]
     probabilities = [] if site.probs is None else [site.probs.node]
     return dict.fromkeys([*products, *probabilities, site.v.node, site.node])
@@ -78,12 +79,15 @@ def _bytes(site: AttentionSite) -> int | torch.SymInt:
         return tensors
     (product,) = site.products
     q, k = val(product.q.node), val(product.k.node)
-    # Scores and probabilities: torch computes them in float32 or wider.
+    # Add scores and probabilities, which torch computes in float32 or wider.
     return tensors + 2 * math.prod((*q.shape[:-1], k.shape[-2])) * max(4, q.element_size())
 
 
 def _writes_scores_out(site: AttentionSite) -> bool:
-    """Whether scores reach memory: torch's fused CPU attention, which avoids that, needs K and V of one width."""
+    """Whether scores are written to memory.
+
+    torch's fused CPU attention avoids that, but needs K and V of one width.
+    """
     k, v = (val(n) for n in (site.products[0].k.node, site.v.node))
     return k.device.type == "cpu" and not same(size(k.shape[-1]), size(v.shape[-1]))
 

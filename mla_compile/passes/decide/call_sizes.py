@@ -17,12 +17,12 @@ from mla_compile.passes.sources.records import AbsorbPlan
 
 @dataclass(frozen=True)
 class CallSizes:
-    """B, S and T as representative numbers (T None: a long context), and what is known of S.
+    """Representative numbers for B, S and T, and what is known about S. A ``T`` of None represents a long context.
 
-    ``symbolic``: the number of queries may differ from call to call. ``prefill``: in addition, that number always
-    equals the number of keys (a prompt), or buffers hold K and V. ``made``: the number of tokens for which K and V are
-    made, if T of them are then sliced out; 0 if buffers hold K and V besides the rows. ``chosen``: the number of keys
-    in a query's list.
+    ``symbolic``: the number of queries may differ from call to call. ``prefill``: in addition, either that number
+    always equals the number of keys (a prompt), or buffers hold K and V. ``made``: the number of tokens for which K and
+    V are made, if T of them are then sliced out; 0 if buffers hold K and V in addition to the rows. ``chosen``: the
+    number of keys in a query's sparse index list.
     """
 
     B: int
@@ -36,21 +36,21 @@ class CallSizes:
 
     @property
     def many(self) -> str:
-        """Why many queries are assumed, if ``prefill`` is set."""
+        """The reason why many queries are assumed if ``prefill`` is set."""
         if self.made == 0:
             return "several queries per call, and K and V of all keys are in the buffers beside the rows"
-        return "a prompt: as many queries as keys, whatever their number"  # the traced length may suggest absorbing
+        return "a prompt: as many queries as keys, whatever their number"  # the traced length may favour absorbing
 
 
 def call_sizes(plan: AbsorbPlan) -> CallSizes:
     _, s, t = plan.sizes()
     counts = [_axis_hint(plan, axis) for axis in (plan.batch, plan.site.queries, plan.site.keys)]
-    # One query is decode. It will meet a long context, which counts more than the traced length.
+    # A call with one query is a decode step. It will see long contexts, whatever the traced length.
     context = None if s == 1 or not isinstance(t, int) else counts[2]
     symbolic = not isinstance(s, int)
     element = val(plan.latent.node).element_size()
     # Attention reads a slice of a static cache, but the expanded form makes K and V of the whole cache. Rows without
-    # columns have no bytes, and count as 0.
+    # columns have no bytes, so their share is 0.
     shares = [bytes_hint(whole_rows(r.node)) / max(bytes_hint(r.node), 1) for r in plan.rows]
     made = None if context is None or max(shares) <= 1 else math.ceil(context * max(shares))
     if come_from((r.node for r in plan.rows), BESIDE):
@@ -60,17 +60,20 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
 
 
 def keys_read(plan: AbsorbPlan) -> tuple[int, int]:
-    """Return the most keys that windows and lists let a query read, and the number of all keys, both as traced."""
+    """Return the most keys that windows and index lists let a query read, and the number of all keys.
+
+    Both numbers hold for the sizes at which the graph was traced.
+    """
     T, seen = _axis_hint(plan, plan.site.keys), plan.visible
     return min(T, seen.window or T, chosen_keys(plan) or T), T
 
 
 def chosen_keys(plan: AbsorbPlan) -> int | None:
-    """Return the number of keys in each query's list in a long context; None without a list."""
+    """Return the number of keys in each query's index list in a long context; None if there is no list."""
     chosen = plan.visible.chosen
     if chosen is None:
         return None
-    # The length is the minimum of a number and a size: in a short context, all keys are chosen.
+    # The list's length is the minimum of a fixed number and a size, because all keys are chosen in a short context.
     fixed = [int(n) for n in least_of(axis_size(chosen.count)) if sympy.sympify(n).is_Integer]
     return (min(fixed, default=None) or _axis_hint(plan, chosen.count, chosen.indices)) * chosen.block
 

@@ -1,8 +1,8 @@
 """The cost of choosing the keys of a sparse attention: the indexer reads every cached token.
 
-Its products over the keys are counted, so that a report shows what still grows with the context: the FLOPs and the
-bytes. The bytes are those of the rows that the products read, and of the products of each head, which go through memory
-unless one operator makes the scores of all heads.
+The indexer's products over the keys are counted, so that a report shows the FLOPs and bytes that still grow with the
+context. The bytes are those of the rows that the products read. If the products of each head go through memory, their
+results are added. They do unless one operator makes the scores of all heads.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mla_compile.passes.sources.records import AbsorbPlan
 class Choosing(NamedTuple):
     """The cost for one sequence and query, per token of the context."""
 
-    scores: fx.Node  # of every cached token; the largest are chosen
+    scores: fx.Node  # one per cached token; the largest are chosen
     flops: int
     bytes: int
     fused: bool  # no product of a head goes through memory
 
 
 def choosing(plan: AbsorbPlan) -> Choosing | None:
-    """Return the cost of choosing the keys; None if their scores are not found (they may be inputs)."""
+    """Return the cost of choosing the keys; None if the scores of the keys are not found (they may be inputs)."""
     chosen = plan.visible.chosen
     found = None if chosen is None else ranked(chosen, some=True)
     if chosen is None or found is None:

@@ -18,7 +18,7 @@ _PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.
 def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
     """Return Q, the width of the rows that make the unrotated queries, and D, the width of the output projection.
 
-    Each is None if something stands between the two weights: a norm, a gate, a second reader.
+    Each width is None if something stands between the two weights to fold: a norm, a gate, a second reader.
     """
     widths = {
         _query_width(plan.site.products[t.product].q.node, range(t.start, t.stop), maps)
@@ -36,7 +36,7 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
 
 
 def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
-    """Return Q, the width of the rows from which ``columns`` of a query tensor are projected; None if none is known."""
+    """Return Q, the width of the rows from which ``columns`` of a query tensor are projected; None if it is unknown."""
     for segment in maps.map(node).segments:
         stop = segment.stop or columns.stop
         if segment.start <= columns.start and columns.stop <= stop:
@@ -46,9 +46,10 @@ def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
 
 
 def output_projection(node: fx.Node) -> fx.Node | None:
-    """Return the projection that is the only reader of an attention's output, through operators with one reader each.
+    """Return the projection that reads an attention's output, directly or through operators with one reader each.
 
-    These operators are not checked here: the linear map of the projection has to reach the attention.
+    Return None if there is none. These operators are not checked here: the linear map of the projection has to reach
+    the attention.
     """
     for _ in range(REACH):
         if len(node.users) != 1:
@@ -65,6 +66,6 @@ def _width(node: fx.Node) -> int | None:
 
 
 def narrowest_cut(piece: Piece, after: int) -> fx.Node | None:
-    """Return the narrowest tensor on the path to ``piece`` that lies more than ``after`` projections before its end."""
+    """Return the narrowest tensor on the path to ``piece`` that is followed by more than ``after`` projections."""
     last = piece.path[-1].contractions if piece.path else 0
     return narrowest(v for v in piece.path if last - v.contractions > after)

@@ -1,8 +1,8 @@
 """Attention over rows that heads share, with no weight in between, as one operator.
 
-If the rows themselves are key and value, nothing is left to absorb. But if the products are written out, the scores
-and probabilities of every head go through memory, and the rows are read once for each product. The operator of absorbed
-attention avoids both. So such a site gets the plan of an absorbed one, without a weight on either side.
+If the rows themselves are key and value, nothing is left to absorb. But if the products are written out, the scores and
+probabilities of every head go through memory, and the rows are read once for each product. The operator of absorbed
+attention avoids both. Such a site therefore gets the plan of an absorbed site, without a weight on either side.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mla_compile.passes.sources.refine import value_features
 MOST_QUERIES = 8
 """The most queries per call for which the operator may pay even if it reads all keys.
 
-The large products of prompts are faster.
+In prompts, the large products are faster.
 """
 FEWER_KEYS = 2
-"""In a prompt, windows and lists must divide the number of keys that the operator reads by at least this factor.
+"""In a prompt, windows and index lists must reduce the number of keys that the operator reads by at least this factor.
 
 Per key, the operator takes 1.4 times as long as products with all keys, but the products hold the scores of every head
 in memory.
@@ -46,9 +46,9 @@ operator (benchmarks/absorbed_by_hand.py).
 
 
 def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps, *, sparse: bool = True) -> list[Verdict]:
-    """Return ``verdicts``, with a fusion for attentions over shared rows that become the operator.
+    """Return ``verdicts``, with a fusion for each attention over shared rows that becomes the operator.
 
-    ``sparse``: whether the operator may read only the keys of a list.
+    ``sparse``: whether the operator may read only the keys of an index list.
     """
     if all(v.code not in OVER_ROWS for v in verdicts):
         return list(verdicts)
@@ -57,14 +57,14 @@ def with_fusions(graph: fx.Graph, verdicts: Sequence[Verdict], maps: Maps, *, sp
 
 
 def _fusion(verdict: Verdict, maps: Maps, first: Mapping[fx.Node, fx.Node], *, sparse: bool) -> Fusion | None:
-    """Return how an attention becomes the operator; None if it does not, or if nothing would be gained."""
+    """Return how an attention becomes the operator; None if it cannot, or if nothing would be gained."""
     site = verdict.site
     if site.problem is not None:
         return None
     plan = plan_by_hand(site, maps)
     if plan is None or not plan.whole:
         return None
-    # An attention that its author absorbed by hand keeps reading all keys, even if it has a list.
+    # An attention that its author absorbed by hand keeps reading all keys, even if it has an index list.
     lists = sparse and verdict.code is Code.SHARED_ROWS
     fusion = Fusion(
         _seen(plan, lists=lists), memories=tuple(_seen(p, lists=lists) for p in memories(plan, maps, first))
@@ -91,7 +91,7 @@ def _gains(fusion: Fusion) -> bool:
 
 
 def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusion:
-    """Record the columns of the values if they are the first or the last columns of the only rows of the keys."""
+    """Record the columns of the values if these are the first or the last columns of the rows that make all keys."""
     plan, site = fusion.plan, fusion.plan.site
     keys = [piece for product in site.products for piece in reads(product.k, product.features, first)]
     values = reads(site.v, value_features(site), first)
@@ -99,7 +99,7 @@ def _of_the_same_rows(fusion: Fusion, first: Mapping[fx.Node, fx.Node]) -> Fusio
         return fusion
     start, stop = values[0].start - keys[0].start, values[0].stop - keys[0].start
     assert plan.values is not None
-    # Both must be views of one node; of two equal nodes, each may have its own (equal) inputs.
+    # Both must be views of one node. Two equal nodes do not suffice, because each may have its own (equal) inputs.
     views = behind(plan.values.node, (Slice, Reorder))
     whole = next((n for n in behind(plan.latent.node, (Slice, Reorder)) if n in views), None)
     if whole is None or keys[0].stop - keys[0].start != plan.latent.size or (start > 0 and stop < plan.latent.size):

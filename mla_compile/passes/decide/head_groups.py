@@ -1,9 +1,9 @@
 """Decide whether an attention is split into groups of heads: heads that share rows stay together.
 
-An attention that cannot be absorbed as a whole may have heads that come from different sources. The softmax runs over
-the keys of each head separately, so the attention of some heads does not need the others. An attention is not split if
-its heads meet before the output: in a mix of heads, in a softmax or norm over heads, or in probabilities that something
-else reads. A trial on a copy shows whether the groups absorb more than the whole did.
+An attention that cannot be absorbed as a whole may have heads with different sources. The softmax runs over the keys of
+each head separately, so the attention of some heads does not need the other heads. An attention is not split if its
+heads meet before the output: in a mix of heads, in a softmax or norm over heads, or in probabilities that another node
+reads. A trial on a copy shows whether the groups absorb more than the whole did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mla_compile.passes.sources.records import Verdict
 from mla_compile.passes.sources.sources import cut
 
 MOST = 8
-"""The most groups of heads that one attention is split into.
+"""The most groups of heads into which one attention is split.
 
 Each group is an attention with kernel launches of its own in each step. If there are more groups than this, nearly
 every head has rows of its own, and there is nothing to share.
@@ -34,7 +34,11 @@ every head has rows of its own, and there is nothing to share.
 
 
 Unit = Literal["head", "group", "batch entry", "entry"]
-"""One head; a group of heads that share rows, on its own axis; all heads of one batch entry; or not known which."""
+"""What one position along an axis is.
+
+It is one head; a group of heads that share rows, if heads have an axis of their own; all heads of one batch entry; or
+unknown ("entry").
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SplitSite:
-    """A split attention: ``name`` is that of its old output node, ``site`` the old site, ``joined`` the new output.
+    """A split attention: the ``name`` of its old output node, the old ``site``, and the new output ``joined``.
 
     ``unit``: what ``groups`` count; see :class:`HeadGroups`.
     """
@@ -111,7 +115,8 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
 
 def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
     """Return the groups of heads of an attention that is not absorbed as a whole; None if groups would not help."""
-    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only if the whole has none.
+    # If there is a plan for the whole, its cost or an option kept it expanded. Groups help only if the whole has no
+    # plan.
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
 
@@ -136,9 +141,9 @@ def _sides(verdict: Verdict) -> set[str]:
 
 @dataclass(frozen=True)
 class Unsplit:
-    """What the groups of an attention tell about the whole if a split does not pay.
+    """What the groups of an attention show about the whole if a split does not pay.
 
-    ``kept``: if every group could legally be absorbed, the verdict that tells why none is.
+    ``kept``: the verdict that says why no group is absorbed, if every group could legally be absorbed.
     """
 
     notes: tuple[str, ...] = ()
@@ -166,7 +171,7 @@ def heads_of(split: SplitSite, group: Group) -> str:
 
 
 def _made_of(node: fx.Node, maps: Maps) -> Made:
-    """Return the rows that weights expand into ``node``; anything else counts as "itself"."""
+    """Return the rows that weights expand into ``node``. Anything else is represented by "itself"."""
     made: set[object] = set()
     for piece in maps.map(node).pieces:
         found = cut(piece, proper=True) if piece.source is not None else None
@@ -179,5 +184,5 @@ def _expanded(made: Made) -> bool:
 
 
 def _leaves(inside: Collection[fx.Node], out: fx.Node) -> bool:
-    """Whether something outside reads a node between the products and the output."""
+    """Whether a node between the products and the output is read outside of the attention."""
     return any(user not in inside for node in inside if node is not out for user in node.users)

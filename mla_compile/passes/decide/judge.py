@@ -47,7 +47,7 @@ aten = torch.ops.aten
 _OF_A_SIDE = {
     Code.NONLINEAR, Code.POSITION_DEPENDENT, Code.TOKEN_MIXING, Code.HEAD_DEPENDENT_LATENT, Code.UNSUPPORTED_WEIGHT,
 }  # fmt: skip
-"""Codes for operators on the way to one side; they say nothing about the other side."""
+"""Codes for operators on the path to one side. They say nothing about the other side."""
 
 
 def judge(
@@ -60,7 +60,10 @@ def judge(
     *,
     sparse: bool = True,
 ) -> list[Verdict]:
-    """Return one verdict per site, in order; ``sparse``: whether attention may read only the keys of a list."""
+    """Return one verdict per site, in order.
+
+    ``sparse``: whether attention may read only the keys of an index list.
+    """
     judged = _Judge(graph, maps, device, forms, fold, sparse)
     verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
     verdicts = [_with_advice(verdict, maps) for verdict in verdicts]
@@ -68,7 +71,7 @@ def judge(
 
 
 def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:
-    """Drop the code's advice to use other operators if this operator has a rule, which fails here."""
+    """Drop the code's advice to use other operators if this operator has a rule that only fails here."""
     if verdict.code is Code.UNSUPPORTED_OP and verdict.fix is None and verdict.blame is not None:
         return replace(verdict, fix="" if maps.follows(verdict.blame) else None)
     return verdict
@@ -84,12 +87,12 @@ class _Judge:
     sparse: bool
 
     def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
-        """Return the verdict on one site; the walks end at ``computed``, nodes that are computed in any case."""
+        """Return the verdict on one site. Walks end at the nodes ``computed``, which are computed in any case."""
         maps = self.maps.with_sources(computed) if computed else self.maps
         operands = (*(p.k for p in site.products), site.v)
         cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
         plan = make_plan(site, maps.with_sources({*cuts, *computed}))
-        # Products that are rewritten one by one read all keys, under a mask instead of a list.
+        # Products that are rewritten one by one read all keys, under a mask instead of an index list.
         if isinstance(plan, AbsorbPlan) and not (self.sparse and plan.whole):
             plan = replace(plan, visible=plan.visible.dense)
         if isinstance(plan, Stop) and (mixed := mixing_products(site, plan, maps)):
@@ -100,7 +103,8 @@ class _Judge:
             stop = explain_refusal(site, plan, maps, wide)
             refused = Verdict(site, Code(stop.code), stop.detail, stop.node, fix=stop.fix)
             return self.part(refused, stop, maps)
-        # This precedes the site's problem: plain attention with an odd mask is not refused MLA.
+        # This is checked before the site's problem, because plain attention with an odd mask must not be reported as
+        # refused MLA.
         if _is_hidden_state(plan, maps):
             return Verdict(site, Code.NOT_MLA, "K and V are projected from the same rows as the queries")
         # Rows from a residual connection that are no narrower than K or V are the hidden state.
@@ -110,18 +114,21 @@ class _Judge:
         if site.problem is not None:
             problem = site.problem
             return Verdict(site, Code(problem.code), problem.detail, problem.node, fix=problem.fix)
-        # For rows that are cached in any case, only the work is left to compare.
+        # If the rows are cached in any case, only the work is left to compare.
         if not plan.saves_cache and not are_cached(plan.latent.node):
             reason = f"the latent rows hold {plan.row_values} values, K and V {plan.expanded_values}"
             return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
-        # This comes late, because a refused attention does not need the walks from the query and the output.
+        # This is computed late, because a refused attention does not need the walks from the query and the output.
         if self.fold != "never":
             q_width, model_width = fold_widths(plan, maps)
             plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
         return _choose_form(plan, self.device, self.forms, self.fold)
 
     def part(self, refused: Verdict, stop: Stop, maps: Maps, keep: Collection[Side] = ()) -> Verdict:
-        """Return the verdict if the whole is ``refused`` for ``stop``: absorbed in part if that is legal and pays."""
+        """Return the verdict on a site that is ``refused`` as a whole: absorbed in part if this is legal and pays.
+
+        ``stop``: the reason for the refusal.
+        """
         if self.forms == "expanded":
             return refused
         found = partial(refused.site, maps, stop, self.device, self.forms, keep)
@@ -131,8 +138,8 @@ class _Judge:
         if not found.pays:
             why = call_sizes(found.plan).many if found.choice.absorbed else found.choice.reason
             note = f"the {sides} alone could be absorbed; {why}"
-            # If a latent makes a part, the attention is MLA, whatever the obstacle for the other parts. It is kept
-            # because of its cost.
+            # If a part is made from a latent, the attention is MLA, whatever the obstacle for the other parts. It is
+            # kept because of its cost.
             if refused.code in SYMPTOMS:
                 return replace(refused, code=Code.COST_PREFILL, reason=note, blame=None)
             return replace(refused, notes=(note,))
@@ -141,7 +148,7 @@ class _Judge:
             refused.site,
             Code.ABSORBED,
             reason if found.by_call else found.choice.reason,
-            # An attention absorbed in part computes the scores of all keys in any case, so no list is used.
+            # An attention absorbed in part computes the scores of all keys in any case, so no index list is used.
             plan=replace(found.plan, visible=found.plan.visible.dense),
             choice=found.choice,
             by_call=found.by_call,
@@ -186,7 +193,8 @@ class _Judge:
         made: dict[tuple[fx.Node, tuple[fx.Node, ...]], None] = {}
         for _, node, source in expansions(verdict):
             if node in alive.nodes:
-                # Unless a part is absorbed, others may read only lengths and a few tokens, no columns of all tokens.
+                # Other readers may read lengths and a few tokens. They may read columns of all tokens only if a part is
+                # absorbed.
                 columns = verdict.plan.part
                 rows = added_to(verdict, node, source)
                 found = narrower_readers(node, rows, self.maps, alive.reads, alive.nodes, paths, columns=columns)
@@ -210,9 +218,9 @@ class _Judge:
         """
         site = verdict.site
         assert verdict.plan is not None
-        # The projection that is still alive makes rows that the attention reads. The rows behind it are narrower, but
-        # the projection is computed in any case, so the walk has to end at its result. If `computed` has the node
-        # already, other rows need what lies behind the projection.
+        # The projection that is still alive makes rows that the attention reads. The rows upstream of it are narrower,
+        # but the projection is computed in any case, so the walk has to end at its result. If `computed` has the node
+        # already, other rows need what lies upstream of the projection.
         behind = node not in computed and any(depends_on(rows.node, [node]) for rows in verdict.plan.rows)
         if not verdict.plan.part and behind:
             computed.add(node)
@@ -224,8 +232,8 @@ class _Judge:
             if self.forms != "expanded":
                 # Absorbing the other side alone is tried first, because this side is expanded in any case.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                # This side stays because of its other reader, unless `final` blames an operator between the rows and
-                # this side, and its code is no symptom.
+                # This side stays because of its other reader. The exception is that `final` blames an operator between
+                # the rows and this side, and that the code of `final` is no symptom.
                 rows = [rows.node for rows in verdict.plan.rows if verdict.plan.expands(rows)]
                 about = _made_with(site, which, final.blame) and not _behind(rows, final.blame)
                 why = final if about and final.code not in SYMPTOMS else read
@@ -260,7 +268,7 @@ def _whole(node: fx.Node) -> list[fx.Node]:
 
 
 def _unscaled(node: fx.Node) -> list[fx.Node]:
-    """Return the rows that ``node`` multiplies or divides by one number known only at run time; otherwise none."""
+    """Return the rows that ``node`` multiplies or divides by one number known only at run time; else an empty list."""
     if packet(node) not in (aten.mul, aten.div):
         return []
     rows = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dim()]
@@ -275,7 +283,7 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
         forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None, made=sizes.made,
         chosen=sizes.chosen,
     )  # fmt: skip
-    # The number of chosen keys does not grow with a prompt, so absorbing may pay for a long one.
+    # The number of chosen keys does not grow with the prompt, so absorbing may pay for a long prompt.
     by_call = sizes.symbolic and forms == "auto" and (not sizes.prefill or sizes.chosen is not None)
     if not (choice.sparse or by_call):
         plan = replace(plan, visible=plan.visible.dense)
@@ -285,8 +293,8 @@ def _choose_form(plan: AbsorbPlan, device: DeviceModel, forms: Forms, fold: Fold
         return told(Code.ABSORBED, "each call picks by its number of queries", by_call=True)
     if choice.absorbed and not (sizes.prefill and forms == "auto"):
         return told(Code.ABSORBED, choice.reason)
-    # If absorbing is cheaper for the traced length of a prompt, that says nothing about other lengths, so the reason is
-    # `sizes.many`.
+    # If absorbing is cheaper for the traced length of a prompt, this says nothing about other lengths. The reason is
+    # then `sizes.many`.
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
     reason = sizes.many if choice.absorbed else choice.reason
     return told(code, reason)
@@ -299,7 +307,7 @@ def _ways(verdict: Verdict) -> set[fx.Node]:
 
 
 def _read_by_its_own_rows(verdict: Verdict, node: fx.Node, source: fx.Node, alive: Alive, maps: Maps) -> Stop | None:
-    """Return how ``node`` makes other rows of the same site; None if anything outside the site reads ``node`` too."""
+    """Explain how ``node`` makes other rows of the same site; None if ``node`` is also read outside the site."""
     assert verdict.plan is not None
     site = verdict.site
     if _needed_beside(site, site.node.graph.output_node().all_input_nodes, node, alive):
@@ -322,7 +330,7 @@ def _read_by_its_own_scores(site: AttentionSite, node: fx.Node, alive: Alive) ->
 
 
 def _merely_wide(closer: Verdict, plan: AbsorbPlan, maps: Maps) -> bool:
-    """Whether ``closer`` says that rows are too wide, and all rows of ``plan`` made from these are linear in them."""
+    """Whether ``closer`` finds a node too wide, and the rows of ``plan`` that this node makes are linear in it."""
     wide = closer.blame
     if closer.code is not Code.COST_LATENT_WIDE or wide is None:
         return False

@@ -1,9 +1,10 @@
 """Find what can be absorbed of an attention that cannot be absorbed as a whole.
 
 Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` does not involve the keys, and ``q K^T``
-does not involve the values. So V can be absorbed even if K is rotated after its up-projection, and K even if V is not a
-linear image of any rows. Some columns of K can be absorbed alone: those made from rows that all heads share.
-The other columns keep their own product. Parts that are not absorbed keep their nodes, and the report says why.
+does not involve the values. So V can be absorbed even if K is rotated after its up-projection, and K can be absorbed
+even if V is not a linear image of any rows. Within K, the columns that are made from rows that all heads share can be
+absorbed alone. The other columns keep their own product. Parts that are not absorbed keep their nodes, and the report
+says why.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from mla_compile.passes.sources.sources import choose_sources, cut
 
 @dataclass(frozen=True)
 class Partial:
-    """A part of a site that can be absorbed, its cost in both forms, and what stays.
+    """A part of a site that can be absorbed, its cost in both forms, and what stays expanded.
 
-    ``pays``: the part is to be absorbed; ``by_call``: each call decides that by its number of queries.
+    ``pays``: whether the part is to be absorbed. ``by_call``: whether each call decides this by its number of queries.
     """
 
     plan: AbsorbPlan
@@ -54,9 +55,9 @@ def partial(
     forms: Forms,
     keep: Collection[Side] = (),
 ) -> Partial | None:
-    """Return the first part of ``site`` that pays, in the order of ``_plans``, else the first legal one, if any.
+    """Return the first part of ``site`` that pays, in the order of ``_plans``, or else the first legal part, if any.
 
-    ``failed``: why the whole cannot be absorbed; ``keep``: sides that have to stay as they are.
+    ``failed``: the reason why the whole cannot be absorbed. ``keep``: sides that have to stay as they are.
     """
     if site.problem is not None:
         return None
@@ -73,13 +74,13 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
             continue
         nodes = [p.k.node for p in site.products] if "keys" in sides else []
         nodes += [site.v.node] if "values" in sides else []
-        # Rows from which the queries are made are the model's hidden state, not a latent.
+        # If the queries are made from the same rows, these rows are the model's hidden state and not a latent.
         pieces = pieces_of([maps.map(node) for node in nodes])
         if all(cut(piece, proper=True, without=own) is None for piece in pieces):
             continue
         cuts, _ = choose_sources(pieces, own)
         plan = make_part_plan(site, maps.with_sources(cuts), sides)
-        # If a plan for both sides expands only one, that side's own plan comes later.
+        # If a plan for both sides expands only one side, the plan for that side alone follows later.
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue
         if not any(is_hidden_state(rows.node) for rows in plan.rows if plan.expands(rows)):
@@ -87,9 +88,9 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
 
 
 def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
-    """Return the columns that are absorbed, by side and by the rows from which they come.
+    """Return the columns that are absorbed, by side and by the rows from which they are made.
 
-    Columns that a weight makes once for all heads, such as a shared rotary key, are not expanded and do not count.
+    Columns that a weight makes once for all heads, such as a shared rotary key, are not expanded, so they are left out.
     """
     heads = axis_size(plan.heads)
     parts: dict[tuple[Side, Rows, int], int] = {}
@@ -124,7 +125,7 @@ def _weighed(
 
 
 def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
-    """Yield the sides and columns that stay, each with the operator to blame."""
+    """Yield the sides and columns that stay expanded, each with the operator to blame."""
     site = plan.site
     read = [rows.node for rows in plan.rows]
     sides: tuple[tuple[Side, bool, list[fx.Node]], ...] = (
@@ -151,7 +152,7 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
 
 
 def _of_heads(site: AttentionSite, side: Side, node: fx.Node, maps: Maps) -> Stop:
-    """Return why the columns of ``side`` that are read from ``node``, where each head has its own rows, stay."""
+    """Return why the columns of ``side`` that are read from ``node`` stay: each head has its own rows there."""
     _, wide = choose_sources(pieces_of([maps.map(node)]), of_queries(site, maps))
     if wide is not None:
         return Stop(
@@ -170,14 +171,17 @@ def _kept_part(what: str, stop: Stop) -> KeptPart:
 def _why(
     site: AttentionSite, side: Side, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]
 ) -> Stop:
-    """Explain why the side made by ``nodes`` stays: a reason found behind this side, else the failure of the whole."""
+    """Explain why the side made by ``nodes`` stays.
+
+    The reason is found upstream of this side. If nothing is found there, the reason is the failure of the whole.
+    """
     # These codes describe the end of a walk; any other code names the operator that is the obstacle.
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         other: Side = "values" if side == "keys" else "keys"
         alone = any(not any(rows.heads for rows in plan.rows) for plan in _plans(site, maps, (other,)))
         if not alone and any(n is failed.node or depends_on(n, [failed.node]) for n in nodes):
             return failed
-        # Nothing was shown to be wrong with this side.
+        # This side itself was not shown to be an obstacle.
         failed = Stop(failed.node, "unsupported_op", f"{failed.detail}, so that only the {other} are absorbed")
         if alone:
             return failed

@@ -1,1 +1,1 @@
-"""On which positions of its operands each position of a result depends, operator by operator."""
+"""Finds which positions of its operands each position of a result depends on, operator by operator."""

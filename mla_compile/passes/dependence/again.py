@@ -21,15 +21,15 @@ Dim: TypeAlias = "int | fx.Node"
 
 
 class Repeater:
-    """Adds operators of a graph once more, for operands of another length."""
+    """Adds operators of a graph once more, for operands that have another length along one axis."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
 
     def repeat(self, node: fx.Node, how: Blind, dim: int, length: Dim, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Repeat ``node``, whose step along axis ``dim`` is ``how``, with ``new`` in place of the operands it reads.
+        """Repeat ``node`` with new operands. ``how`` is the step of ``node`` along axis ``dim``.
 
-        ``length``: the new length of axis ``dim`` of the result.
+        ``length``: the new length of axis ``dim`` of the result. ``new``: the new operand for each old operand.
         """
         if how.instead is not None:
             (x,) = new.values()
@@ -41,7 +41,7 @@ class Repeater:
         return self._again(node, node.target, *replaced)
 
     def _in_shape(self, node: fx.Node, dim: int, length: Dim, part: fx.Node | None) -> fx.Node:
-        """Repeat ``node``, whose arguments give its shape, with another length of one axis."""
+        """Repeat ``node`` with another length of one axis. The arguments of ``node`` give its shape."""
         how = decode(node)
         assert isinstance(how, Rearrange)
         x = how.x if part is None else part
@@ -51,14 +51,17 @@ class Repeater:
         return self._again(node, op, (x, wanted), {})
 
     def _size(self, node: fx.Node, dim: int, x: fx.Node, told: Sequence[Dim] | None) -> Dim:
-        """Return a size of ``node`` from its arguments or its operand ``x``, because ``node`` itself may go away."""
+        """Return the size of axis ``dim`` of ``node`` from the arguments of ``node`` or from the operand ``x``.
+
+        ``node`` itself is not read, because it may be removed.
+        """
         known = size(val(node).shape[dim])
         if isinstance(known, int):
             return known
         given = told[dim] if told is not None and len(told) == len(shape(node)) else None
         if isinstance(given, fx.Node):
             return given
-        # Size expressions are compared: an axis of the operand with the same expression has that length in every call.
+        # If an axis of the operand has the same size expression, it has this length in every call.
         at = next((k for k, d in enumerate(val(x).shape) if size(d) == known), None)
         return length_behind(self.builder, node, dim) if at is None else self.builder.size(x, at)
 
@@ -69,7 +72,10 @@ class Repeater:
         args: tuple[Argument, ...],
         kwargs: dict[str, Argument],
     ) -> fx.Node:
-        """Call ``op`` with the metadata of ``node``. The call is not marked as ours: it is the user's operator."""
+        """Call ``op`` with the metadata of ``node``.
+
+        The call is not marked as added by a rewrite, because it is the user's operator.
+        """
         with node.graph.inserting_before(self.builder.anchor):
             new = node.graph.call_function(op, args, kwargs)
         left = ("val", "tensor_meta", SPELLED, ORIGIN)

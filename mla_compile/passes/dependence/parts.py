@@ -1,8 +1,8 @@
 """Parts of a tensor along one axis, rebuilt from the matching parts of its operands.
 
-In ``K = cat([K_a, K_b], heads)``, followed by views, casts and a cat along the features, the heads of ``K_a`` depend on
-``K_a`` alone, through the same operators. :class:`AxisParts` finds where the parts meet, and :class:`PartMaker` builds
-a part.
+Suppose that views, casts and a cat along the features follow ``K = cat([K_a, K_b], heads)``. In the result, the heads
+of ``K_a`` depend on ``K_a`` alone, through the same operators. :class:`AxisParts` finds where the parts meet, and
+:class:`PartMaker` builds a part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Made = frozenset[object]
 
 @dataclass(frozen=True)
 class Interval:
-    """Neighbouring positions of an axis that depend on the same things."""
+    """Neighbouring positions of an axis that all depend on the same nodes (``made``)."""
 
     start: int
     stop: int
@@ -38,10 +38,10 @@ class Interval:
 
 @dataclass
 class AxisParts:
-    """What the positions along the axes of a graph's tensors depend on.
+    """Finds what the positions along an axis of a tensor depend on.
 
-    ``weights``: nodes computed from weights only. ``ends``: nodes past which the walk does not go. ``made_of``: what
-    a node without a step depends on; this tells parts apart.
+    ``weights``: nodes computed from weights only. ``ends``: nodes upstream of which the walk does not continue.
+    ``made_of``: a function that returns what a node without a step depends on. Its results tell parts apart.
     """
 
     weights: Collection[fx.Node]
@@ -56,7 +56,7 @@ class AxisParts:
         return node in self.weights or node in self._cut
 
     def cut(self, weight: fx.Node, part: fx.Node) -> None:
-        """Record ``part``, a new node, as a part of ``weight``."""
+        """If ``weight`` is a weight, record that ``part``, a new node, is a weight too."""
         if self.is_weight(weight):
             self._cut.add(part)
 
@@ -64,12 +64,15 @@ class AxisParts:
         return None if node in self.ends or self.is_weight(node) else step(node, dim)
 
     def stacked(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...] | None:
-        """Return the tensors stacked along axis ``dim`` of ``node``, one per position; None if it is not a stack."""
+        """Return the tensors stacked along axis ``dim`` of ``node``, one per position; None if there are none."""
         how = None if node in self.ends or self.is_weight(node) else decode(node)
         return how.parts if isinstance(how, Stack) and how.dim == dim else None
 
     def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Interval, ...]:
-        """Return axis ``dim`` of ``node``, whose length is known, cut wherever the dependences change."""
+        """Return the intervals of axis ``dim`` of ``node``, cut wherever the dependences change.
+
+        The length of the axis must be known.
+        """
         key = (node, dim)
         if key not in self._runs:
             self._runs[key] = _merged(self._found(node, dim, depth))
@@ -82,8 +85,8 @@ class AxisParts:
     def _found(self, node: fx.Node, dim: int, depth: int) -> list[Interval]:
         length = shape(node)[dim]
         assert isinstance(length, int)
-        # The depth of the recursion is bounded: anything farther away counts as one dependence, and the attention may
-        # stay whole.
+        # The depth of the recursion is bounded. Anything farther upstream is treated as one dependence, and the
+        # attention may then stay whole.
         how = self.step(node, dim) if depth < REACH else None
         if how is None:
             stacked = self.stacked(node, dim)
@@ -99,12 +102,12 @@ class AxisParts:
                     if low < high:
                         found.append(Interval(low, high, run.made))
             return found
-        # With a weight for each position (heads in a batched product), no two positions have the same dependences.
+        # If each position has its own weight (heads in a batched product), no two positions have the same dependences.
         if how.own_rows and any(map(self.is_weight, how.reads)):
             return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
         if how.reads and all(map(self.is_weight, how.reads)):  # columns of one weight
             return [Interval(0, length, self.made_of(node))]
-        # The first entry covers the whole axis, even if no operand has it.
+        # The first entry covers the whole axis, even if no operand has this axis.
         layers = [[Interval(0, length, frozenset())]]
         for operand, place in how.reads.items():
             runs = self.runs(operand, place.dim, depth + 1)
@@ -116,7 +119,7 @@ class AxisParts:
         return frozenset() if node in self.ends or self.is_weight(node) else self.made_of(node)
 
     def core(self, node: fx.Node, dim: int, products: Collection[fx.Node]) -> dict[tuple[fx.Node, int], Blind] | None:
-        """Return the operators from ``products`` to ``node`` with the axis of each; None if one mixes or joins it."""
+        """Return the operators from ``products`` to ``node``, each with its axis; None if one mixes or joins it."""
         found: dict[tuple[fx.Node, int], Blind] = {}
         queue = [(node, dim)]
         while queue:
@@ -131,7 +134,7 @@ class AxisParts:
             if one[0] not in products:
                 inside = [(n, p.dim) for n, p in how.reads.items() if _leads_to(products, n, self.ends)]
                 whole = [n for n in one[0].all_input_nodes if n not in how.reads and n not in self.ends]
-                # An operand that is read whole and depends on the scores ties the groups together.
+                # If an operand that is read whole depends on the scores, it ties the groups together.
                 if any(_leads_to(products, n, self.ends) for n in whole):
                     return None
                 queue += inside
@@ -139,7 +142,7 @@ class AxisParts:
 
 
 def _leads_to(first: Collection[fx.Node], last: fx.Node, ends: Collection[fx.Node]) -> bool:
-    """Whether ``last`` is computed from one of ``first``, without looking behind ``ends``."""
+    """Whether ``last`` is computed from one of ``first``, without looking upstream of ``ends``."""
     return any(n in first for n in reachable([last], lambda node: (n for n in node.all_input_nodes if n not in ends)))
 
 
@@ -148,10 +151,10 @@ def _scaled(run: Interval, unit: int, inner: int) -> Interval:
 
 
 def _on_whole(runs: Sequence[Interval], inner: int) -> list[Interval]:
-    """Drop the cuts of ``runs`` that do not fall between two units of ``inner`` positions."""
+    """Drop the cuts of ``runs`` that do not lie between two units of ``inner`` positions."""
     found: list[Interval] = []
     for run in runs:
-        # A cut inside a unit would split a position of the result, so the run before it grows instead.
+        # A cut inside a unit would split a position of the result, so the previous run is extended instead.
         if found and found[-1].stop % inner:
             found[-1] = Interval(found[-1].start, run.stop, found[-1].made | run.made)
         else:
@@ -160,7 +163,7 @@ def _on_whole(runs: Sequence[Interval], inner: int) -> list[Interval]:
 
 
 def _overlaid(layers: Sequence[Sequence[Interval]]) -> list[Interval]:
-    """Combine the runs of several operands of one axis, and cut wherever one of them is cut."""
+    """Combine the runs of several operands along one axis. The result is cut wherever an operand is cut."""
     cuts = sorted({r.start for runs in layers for r in runs} | {r.stop for runs in layers for r in runs})
     found: list[Interval] = []
     for start, stop in pairwise(cuts):
@@ -180,12 +183,12 @@ def _merged(runs: Iterable[Interval]) -> tuple[Interval, ...]:
 
 
 def _long(node: fx.Node) -> int:
-    """Return an axis with more than one position, because only such an axis has steps."""
+    """Return the first axis with more than one position, because only such an axis has steps; 0 if there is none."""
     return next((k for k, d in enumerate(shape(node)) if isinstance(d, int) and d > 1), 0)
 
 
 class PartMaker(Repeater):
-    """Adds the nodes that compute parts. It reuses existing parts and whole nodes."""
+    """Adds the nodes that compute parts. Existing parts and whole nodes are reused."""
 
     def __init__(
         self,
@@ -201,7 +204,7 @@ class PartMaker(Repeater):
 
     def make(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         """Return positions ``start`` to ``stop`` of axis ``dim`` of ``node``."""
-        # This comes first, because a whole node must not be built a second time.
+        # This check comes first, because a whole node must not be built a second time.
         if start == 0 and stop == shape(node)[dim]:
             return self._copied(node)
         key = (node, dim, start, stop)
@@ -210,7 +213,10 @@ class PartMaker(Repeater):
         return self._made[key]
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """Return the source if ``node`` is a copy into a target, which need not be built; else ``node``."""
+        """Return the copied tensor if ``node`` is a copy into a target. Otherwise return ``node``.
+
+        The copy itself need not be built.
+        """
         while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
         return node

@@ -1,9 +1,9 @@
 """The operators through which the heads of an attention pass separately, from weights to the output that mixes them.
 
 In ``o_proj(merge(softmax(q k^T) v))`` with ``q = heads(linear(x, W))``, head h of the merged output depends on head h
-of q, K and V, and these depend on the rows of W that belong to head h. :func:`find_region` follows the head axis
-forwards to the last operator that keeps heads apart, and from there backwards to tensors that have no heads or have
-other readers.
+of q, K and V. Head h of q depends on the rows of W that belong to head h, and K and V depend on their weights in the
+same way. :func:`find_region` follows the head axis downstream to the last operator that keeps heads apart. From there,
+it follows the axis upstream to tensors that have no heads or have other readers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mla_compile.passes.ir.walk import REACH
 MOST_STEPS = 4 * REACH
 """The most operators of a region: one attention's queries, keys, values and output, each with its path to a weight.
 
-A longer walk does not follow heads, but a batch axis, which leads back to the first layer of the model.
+A longer walk does not follow heads. It follows a batch axis, which leads back to the first layer of the model.
 """
 
 
@@ -40,8 +40,9 @@ class Region:
         dim: the axis of ``out`` that has the heads as its outer factor.
         heads: the number of heads.
         parts: the analysis that knows where the walk ends.
-        core: every operator that is computed in parts, with the axis of its result, and how it reads its operands.
-        whole: tensors that each part reads, whole or sliced.
+        core: the operators that are computed in parts, each with an axis of its result. The values are the steps, which
+            say how an operator reads its operands.
+        whole: operands that are not computed in parts. Each part reads them whole or sliced.
     """
 
     out: fx.Node
@@ -53,13 +54,14 @@ class Region:
 
     @property
     def inside(self) -> set[fx.Node]:
-        """The nodes that are computed in parts, and no longer as a whole."""
+        """The nodes that are computed in parts and no longer as a whole."""
         return {node for node, _ in self.core}
 
     def bounds(self, most: int) -> tuple[int, ...] | None:
-        """Return where to cut axis ``dim`` into at most ``most`` groups of heads, with both ends; None if impossible.
+        """Return the bounds that cut axis ``dim`` into at most ``most`` groups of heads; None if this is impossible.
 
-        No cut separates positions that an operator computes together, such as the queries that share a key head.
+        The bounds include both ends of the axis. No cut separates positions that an operator computes together, such as
+        the queries that share a key head.
         """
         length = shape(self.out)[self.dim]
         assert isinstance(length, int)
@@ -95,7 +97,10 @@ class Region:
 
 
 def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> Region | Stop:
-    """Return the region of ``attention`` along ``dim``, an axis of known length of its result, or an obstacle."""
+    """Return the region of ``attention`` along axis ``dim`` of its result, or the reason why there is none.
+
+    The length of the axis must be known.
+    """
     heads = shape(attention)[dim]
     assert isinstance(heads, int)
     out, along = _last(attention, dim)
@@ -111,14 +116,14 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
         if not read:
             inside = {node for node, _ in core}
             operands = dict.fromkeys(n for node, _ in core for n in node.all_input_nodes)
-            # A split is no tensor; its parts refer to the tensor that was split.
+            # A split is not a tensor. Its parts refer to the tensor that was split.
             whole = tuple(n for n in operands if n not in inside and is_tensor(n))
             return Region(out, along, heads, parts, core, whole)
         ends |= read
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read values of ``node``, perhaps through a split; not those of its size or dtype only."""
+    """Yield the nodes that read values of ``node``, perhaps through a split, and not only its size or dtype."""
     for user in node.users:
         if is_tuple(user):
             yield from user.users
@@ -127,7 +132,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _last(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
-    """Follow the axis from reader to reader as long as there is exactly one, and return the last node and its axis."""
+    """Follow the axis downstream while each node has exactly one reader; return the last node and its axis."""
     for _ in range(REACH):
         following = list(readers(node))
         if len(following) != 1 or not is_tensor(following[0]):
@@ -164,7 +169,7 @@ def _operands(how: BackwardStep) -> list[tuple[fx.Node, int]]:
 
 
 def _read_whole(core: Mapping[tuple[fx.Node, int], BackwardStep], out: fx.Node) -> set[fx.Node]:
-    """Return nodes of ``core`` that all heads need: read outside of it, or by an operator that mixes heads."""
+    """Return the nodes of ``core`` that are read whole: outside of ``core``, or by an operator that mixes heads."""
     in_parts: dict[fx.Node, set[fx.Node]] = {}
     mixes: set[fx.Node] = set()
     for (node, _), how in core.items():

@@ -1,9 +1,9 @@
 """How positions along one axis of a result follow from positions of its operands, operator by operator.
 
-Position h along an axis of ``softmax(q k^T) v`` needs position h of the same axis of q, k and v and no other, as long
-as no operator mixes that axis. Then the same operator over parts of its operands gives a part of the result. This is
-called a step. An operator has none if it has no rule or mixes the axis (a product that sums over it, a softmax or a
-norm along it).
+Consider an axis of ``softmax(q k^T) v`` that no operator mixes. Position h along this axis needs only position h of the
+same axis of q, k and v. An operator over parts of its operands then gives a part of its result. This dependence is
+called a step. An operator has no step along an axis that it mixes (a product that sums over it, a softmax or a norm
+along it), or if there is no rule for the operator.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ALONG_ONE = {
     "cumsum": (1, "dim"), "cumprod": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims"), "index_select": (1, "dim"),
     "gather": (1, "dim"), "scatter": (1, "dim"), "index_copy": (1, "dim"), "index_add": (1, "dim"),
 }  # fmt: skip
-"""Operators that have the axes of their first operand, and the argument that gives the axes along which they work."""
+"""Operators that keep the axes of their first operand, each with the argument for the axes along which it works."""
 
 Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]"
 
 
 @dataclass(frozen=True)
 class OperandAxis:
-    """Axis ``dim`` of an operand. Each unit (see :class:`Blind`) of the result reads ``inner`` positions along it."""
+    """Axis ``dim`` of an operand. A unit of the result (see :class:`Blind`) reads ``inner`` positions of it."""
 
     dim: int
     inner: int = 1
@@ -42,11 +42,12 @@ class OperandAxis:
 
 @dataclass(frozen=True)
 class Blind:
-    """Each unit of the result depends on the same unit of ``reads``; other operands are read whole.
+    """A step in which each unit of the result depends on the same unit of each operand in ``reads``.
 
-    ``unit``: the number of positions in a unit. ``reshaped``: the operator's arguments give the shape of its result.
-    ``instead``: the operator that does the same to a part of its only operand, and its further arguments. ``own_rows``:
-    a product whose operands both have the axis.
+    Operands that are not in ``reads`` are read whole. ``unit``: the number of positions in a unit. ``reshaped``:
+    whether the operator's arguments give the shape of its result. ``instead``: for operators with one operand, an
+    operator that computes a part of the result from a part of the operand, and its further arguments. ``own_rows``:
+    whether the operator is a product whose operands both have the axis.
     """
 
     reads: Mapping[fx.Node, OperandAxis]
@@ -58,7 +59,7 @@ class Blind:
 
 @dataclass(frozen=True)
 class Joined:
-    """The axis of the result is joined from parts."""
+    """The step of an operator that joins the axis of its result from parts."""
 
     parts: tuple[moves.AxisPart, ...]
 
@@ -67,19 +68,19 @@ BackwardStep = Blind | Joined
 
 
 def step(node: fx.Node, dim: int) -> BackwardStep | None:
-    """Return the dependences of positions along axis ``dim`` of ``node``; None if they cannot be told apart."""
+    """Return the step along axis ``dim`` of ``node``; None if the dependences of its positions cannot be told apart."""
     length = shape(node)[dim] if is_tensor(node) else 1
-    # Without a known length there are no positions to name, and an axis of size 1 has no parts.
+    # If the length is not known, there are no positions to name. An axis of size 1 has no parts.
     if not isinstance(length, int) or length == 1 or node.op != "call_function":
         return None
     return _step(node, dim, length)
 
 
 def per_position(node: fx.Node, dim: int) -> Blind | None:
-    """Return the step along axis ``dim`` of an operator that does the same to each position, whatever their number.
+    """Return the step along axis ``dim`` of an operator that treats each position in the same way.
 
-    Unlike :func:`step`, this names no positions, so the length may be symbolic. None if there is no such step, if the
-    axis has size 1, or if a unit of it has several positions.
+    Unlike :func:`step`, this function names no positions, so the length may be symbolic. Return None if there is no
+    such step, if the axis has size 1, or if a unit has several positions.
     """
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return None
@@ -90,10 +91,10 @@ def per_position(node: fx.Node, dim: int) -> Blind | None:
 
 
 def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
-    """Return the operands that have axis ``dim`` of ``node``, each with its axis, even if ``node`` mixes positions.
+    """Return the operands that have axis ``dim`` of ``node``, each with the index of this axis in the operand.
 
-    Unlike :func:`step`, this names no positions, so lengths may be symbolic. Operands that broadcast along the axis are
-    left out.
+    It does not matter whether ``node`` mixes positions along the axis. Unlike :func:`step`, this function names no
+    positions, so lengths may be symbolic. Operands that broadcast along the axis are left out.
     """
     if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
         return {}
@@ -132,7 +133,10 @@ def reduced(node: fx.Node) -> tuple[int, ...]:
 
 
 def worked_along(node: fx.Node) -> tuple[int, ...]:
-    """Return the axes along which an operator that keeps all axes reads other positions than the one it writes."""
+    """Return the axes along which ``node`` reads positions other than the one it writes.
+
+    ``node`` must have the axes of its first operand.
+    """
     name, rank = getattr(packet(node), "__name__", ""), len(shape(node))
     if name == "index":
         return tuple(d for d, given in enumerate(args_of(node)[1]) if given is not None)
@@ -154,7 +158,7 @@ def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     if rule is not None:
         return rule(node, dim, length)
     tags = getattr(node.target, "tags", ())
-    # A random operator would draw other numbers for a part, so being pointwise is not enough.
+    # A random operator would draw other numbers for a part, so it is not enough that an operator is pointwise.
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return _pointwise(node, dim, length) if pointwise else None
 
@@ -162,17 +166,21 @@ def _step(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 def _reads(
     pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, *, own_rows: bool = False
 ) -> Blind | None:
-    """Return the step over these axes of operands; None if none has the axis, one has it twice, or lengths differ."""
+    """Return the step that reads each operand in ``pairs`` along its axis.
+
+    A negative axis means that the operand broadcasts. Return None if all operands broadcast, if one would be read along
+    two axes, or if lengths differ.
+    """
     reads: dict[fx.Node, OperandAxis | None] = {}
     for node, dim in pairs:
         broadcast = dim < 0 or same(shape(node)[dim], 1)
         if not broadcast and not same(shape(node)[dim], length):
             return None
         place = None if broadcast else OperandAxis(dim)
-        # In `x + x.T`, position h needs row h and column h of one tensor, which a part of it does not have.
+        # In `x + x.T`, position h needs both row h and column h of x. A part of x does not have both.
         if reads.setdefault(node, place) != place:
             return None
-    # Each part reads operands that broadcast along the axis as a whole.
+    # Operands that broadcast along the axis are read whole by each part.
     found = {n: p for n, p in reads.items() if p is not None}
     return Blind(found, instead=instead, own_rows=own_rows) if found else None
 
@@ -200,11 +208,12 @@ def _assigned(node: fx.Node, how: moves.Assign, dim: int, length: int) -> Backwa
 
 
 def _normalized(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
-    """Handle a softmax or a norm along other axes."""
+    """Handle a softmax or a norm that works along other axes."""
     rank, over = len(shape(node)), argument(node, 1, "dim")
     if over is None:
         return None
-    # A softmax names its axis; layer_norm and rms_norm give the sizes of the last axes, whose number counts.
+    # A softmax names its axis. layer_norm and rms_norm are given the sizes of the last axes, so the number of sizes is
+    # used.
     along = [axis(over, rank)] if isinstance(over, int) else list(range(rank - len(over), rank))
     return None if dim in along else _first(node, dim, length)
 
@@ -215,13 +224,14 @@ def _rearranged(node: fx.Node, how: moves.Rearrange, dim: int, length: int) -> B
         return None
     outer, *rest = how.map.after[dim]
     for k, own in enumerate(how.map.before):
-        # Only an outermost factor gives neighbouring positions; positions of an inner factor are scattered.
+        # Only an outermost factor gives neighbouring positions. The positions of an inner factor are scattered.
         if own and own[0] is outer:
             unit, inner = axis_size(rest), axis_size(own[1:])
             if not isinstance(unit, int) or not isinstance(inner, int):
                 return None
             return Blind({how.x: OperandAxis(k, inner)}, unit, reshaped=how.told is not None)
-    # No operand has this axis: all of its positions are equal. Only an expansion can be given another size for it.
+    # The operand does not have this axis, so all of its positions are equal. Only an expansion can be given another
+    # size for it.
     expands = isinstance(how, moves.Expand) and not how.map.read_along(dim)
     return Blind({}, reshaped=True) if expands else None
 
@@ -231,7 +241,8 @@ def _along(node: fx.Node, how: moves.Along, dim: int, length: int) -> BackwardSt
         return None if how.axis_parts is None else Joined(how.axis_parts)
     if not isinstance(how, moves.Slice):
         return _reads([(x, dim) for x in how.operands], length)
-    # A member of a split refers to the split of the whole tensor, so a part of it is written as a slice.
+    # A part of a split's member is written as a slice, because the member itself refers to the split of the whole
+    # tensor.
     instead = None if how.bounds is None else (aten.slice.Tensor, (how.dim, *how.bounds))
     return None if instead is None else _reads([(how.x, dim)], length, instead)
 
@@ -241,7 +252,7 @@ def _selected(node: fx.Node, how: moves.Select, dim: int, length: int) -> Backwa
 
 
 def _stacked(node: fx.Node, how: moves.Stack, dim: int, length: int) -> BackwardStep | None:
-    # No operand has the new axis; `AxisParts.stacked` tells its positions apart.
+    # No operand has the new axis. `AxisParts.stacked` tells its positions apart.
     return None if how.dim == dim else _reads([(x, dim - (dim > how.dim)) for x in how.parts], length)
 
 
@@ -253,13 +264,13 @@ def _product(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
     left, right, out = labelled
     label = out[dim]
     places = [(n, labels.find(label)) for n, labels in (left, right)]
-    # If both operands have the axis, each position (a head) has its own product; otherwise rows share a weight.
+    # If both operands have the axis, each position (a head) has its own product. Otherwise, rows share a weight.
     both = all(k >= 0 and same(shape(n)[k], length) for n, k in places)
     return _reads(places, length, own_rows=both)
 
 
 def _linear(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
-    """Handle a linear: its last axis belongs to the weight's rows and the bias, its other axes to the operand."""
+    """Handle a linear. Its last axis belongs to the weight's rows and the bias, its other axes to the operand."""
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     beside = [] if bias is None else [bias]
     if dim < len(shape(node)) - 1:
@@ -268,9 +279,10 @@ def _linear(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
 
 
 def _fused(node: fx.Node, dim: int, length: int) -> BackwardStep | None:
-    """Handle PyTorch's attention: all axes but the last two are independent; K and V may have fewer heads."""
+    """Handle PyTorch's attention. All axes except the last two are independent. K and V may have fewer heads."""
     rank = len(shape(node))
-    # `is_causal` would mask a part of the queries as if it came first, and dropout draws other numbers for a part.
+    # The last two axes have no steps: `is_causal` would mask a part of the queries as if it were the first queries.
+    # Dropout would draw other numbers for a part.
     if dim >= rank - 2 or argument(node, 4, "dropout_p", 0.0) != 0.0:
         return None
     q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))

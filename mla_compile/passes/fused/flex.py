@@ -1,7 +1,8 @@
 """Writes calls of flex_attention as plain attention, if they have a block mask or their log-sum-exp is used.
 
-The log-sum-exp may only be used for a factor of the output, ``sigmoid(lse - sink)`` in any form: the call and the
-factor together are an attention with a sink. Calls with neither stay, because later passes read them as they are.
+The log-sum-exp may only be used for a factor of the output, ``sigmoid(lse - sink)`` in any form. The call and the
+factor together are then an attention with a sink. A call without a block mask whose log-sum-exp is not used stays as it
+is, because later passes read it directly.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ aten = torch.ops.aten
 def plain_flex(
     call: fx.Node, alive: Collection[fx.Node], fake_mode: FakeTensorMode | None
 ) -> tuple[fx.Node, Plain] | None:
-    """Return the output of ``call``, times the factor for sinks if there is one, and the attention that computes it.
+    """Return the node to replace, and the plain attention that computes it.
 
-    ``alive``: the nodes that the graph's outputs need. None if later passes read the call itself or do not analyse it.
-    Raises ``UntoldError`` if it is not a plain attention.
+    The node is the output of ``call``, or the product of this output with a factor for sinks. ``alive``: the nodes that
+    the graph's outputs need. Return None if later passes read ``call`` itself or do not analyse it. Raises
+    ``UntoldError`` if ``call`` is not a plain attention.
     """
     flex = read_flex(call)
     if flex is None:
@@ -64,7 +66,7 @@ def _modified(flex: Flex, builder: Builder, scores: fx.Node) -> fx.Node:
 
 
 def _seen(flex: Flex, mask: FlexMask, builder: Builder) -> fx.Node:
-    # A mask that does not read the batch or head index is computed once along that axis.
+    # If a mask does not read the batch or head index, it is computed once along that axis.
     lead = [builder.size(flex.q, d) if read else 1 for d, read in enumerate(mask.indexed)]
     sizes = (*lead, builder.size(flex.q, 2), builder.size(flex.k, 2))
     indices = [builder.call(aten.arange.default, n, device=val(flex.q).device) for n in sizes]
@@ -73,9 +75,10 @@ def _seen(flex: Flex, mask: FlexMask, builder: Builder) -> fx.Node:
 
 @dataclass(frozen=True)
 class _Sunk:
-    """``result``: the output of a call, times a factor for sinks, perhaps permuted; ``steps`` lead to it.
+    """The output of a call times a factor for sinks.
 
-    ``axes``: the axes of the scores in the atoms of ``terms``: the output's axes, but the last stands for the keys.
+    ``result``: this product, perhaps permuted. ``steps``: the steps from the output to ``result``. ``axes``: the axes
+    of the scores, in the atoms of ``terms``. These are the axes of the output, but the last axis represents the keys.
     """
 
     result: fx.Node
@@ -94,7 +97,7 @@ def _sunk(call: fx.Node, out: fx.Node, log2_of_sum: fx.Node, alive: Collection[f
     def readers(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.users if n in alive]
 
-    # The last node is tried first, because a product without the last factor would leave the log-sum-exp in use.
+    # The last node is tried first, because a product without the last factor would leave a use of the log-sum-exp.
     for node in reversed(list(reachable([out], readers, REACH))):
         steps = factored(node, lambda n: n is out)
         sunk = None if steps is None or not steps.ends_with_a_factor else _read(node, steps, log2_of_sum)

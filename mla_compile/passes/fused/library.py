@@ -1,16 +1,18 @@
 """Attention operators of libraries, by their qualified names. No library is imported.
 
 The tables contain only what a library documents: the effect of an argument on the scores, and the key at which a
-diagonal is aligned if there are more keys than queries. Argument names mean the same in all of these libraries. A later
-release with more arguments is therefore read too, as long as the new arguments have their defaults.
+diagonal is aligned if there are more keys than queries. An argument name means the same in all of these libraries. A
+later release with more arguments can therefore be read too, as long as the new arguments have their defaults. The
+sources are:
 
-* FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), also as built for vLLM and for the ``kernels`` package of
-  Hugging Face, whose namespaces end in the hash of a build: docstrings of ``flash_attn_func`` and
-  ``flash_attn_with_kvcache``. Builds for vLLM, which transformers uses too, take a sink of each head as ``s_aux``.
-* xformers: docstring of ``memory_efficient_attention``. xformers itself checks that no diagonal from the first key
-  reaches FlashAttention, whether its own build or torch's.
-* torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere the alignment of ``is_causal`` is not documented,
-  so it is only read if there are as many queries as keys.
+* FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``): docstrings of ``flash_attn_func`` and
+  ``flash_attn_with_kvcache``. This includes builds for vLLM and for Hugging Face's ``kernels`` package, whose
+  namespaces end in the hash of a build. Builds for vLLM, which transformers uses too, take a sink of each head as
+  ``s_aux``.
+* xformers: docstring of ``memory_efficient_attention``. xformers itself checks that no diagonal from the first key is
+  passed to FlashAttention, whether to its own build or to torch's build.
+* torch: ``CustomMaskType`` of the memory-efficient kernel. Elsewhere, the alignment of ``is_causal`` is not documented,
+  so ``is_causal`` is only read if there are as many queries as keys.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _WORDS = {
     **dict.fromkeys(("b", "bias", "attn_bias", "attn_mask"), "bias"),
     "s_aux": "sinks",
 }
-"""Names of the arguments that affect the result, and the word for each in this package."""
+"""Names of the arguments that affect the result, and the word for each argument in this package."""
 
 INERT = frozenset(
     (
@@ -47,9 +49,9 @@ INERT = frozenset(
         *("is_rotary_interleaved", "rotary_interleaved"),
     )
 )
-"""Arguments that only say how to compute, or which further results to return, so they may have any value.
+"""Arguments that only say how to compute, or which further results to return. They may have any value.
 
-The interleaving of rotations is among them, because a call that rotates is refused for its rotary tables anyway.
+The interleaving of rotations is included, because a call that rotates is refused for its rotary tables anyway.
 """
 
 
@@ -58,8 +60,8 @@ class Fused:
     """One operator whose first or only result is ``softmax(scale q k + ...) v``.
 
     Attributes:
-        heads_first: operands are [..., heads, tokens, width], otherwise [..., tokens, heads, width]. With ``starts_q``
-            and ``starts_k`` sequences are packed, [tokens, heads, width].
+        heads_first: whether operands are [..., heads, tokens, width]. Otherwise they are [..., tokens, heads, width].
+            If ``starts_q`` and ``starts_k`` are given, sequences are packed as [tokens, heads, width].
         diagonal: where ``causal`` and windows are aligned. ``"last"``: the last query is at the last key. ``"same"``:
             known only if there are as many queries as keys. ``"first"``: the first query is at the first key.
         words: meanings of arguments, by their names without trailing underscores.
@@ -77,9 +79,9 @@ _KEEPING_CACHE = Fused(words={**_WORDS, "k_new": "appended", "v_new": "appended"
 _OF_TORCH = Fused(heads_first=True, diagonal="same")
 
 OF_TORCH_BY_NAME = Fused(heads_first=True, diagonal="first")
-"""``scaled_dot_product_attention`` with ``is_causal`` and unequal numbers of queries and keys.
+"""``scaled_dot_product_attention`` with ``is_causal`` and different numbers of queries and keys.
 
-Its documentation aligns the lower triangular mask with the upper left corner.
+PyTorch's documentation aligns the lower triangular mask with the upper left corner.
 """
 
 _NAMESPACES = ("flash_attn", "flash_attn_3", "_flash_attn*", "_vllm_flash_attn*", "_vllm_fa2_C", "_vllm_fa3_C")

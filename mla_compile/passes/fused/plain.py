@@ -1,12 +1,14 @@
-"""The plain attention that a library's fused operator computes, as nodes.
+"""Writes the plain attention that a library's fused operator computes, as nodes.
 
-Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, tokens before heads
+Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, with tokens before heads
 
-After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. With modified scores
-or sinks: two products with a softmax between them, in float32 or wider, as the kernels compute internally.
+After: ``scaled_dot_product_attention`` of permuted operands, with a mask that compares positions. If the scores are
+modified or there are sinks, the result is two products with a softmax between them instead. Both products are in
+float32 or wider, as in the kernels themselves.
 
-Query s of S sees key t of T if ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation), where
-S and T count queries and keys of one sequence. A query that sees no key gives zero, as in PyTorch's fused attention.
+Query s of S sees key t of T if ``s + T - S - left <= t <= s + T - S + right`` (FlashAttention's documentation), where S
+and T count queries and keys of one sequence. For a query that sees no key, the result is zero, as in PyTorch's fused
+attention.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ aten = torch.ops.aten
 
 
 class UntoldError(Exception):
-    """A call is not a plain attention; the message says why."""
+    """A call is not a plain attention. The message says why."""
 
     def __init__(self, why: str, code: str = "unsupported_op") -> None:
         super().__init__(why)
@@ -44,15 +46,18 @@ class Plain:
 
     Attributes:
         q: [B,S,H,D], or [B,H,S,D] if ``heads_first``; without heads [B,S,D]; packed [S,H,D].
-        k, v: the same with T tokens and perhaps fewer heads, each of which serves neighbouring heads of ``q``.
-        modify: adds the nodes that change all scores [B,H,S,T] at once; None: scores stay as they are.
-        left, right: the number of keys before and after the diagonal that are seen; None: all.
-        first: the diagonal begins at the first key, instead of ending at the last one.
-        starts: the start of each packed sequence among the queries and among the keys [n+1], integers.
-        used: the number of keys of each batch entry or packed sequence [n], integers.
-        bias: added to the scores; or booleans, True where a key is seen.
-        sinks: one more score, without a value, for each head of ``q`` [H] or for each query [B|1,H|1,S|1,1]. Sinks are
-            not scaled, modified or masked.
+        k, v: in the layout of ``q``, with T tokens. There may be fewer heads than in ``q``, each of which then serves
+            several neighbouring heads of ``q``.
+        heads_first: whether the heads come before the tokens in the shapes.
+        scale: the factor of the scores.
+        modify: a function that adds the nodes that change all scores [B,H,S,T] at once; None: scores stay as they are.
+        left, right: how many keys before and after the diagonal are seen; None: all.
+        first: whether the diagonal begins at the first key. Otherwise, it ends at the last key.
+        starts: where each packed sequence starts among the queries, and among the keys; integers [n+1].
+        used: the number of keys of each batch entry or packed sequence; integers [n].
+        bias: a tensor that is added to the scores; or a boolean mask that is True where a key is seen.
+        sinks: an additional score, without a value, for each head of ``q`` [H] or for each query [B|1,H|1,S|1,1].
+            Sinks are not scaled, modified or masked.
         views: nodes that permute or reshape the result, one after the other.
     """
 
@@ -74,7 +79,10 @@ class Plain:
 
 @dataclass(frozen=True)
 class PlainNodes:
-    """The nodes of a plain attention: its products or fused call, and ``out`` in the operator's memory layout."""
+    """The nodes of a plain attention.
+
+    ``core``: its two products, or its fused call. ``out``: the result in the memory layout of the library's operator.
+    """
 
     core: tuple[fx.Node, ...]
     out: fx.Node
@@ -88,7 +96,7 @@ def capped(softcap: float, builder: Builder, scores: fx.Node) -> fx.Node:
 
 
 def write(anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> PlainNodes:
-    """Add the nodes of ``plain`` before ``anchor``, whose dtype the result has."""
+    """Add the nodes of ``plain`` before ``anchor``. The result has the dtype of ``anchor``."""
     return _PlainWriter(anchor, plain, fake_mode).write()
 
 
@@ -114,7 +122,8 @@ class _PlainWriter:
             core = (attention,)
         out = viewed(self.builder, self._as_given(attention), plain.views)
         out = self.builder.cast(out, val(self.anchor).dtype)
-        # Views of the result were traced on the memory layout that the operator gives it.
+        # Existing views of the result were traced on the memory layout of the library's operator, so the layout is
+        # kept.
         return PlainNodes(core, same_layout(self.builder, out, self.anchor), self.builder)
 
     def _heads_first(self, x: fx.Node) -> fx.Node:
@@ -132,7 +141,10 @@ class _PlainWriter:
         return self.call(aten.permute.default, x, [order.index(d) for d in range(len(order))])
 
     def _order(self, x: fx.Node) -> list[int] | None:
-        """Return the order batch, heads (several axes for groups), tokens, width; None if ``x`` already has it."""
+        """Return the permutation to the order batch, heads (several axes for groups), tokens, width.
+
+        Return None if ``x`` already has this order.
+        """
         rank = len(shape(x))
         if self.plain.heads_first or rank == 3:
             return None
@@ -153,12 +165,12 @@ class _PlainWriter:
         left, right = plain.left, plain.right
         square = same(shape(q)[-2], shape(k)[-2])
         if plain.used is None:
-            # A single query stands at the last key, so no key comes after it.
+            # A single query is at the position of the last key, so no key comes after it.
             if same(shape(q)[-2], 1) and not plain.first:
                 right = None
             if left is None and right is None:
                 return None, False
-            # The fused operator does not take two masks, so a model's bias rules out `is_causal`.
+            # The fused operator does not accept both a mask and `is_causal`, so a model's bias rules out `is_causal`.
             if left is None and right == 0 and square and plain.bias is None:
                 return None, True
         s, t = self.builder.size(q, -2), self.builder.size(k, -2)
@@ -183,8 +195,8 @@ class _PlainWriter:
         columns = self._counted(q, self.builder.size(k, -2))
         rows = call(aten.unsqueeze.default, rows, 1)
         ends = call(aten.slice.Tensor, starts_q, 0, 1, None)
-        # A query belongs to the sequence whose index is the number of sequences that ended before it. Results beyond
-        # the last sequence are undefined, so there the index is only kept in bounds.
+        # A query belongs to the sequence whose index is the number of sequences that ended before the query. Beyond the
+        # last sequence, results are undefined, so the index is only kept in bounds.
         own = call(aten.sum.dim_IntList, call(aten.ge.Tensor, rows, ends), [1])
         last = self.builder.size(ends, 0)
         most = call(operator.sub, last, 1) if isinstance(last, fx.Node) else last - 1
@@ -226,7 +238,7 @@ class _PlainWriter:
     def _in_two_products(
         self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, *, causal: bool
     ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
-        """Add two products with a softmax between; return the products and the result. k and v may have fewer heads."""
+        """Add two products with a softmax between; return the products and the result. K and V may have fewer heads."""
         call, plain = self.call, self.plain
         dtype = wide(val(q).dtype)
         group = 1
@@ -260,8 +272,8 @@ class _PlainWriter:
 
     def _beside_sinks(self, scores: fx.Node, sinks: fx.Node, group: int) -> fx.Node:
         call, dtype = self.call, val(scores).dtype
-        # A sink of minus infinity, clamped to a finite number, takes no share from visible keys, but all of a row
-        # without visible keys, which gives zero.
+        # A sink of minus infinity is clamped to a finite number. It then takes no share from visible keys. In a row
+        # without visible keys, it takes the whole share, so the result is zero.
         column = call(aten.clamp.default, self.builder.cast(sinks, dtype), torch.finfo(dtype).min)
         if len(shape(column)) == 1:
             column = call(aten.view.default, column, [-1, 1, 1])
@@ -272,7 +284,7 @@ class _PlainWriter:
         return call(aten.slice.Tensor, call(aten.softmax.int, both, -1), -1, 0, -1)
 
     def _grouped(self, mask: fx.Node, group: int) -> fx.Node:
-        """Split the heads of a mask [..., H, S, T], which may lack leading axes, into key heads and groups."""
+        """Split the heads of a mask [..., H, S, T] into key heads and groups. The mask may lack leading axes."""
         if len(shape(mask)) < 3:
             return mask
         if same(shape(mask)[-3], 1):

@@ -1,4 +1,4 @@
-"""Finds library attention operators and adds a plain attention as a stand-in for each that can be expressed as one."""
+"""Finds library attention operators, and adds a stand-in for each that can be written as plain attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def has_fused(graph: fx.Graph) -> bool:
-    """Whether ``graph`` has a known attention operator of a library, or flex_attention."""
+    """Whether ``graph`` has a known attention operator of a library, or a call of flex_attention."""
     return has_flex(graph) or any(_known(node) is not None for node in graph.nodes)
 
 
@@ -35,7 +35,7 @@ def has_flex(graph: fx.Graph) -> bool:
 
 
 def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Add a stand-in for the result of every known operator; return how many.
+    """Add a stand-in for the result of every known operator; return how many were added.
 
     An operator that is not a plain attention stays, with the reason in its metadata (``REFUSED``).
     """
@@ -82,7 +82,10 @@ def _known(node: fx.Node) -> Fused | None:
 
 
 def _is_triangular(node: fx.Node) -> bool:
-    """Whether ``node`` is torch's own attention, only causally masked, with unequal numbers of queries and keys."""
+    """Whether ``node`` is torch's own attention with a causal mask and different numbers of queries and keys.
+
+    There must be no other mask and no dropout.
+    """
     if packet(node) is not aten.scaled_dot_product_attention:
         return False
     plain = argument(node, 3, "attn_mask") is None and argument(node, 4, "dropout_p", 0.0) == 0.0
@@ -105,7 +108,7 @@ def _only_result(call: fx.Node) -> fx.Node:
         raise UntoldError("its results are used as a whole")
     others = sorted({args_of(n)[1] for n in read} - {0})
     if others:
-        # The results are followed by the new values of the arguments that the operator may write into.
+        # After its results, the call returns the new values of the arguments that the operator may write into.
         own = len(_schema(call).returns)
         of = {1: "the log-sum-exp, besides the output,", own: "an argument that it may write into"}
         raise UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")
@@ -115,7 +118,7 @@ def _only_result(call: fx.Node) -> fx.Node:
 
 
 def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict[str, object]:
-    """Return the arguments that affect the result, by the words that ``known.words`` gives them."""
+    """Return the arguments that affect the result. The keys are the words of ``known.words``."""
     found: dict[str, Any] = {}
     for name, given, default in _arguments(call, fake_mode):
         word = known.words.get(name)
@@ -131,7 +134,10 @@ def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict
 
 
 def _arguments(call: fx.Node, fake_mode: FakeTensorMode | None) -> list[tuple[str, Any, object]]:
-    """Return name, value and default of each argument; an argument that the operator may mutate has its old value."""
+    """Return the name, value and default of each argument.
+
+    For an argument that the operator may mutate, this is the value before the call.
+    """
     try:
         functional = not isinstance(call.target, torch._ops.OpOverload)
         told = functionalized(call, fake_mode) if functional else named_arguments(call)
@@ -147,7 +153,7 @@ def _schema(call: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class _Sight:
-    """How many keys a query sees before and after the diagonal; None: all on that side."""
+    """How many keys a query sees before and after the diagonal; None: all keys on that side."""
 
     left: int | None
     right: int | None
@@ -243,7 +249,7 @@ def _sight(told: dict[str, Any]) -> _Sight:
 
 
 def _as_many(q: fx.Node, k: fx.Node, known: Fused, starts_q: object, starts_k: object) -> bool:
-    """Whether there are as many queries as keys, in each sequence if they are packed."""
+    """Whether there are as many queries as keys. If sequences are packed, this must hold for each sequence."""
     if starts_q is not None:
         return starts_q is starts_k
     dim = -2 if known.heads_first else 1

@@ -1,7 +1,8 @@
 """Arguments that an operator may write into, read from the functionalized call.
 
-Such a call is given whole tensors, the *bases*, and for each argument the index of its base, and its sizes, strides and
-memory offset within the base. If these describe a permuted slice of a dense base, the argument is that slice.
+A functionalized call is given whole tensors, the *bases*. For each such argument, it is also given the index of the
+argument's base, and the argument's sizes, strides and memory offset within this base. If these describe a permuted
+slice of a dense base, the argument is read as that slice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 
 
 def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, object]:
-    """Return the arguments of the operator that ``call`` runs, by name; views are added before it.
+    """Return the arguments of the operator that ``call`` runs, by name. Views of bases are added before ``call``.
 
     Raises ``ValueError`` with the name of an argument that is not a permuted slice of a dense base.
     """
@@ -65,8 +66,8 @@ def _is_dense(x: torch.Tensor) -> bool:
 def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offset: int) -> fx.Node | None:
     """Return the view of the dense ``base`` with ``axes`` (size, stride); None if it is not a permuted slice.
 
-    In falling order, the strides are the place values of digits that count positions in memory. The view takes a range
-    of each digit.
+    A position in memory is read like a number with several digits. The strides, from the largest to the smallest, are
+    the place values of the digits. The view takes a range of each digit.
     """
     order = sorted((k for k, (n, _) in enumerate(axes) if n > 1), key=lambda k: axes[k][1], reverse=True)
     values = [math.prod(val(base).shape), *(axes[k][1] for k in order), 1]
@@ -77,7 +78,7 @@ def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offse
         start, offset = divmod(offset, value)
         length = axes[order[digit]][0] if digit < len(order) else 1
         node = builder.call(aten.slice.Tensor, node, digit, start, start + length)
-    # The last digit has size 1 by now and is squeezed. The argument's own axes of size 1 are unsqueezed.
+    # The last digit has size 1 by now and is squeezed. Then the argument's own axes of size 1 are inserted.
     node = builder.call(aten.squeeze.dim, node, len(order))
     node = builder.call(aten.permute.default, node, [order.index(k) for k in sorted(order)])
     for k, (n, _) in enumerate(axes):

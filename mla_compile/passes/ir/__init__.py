@@ -1,1 +1,1 @@
-"""The graph and its values: nodes, axes as products of atoms, weight expressions. It knows nothing of attention."""
+"""Nodes of the graph, axes as products of atoms, and weight expressions. Nothing here knows about attention."""

@@ -18,7 +18,7 @@ Dim: TypeAlias = "int | fx.Node"
 
 
 class SizeSources:
-    """Finds the size of an atom: a constant, or a dimension of a known tensor."""
+    """Finds the size of an atom: a constant, or a node that reads the size from a known tensor."""
 
     def __init__(self, builder: Builder, operands: Iterable[tuple[fx.Node, Axes]]) -> None:
         self.builder = builder
@@ -31,12 +31,15 @@ class SizeSources:
                     self._at.setdefault(axis[0], (node, dim))
 
     def show(self, axis: Axis, node: fx.Node, dim: int) -> None:
-        """Record that the size of ``axis``, which has one atom or none, can also be read from ``node``."""
+        """Record that dimension ``dim`` of ``node`` has the size of ``axis``, which has at most one atom."""
         for atom in axis:
             self._at.setdefault(atom, (node, dim))
 
     def of(self, atom: Atom) -> Dim:
-        """Return the atom's size as an argument; -1 if no tensor shows it (a reshape can infer one such size)."""
+        """Return the atom's size as an argument of an operator.
+
+        The size is -1 if no tensor shows it. A reshape can infer one such size.
+        """
         if isinstance(atom.size, int):
             return atom.size
         if atom not in self._nodes:
@@ -44,7 +47,10 @@ class SizeSources:
         return self._nodes[atom]
 
     def shape(self, axes: Sequence[Axis]) -> list[Dim]:
-        """Return the shape of a tensor with these axes; -1 leaves a product with a symbolic factor to be inferred."""
+        """Return the shape of a tensor with these axes.
+
+        At most one size is left as -1, for a reshape to infer: that of an axis with a symbolic factor.
+        """
         dims: list[Dim] = []
         for axis in axes:
             total = axis_size(axis)
@@ -66,20 +72,21 @@ class SizeSources:
 
 
 def arrange(builder: Builder, sizes: SizeSources, node: fx.Node, axes: Axes, target: Sequence[Axis]) -> fx.Node:
-    """Rearrange ``node`` from ``axes`` to ``target``; along atoms that it lacks, the result has size 1.
+    """Rearrange ``node`` from ``axes`` to ``target``. Along atoms that ``node`` lacks, the result has size 1.
 
-    The result is a view if the strides allow it; otherwise one copy is made.
+    The result is a view if the strides allow a view. Otherwise one copy is made.
     """
     own = flatten(axes)
     assert set(own) <= set(flatten(target)), "an atom would be lost"
-    # A reshape to one dimension per atom also drops size-1 axes; a squeeze is cheaper if nothing else is needed.
+    # A reshape to one dimension per atom also drops size-1 axes. If nothing else is needed, a squeeze is cheaper.
     if any(len(a) > 1 for a in axes):
         node = builder.call(aten.reshape.default, node, sizes.shape([(a,) for a in own]))
     else:
         empty = [k for k, a in enumerate(axes) if not a]
         if empty:
             node = builder.call(aten.squeeze.dims, node, empty)
-    # The reshape leaves out atoms that the node lacks; an axis of only such atoms returns with size 1, to broadcast.
+    # The reshape leaves out atoms that the node lacks. An axis of only such atoms is inserted with size 1, so it
+    # broadcasts.
     present = [tuple(a for a in axis if a in own) for axis in target]
     if any(len(a) > 1 for a in present):
         node = aligned(builder, node, own, flatten(present))
@@ -88,7 +95,7 @@ def arrange(builder: Builder, sizes: SizeSources, node: fx.Node, axes: Axes, tar
 
 
 def aligned(builder: Builder, node: fx.Node, own: Sequence[T], order: Sequence[T | None]) -> fx.Node:
-    """Permute dimensions ``own`` of ``node`` to ``order``, with size 1 for dimensions that it lacks."""
+    """Permute ``node`` from the dimensions ``own`` to ``order``, with size 1 for dimensions that ``own`` lacks."""
     permutation, missing = placed(own, order)
     if permutation != sorted(permutation):
         node = builder.call(aten.permute.default, node, permutation)
@@ -100,14 +107,14 @@ def aligned(builder: Builder, node: fx.Node, own: Sequence[T], order: Sequence[T
 def einsum(
     builder: Builder, a: fx.Node, a_atoms: Sequence[Atom], b: fx.Node, b_atoms: Sequence[Atom], out: Sequence[Atom]
 ) -> fx.Node:
-    """Return ``a b`` summed over every atom that is not in ``out``; all tensors have one dimension per atom."""
+    """Return ``a * b`` summed over every atom that is not in ``out``. Each tensor has one dimension per atom."""
     la, lb, lo = letters(a_atoms, b_atoms, out)
     return builder.call(aten.einsum.default, f"{la},{lb}->{lo}", [a, b])
 
 
 def spread(builder: Builder, sizes: SizeSources, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
-    """Expand axes of size 1 of ``node``, which has one axis per atom, to the sizes of their atoms."""
-    # A symbolic axis does not count as size 1, whatever its size in this call.
+    """Expand the size-1 axes of ``node`` to the sizes of their atoms. ``node`` has one axis per atom."""
+    # A symbolic axis is never treated as an axis of size 1, even if its size is 1 in this call.
     short = [size(d) == 1 for d in val(node).shape]
     if not any(short):
         return node
@@ -123,7 +130,7 @@ def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
     relevant = [d for d in range(len(sizes)) if size(sizes[d]) != 1]
     if all(size(stride[d]) == size(wanted[d]) for d in relevant):
         return new
-    # Outermost first; size-1 axes may stand anywhere.
+    # The axes are sorted outermost first. Axes of size 1 may be anywhere.
     order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
     order = [d for d in range(len(sizes)) if d not in relevant] + order
     inverse = [order.index(d) for d in range(len(sizes))]

@@ -1,12 +1,14 @@
 """Axes as products of atoms.
 
-A reshape merges and splits axes. To know that the 24 columns of a ``[B, T, 4*6]`` tensor are "head, then feature", one
-has to follow the factors, not the axes. An axis is therefore a row-major product of *atoms*, as in einops' ``(h d)``; a
-size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be confused.
+A reshape merges and splits axes. To know that the 24 columns of a ``[B, T, 4*6]`` tensor are "head, then feature", an
+analysis has to follow the factors of the axes. An axis is therefore a row-major product of *atoms*, as in einops'
+``(h d)``. A size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be
+confused.
 
-An :class:`IndexMap` says where a rearranging operator puts each position, by the axes before and after the operator as
-products of the same atoms (einops' ``a (b c) -> c (a b r)``). The position along each atom stays the same, and an atom
-that only the result has repeats values. From the axes of one side, an analysis gets those of the other.
+An :class:`IndexMap` says where a rearranging operator moves each position. It gives the axes before and after the
+operator as products of the same atoms (einops' ``a (b c) -> c (a b r)``). The position along each atom stays the same.
+An atom that only the result has repeats values. From the axes on one side of the operator, an analysis gets the axes on
+the other side.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Atom:
         self.splits: dict[Size, tuple[Atom, Atom]] = {}
 
     def split(self, outer: Size, inner: Size) -> tuple[Atom, Atom]:
-        # Cached, because tensors that share the atom are split one by one and have to share the parts afterwards.
+        # Splits are cached, because tensors that share the atom are split one by one and must share its parts
+        # afterwards.
         if outer not in self.splits:
             self.splits[outer] = (Atom(outer), Atom(inner))
         return self.splits[outer]
@@ -63,7 +66,7 @@ def letters(*groups: Sequence[Atom]) -> list[str]:
 
 
 def placed(own: Sequence[T], order: Sequence[T | None]) -> tuple[list[int], list[int]]:
-    """Return the permutation from dimensions ``own`` to ``order``, and the positions in ``order`` that it lacks."""
+    """Return the permutation of ``own`` that gives ``order``, and the positions in ``order`` that ``own`` lacks."""
     return [own.index(a) for a in order if a in own], [k for k, a in enumerate(order) if a not in own]
 
 
@@ -87,9 +90,10 @@ def fixed_size(axis: Iterable[Atom]) -> int:
 
 
 def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] | None:
-    """Reshape a product of atoms, in row-major order, to axes of the given sizes; return the axes and the splits made.
+    """Reshape a row-major product of atoms to axes of the given sizes; return the axes and the splits of atoms.
 
-    None if the boundaries do not fall on whole factors (a reshape of ``[6]`` to ``[4, ...]``).
+    Return None if an axis would end inside an atom that cannot be split there, as in a reshape of ``[6]`` to
+    ``[4, ...]``.
     """
     queue = list(atoms)
     split: Split = {}
@@ -119,12 +123,13 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
             queue.insert(0, split[atom][1])
             need = 1
         axes.append(tuple(taken))
-    # If atoms are left over, the sizes do not multiply to the whole, as with symbols that only a guard relates.
+    # If atoms are left over, the product of the sizes is not provably the whole, as with symbols that only a guard
+    # relates.
     return (tuple(axes), split) if not queue else None
 
 
 def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
-    """Return the splits that make two factorizations of one axis agree; None if there are none."""
+    """Return the splits that make two factorizations of one axis agree; None if no splits do."""
     first, second = list(one), list(other)
     splits: tuple[Split, Split] = {}, {}
     while first and second:
@@ -145,20 +150,23 @@ def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
 
 @dataclass(frozen=True)
 class IndexMap:
-    """The axes ``before`` an operator (the operand's) and ``after`` it; ``after`` has each atom of ``before`` once."""
+    """The axes of an operand (``before``) and of the operator's result (``after``), in common atoms.
+
+    ``after`` has each atom of ``before`` exactly once.
+    """
 
     before: Axes
     after: Axes
 
     def forward(self, axes: Axes) -> tuple[Axes, Split] | None:
-        """Return the result's axes, if the operand has ``axes``, and the splits of its atoms that this needs.
+        """Return the axes of the result for an operand with ``axes``, and the splits of atoms that this requires.
 
-        Each call makes new atoms for repeated values. None if a boundary of the result cuts through an atom.
+        Each call makes new atoms for repeated values. Return None if a boundary of the result cuts through an atom.
         """
         return _carried(self.before, self.after, axes)
 
     def backward(self, axes: Axes) -> Axes | None:
-        """Return the operand's axes, if the result has ``axes``; None if one of their atoms would have to be split."""
+        """Return the axes of the operand for a result with ``axes``; None if this would split an atom of ``axes``."""
         carried = _carried(self.after, self.before, axes)
         return None if carried is None or carried[1] else carried[0]
 
@@ -168,11 +176,11 @@ class IndexMap:
         return None if carried is None else IndexMap(tuple(substitute(a, carried[1]) for a in self.before), carried[0])
 
     def kept(self, dim: int) -> int | None:
-        """Return the axis of the result that consists of exactly axis ``dim`` of the operand; None if none does."""
+        """Return the axis of the result that equals axis ``dim`` of the operand; None if there is no such axis."""
         return next((k for k, axis in enumerate(self.after) if axis == self.before[dim]), None)
 
     def read_along(self, dim: int) -> list[int]:
-        """Return the axes of the operand whose position depends on the position along axis ``dim`` of the result."""
+        """Return the axes of the operand that share an atom with axis ``dim`` of the result."""
         return [k for k, own in enumerate(self.before) if set(own) & set(self.after[dim])]
 
 
@@ -184,9 +192,9 @@ def _carried(own: Axes, other: Axes, axes: Axes) -> tuple[Axes, Split] | None:
     for known, given in zip(own, axes, strict=True):
         factors = [atom for atom in known if atom.size != 1]
         given = (*spare, *given)
-        spare = () if known else given  # an atom of size 1 moves with the next axis
+        spare = () if known else given  # an atom of size 1 moves to the next axis
         found |= dict.fromkeys(known, ())
-        if len(factors) == 1 or len(known) == 1:  # moves as a whole, even if a segment has another width
+        if len(factors) == 1 or len(known) == 1:  # the axis moves as a whole, even if a segment has another width
             found[(factors or known)[0]] = given
         elif known:
             cuts = common_factors(tuple(factors), given)
@@ -209,7 +217,7 @@ def permuted(sizes: tuple[Size, ...], order: tuple[int, ...]) -> IndexMap:
 
 @lru_cache(maxsize=4096)
 def reshaped(old: tuple[Size, ...], new: tuple[Size, ...]) -> IndexMap | None:
-    """Return the map of a reshape; None if a boundary of the new axes cuts through a factor of an old one."""
+    """Return the map of a reshape; None if a boundary of a new axis cuts through a factor of an old axis."""
     own = fresh_axes(old)
     found = regroup(flatten(own), new)
     return None if found is None else IndexMap(tuple(substitute(a, found[1]) for a in own), found[0])
@@ -227,7 +235,10 @@ def expanded(old: tuple[Size, ...], new: tuple[Size, ...]) -> IndexMap:
 
 @lru_cache(maxsize=4096)
 def repeated(sizes: tuple[Size, ...], counts: tuple[int, ...], *, interleaved: bool) -> IndexMap:
-    """Return the map that repeats each axis by its count: each position (``interleaved``), or the axis as a whole."""
+    """Return the map that repeats each axis as often as its count says.
+
+    ``interleaved``: each position is repeated. Otherwise the axis is repeated as a whole.
+    """
     own = _whole(sizes)
     axes = (*[()] * (len(counts) - len(own)), *own)
     # Interleaved copies are the inner factor of the axis; whole repetitions are the outer factor.

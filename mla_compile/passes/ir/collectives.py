@@ -15,19 +15,19 @@ _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether ``node`` exchanges data with other ranks, or waits for it."""
+    """Whether ``node`` exchanges data with other ranks or waits for such data."""
     return schema_name(node).partition("::")[0] in _NAMESPACES
 
 
 def gathered(nodes: Iterable[fx.Node]) -> bool:
-    """Whether ``nodes`` depend on data of other ranks, so that they can only be computed in the graph."""
+    """Whether ``nodes`` depend on data of other ranks. Such nodes must be computed in the graph, in every call."""
     return any(map(is_collective, reachable(nodes, lambda node: node.all_input_nodes)))
 
 
 def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
-    """Return the collectives that ``graph`` had before passes added any, in order.
+    """Return the collectives of ``graph`` that were not added by passes, in graph order.
 
-    Each is an operator with its non-tensor arguments.
+    Each entry is the name of the operator and its non-tensor arguments. Dead nodes are left out.
     """
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))
     return [
@@ -38,11 +38,12 @@ def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
 
 
 def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
-    """Return the bytes that a rank receives in one call of ``graph``, by the name of the collective.
+    """Return the bytes that a rank receives in one call of ``graph``, for each name of a collective operator.
 
-    The sizes are those of tracing. The algorithms are assumed to be optimal: an all-gather receives the operands of the
-    n - 1 other ranks, an all-reduce counts as a reduce-scatter and an all-gather, and any other collective receives
-    n - 1 of n parts of its operand. ``ours``: count only the collectives that passes added.
+    Sizes are those seen at tracing. The algorithms are assumed to be optimal. With n ranks, a rank receives the n - 1
+    operands of the other ranks in an all-gather. In any other collective, it receives (n - 1)/n of the size of its
+    operand. An all-reduce counts twice, as a reduce-scatter and an all-gather. ``ours``: count only the collectives
+    that passes added.
     """
     found: dict[str, int] = {}
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))

@@ -1,8 +1,8 @@
 """Tensors computed only from weights, described without adding them to the graph.
 
 An analysis must not change the graph, yet it needs products and slices of weights ("the rows of W_kc that make head 3's
-keys"). An :class:`Expr` describes such a tensor: an operator over graph nodes, whose fake value is known. A rewrite
-emits it into the graph.
+keys"). An :class:`Expr` describes such a tensor as an operator over graph nodes, together with its fake value. A
+rewrite adds the described operators to the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _VIEWS = (aten.reshape.default, aten.permute.default, aten.slice.Tensor)
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """``op(*args)``, or the value of ``node`` if ``op`` is None. Compared by identity, so that it can be a key."""
+    """``op(*args)``, or the value of ``node`` if ``op`` is None.
+
+    Expressions are compared by identity, so they can be keys of a dict.
+    """
 
     value: torch.Tensor
     fake_mode: FakeTensorMode | None
@@ -71,7 +74,10 @@ class Expr:
 
     @property
     def is_view(self) -> bool:
-        """Whether the expression only selects or rearranges elements of one leaf; other operators may round."""
+        """Whether the expression only selects or rearranges elements of one leaf.
+
+        Any other operator may round.
+        """
         if self.node is not None:
             return True
         (of, *_) = self.args
@@ -91,7 +97,7 @@ class Expr:
         return tuple(found)
 
     def emit(self, builder: Builder, memo: dict[Expr, fx.Node]) -> fx.Node:
-        """Add the expression to the graph, reusing parts that are in ``memo``."""
+        """Add the expression to the graph. Subexpressions that are in ``memo`` are reused."""
         if self.node is not None:
             return self.node
         if self not in memo:
@@ -108,7 +114,10 @@ class Expr:
         return Expr(self.value, self.fake_mode, None, self.op, args, self.kwargs)
 
     def formula(self, names: Sequence[str]) -> str:
-        """Return the computation as text, with leaves as indices into ``names``; equal texts are equal computations."""
+        """Return the computation as text, with leaves as indices into ``names``.
+
+        Equal texts mean equal computations.
+        """
         memo: dict[Expr, str] = {}
 
         def visit(expr: Expr) -> str:
@@ -122,8 +131,8 @@ class Expr:
         return visit(self)
 
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Evaluate the expression from the values of its leaves by node name, in ``dtype`` if it is given."""
-        # Each part is computed once: expressions share parts, and a part may be a large matrix product.
+        """Evaluate the expression in ``dtype``, if given. ``values`` holds the values of the leaves by node name."""
+        # Each subexpression is computed once, because it may be shared and may be a large matrix product.
         memo: dict[Expr, object] = {}
 
         def visit(expr: Expr) -> object:
@@ -163,9 +172,10 @@ class Expr:
 
 @contextmanager
 def evaluated_once(fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Let equal expressions, such as those for the weights of equal layers, share one fake value within this context.
+    """Let equal expressions, such as the weights of equal layers, share one fake value within this context.
 
-    The values are dropped at the end: the mode holds them and they refer to it, so neither would be freed.
+    The values are dropped at the end. Otherwise the mode and the values would refer to each other, and neither would be
+    freed.
     """
     if fake_mode is None or _KNOWN in vars(fake_mode):
         yield
@@ -215,8 +225,8 @@ def _key(op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[st
 class Factor:
     """A tensor of weights, and the atom of each of its dimensions.
 
-    ``terms``: the same tensor as a sum of products of factors (W + B A of an adapter), or empty if no such sum is
-    known. In a product, atoms that the tensor lacks are summed over.
+    ``terms``: the same tensor as a sum of products of factors, such as W + B A of an adapter; empty if no such sum is
+    known. Each product is summed over the atoms that the tensor lacks.
     """
 
     expr: Expr
@@ -248,7 +258,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(value: object, dtype: torch.dtype | None) -> Any:
-    """Replace an argument that is a floating dtype (of a cast) by ``dtype``, if that is given."""
+    """Return ``dtype``, if given, in place of a floating dtype (of a cast). Return any other ``value`` as it is."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return dtype if floating and dtype is not None else value
 
@@ -257,9 +267,9 @@ _PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
 
 
 def is_foreign(op: object) -> bool:
-    """Whether ``op`` belongs to a library or to one kind of machine, so it may not support an exact evaluation's dtype.
+    """Whether ``op`` belongs to a library or to one kind of machine and may lack the dtype of an exact evaluation.
 
-    Such an operator runs in its own precision, and its result counts as exact.
+    Such an operator runs in its own precision, and its result is treated as exact.
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False
@@ -272,7 +282,7 @@ def _holds(value: object, expr: Expr) -> bool:
 
 
 def _each(args: tuple[object, ...], fn: Callable[[Expr], object]) -> tuple[object, ...]:
-    """Replace every expression in ``args`` by ``fn`` of it."""
+    """Replace every expression ``e`` in ``args`` by ``fn(e)``."""
 
     def one(value: object) -> object:
         if isinstance(value, Expr):

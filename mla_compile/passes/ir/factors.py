@@ -14,7 +14,10 @@ from mla_compile.passes.ir.expr import Expr, Factor
 aten = torch.ops.aten
 
 MOST_TERMS, MOST_FACTORS = 8, 4
-"""The most terms that a factor records, and factors per term. With more (many adapters), it records only their sum."""
+"""The most terms that a factor records, and the most factors per term.
+
+If there are more terms or factors (many adapters), only the sum of the terms is kept.
+"""
 
 
 def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
@@ -23,7 +26,7 @@ def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 
 
 def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
-    """Return ``a * b`` summed over the atoms in ``drop``."""
+    """Return ``a * b`` (only ``b`` if ``a`` is None), summed over the atoms in ``drop``."""
     if a is None:
         gone = [k for k, atom in enumerate(b.atoms) if atom in drop]
         rest = tuple(atom for atom in b.atoms if atom not in drop)
@@ -44,7 +47,7 @@ def terms_of(f: Factor) -> tuple[tuple[Factor, ...], ...]:
 
 
 def _few(terms: tuple[tuple[Factor, ...], ...]) -> tuple[tuple[Factor, ...], ...]:
-    """Return ``terms``, or no terms if they are too many to gain anything."""
+    """Return ``terms``, or an empty tuple if there are too many of them to be useful."""
     return terms if len(terms) <= MOST_TERMS and all(len(term) <= MOST_FACTORS for term in terms) else ()
 
 
@@ -67,7 +70,8 @@ def total(a: Factor | None, b: Factor | None, alpha: float = 1.0) -> Factor | No
         return b if alpha == 1.0 else scaled(b, alpha)
     atoms = tuple(dict.fromkeys((*a.atoms, *b.atoms)))
     left, right = common_dtype(aligned(a, atoms), aligned(b, atoms))
-    # A tensor that lacks an atom broadcasts along it, but a sum over that atom would count its term only once.
+    # A tensor that lacks an atom broadcasts along the atom. A sum over the atom would nevertheless count the tensor's
+    # term only once, so the terms are dropped.
     alike = len(a.atoms) == len(b.atoms) == len(atoms)
     terms = _few((*terms_of(a), *terms_of(scaled(b, alpha)))) if alike else ()
     return Factor(left.call(aten.add.Tensor, left, right, alpha=alpha), atoms, terms)
@@ -86,9 +90,9 @@ def _with_smallest(term: tuple[Factor, ...], fn: Callable[[Factor], Factor]) -> 
 
 
 def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
-    """Merge the atoms of ``axis``, all of which ``f`` has, into one dimension ``into``."""
+    """Merge the atoms of ``axis`` into one dimension ``into``. ``f`` must have all of these atoms."""
     if any(0 < len({*axis} & {*one.atoms}) < len(axis) for term in f.terms for one in term):
-        f = replace(f, terms=())  # a factor has only some of the atoms
+        f = replace(f, terms=())  # a factor of a term has only some of the atoms
 
     def merge(one: Factor) -> Factor:
         if axis[0] not in one.atoms:
@@ -101,7 +105,7 @@ def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
 
 
 def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int = 1) -> Factor:
-    """Take ``start:stop:step`` of dimension ``atom``, which then becomes ``into``."""
+    """Take ``start:stop:step`` of the dimension ``atom``. The result is the dimension ``into``."""
 
     def narrow(one: Factor) -> Factor:
         if atom not in one.atoms:
@@ -116,7 +120,7 @@ def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int
 
 
 def part_of(f: Factor, axis: Axis, into: Atom, taken: range) -> Factor:
-    """Take the positions ``taken`` of ``axis``, all of whose atoms ``f`` has, as one dimension ``into``."""
+    """Take the positions ``taken`` of ``axis`` as one dimension ``into``. ``f`` must have all atoms of ``axis``."""
     whole = axis[0]
     if len(axis) > 1:
         whole = Atom(axis_size(axis))
@@ -126,7 +130,7 @@ def part_of(f: Factor, axis: Axis, into: Atom, taken: range) -> Factor:
 
 
 def without(f: Factor, atom: Atom) -> Factor:
-    """Drop a dimension of size 1."""
+    """Drop the dimension ``atom``, which has size 1."""
 
     def drop(one: Factor) -> Factor:
         kept = [k for k, a in enumerate(one.atoms) if a is not atom]

@@ -1,4 +1,4 @@
-"""Helpers for all passes: reading nodes, and adding nodes whose metadata is right from the start."""
+"""Helpers for all passes. They read nodes, and they add nodes with complete metadata."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ from mla_compile.passes.ir.schema import foreign_name
 from mla_compile.passes.ir.sizes import Size, hint, size
 
 OURS = "mla_compile"
-"""Metadata key of nodes that a rewrite added."""
+"""Metadata key of a node that a rewrite added."""
 
 ORIGIN = "mla_compile_origin"
-"""Metadata key of nodes that compute the same as a node of the untouched graph: the name of that node."""
+"""Metadata key of a node that computes the same values as a node of the original graph.
+
+It holds the name of the node of the original graph.
+"""
 
 DECIDED_BY = "mla_compile_decided_by"
-"""Metadata key of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
+"""Metadata key of a virtual node (:func:`virtual`). It holds the graph nodes that determine the node's value."""
 
 BESIDE = "mla_compile_beside"
-"""Metadata key of inputs that hold rows beside a buffer, which keeps its K or V: the name of the buffer."""
+"""Metadata key of an input that holds rows in addition to a buffer that still holds K or V.
+
+It holds the name of the buffer.
+"""
 
 ROWS = "mla_compile_rows"
-"""Metadata key of inputs that hold rows where the captured program had K or V."""
+"""Metadata key of an input that holds rows. In the captured program, this input held K or V."""
 
 TOLD = "mla_compile_told"
-"""Metadata key of an attention: a note for the user on how it was read."""
+"""Metadata key of an attention. It holds a note for the user on how the attention was read."""
 
 HANDED_OVER = "mla_compile_handed_over"
-"""Metadata key of inputs that Dynamo passes to this graph from the code before a graph break."""
+"""Metadata key of an input that Dynamo passes to this graph from the code before a graph break."""
 
 SPELLED = "mla_compile_spelled"
-"""Metadata key of nodes that were canonicalised: the operator that the user called."""
+"""Metadata key of a node that was canonicalised. It holds the operator that the user called."""
 
 
 def val(node: fx.Node) -> torch.Tensor:
@@ -75,7 +81,10 @@ def bytes_hint(node: fx.Node) -> int:
 
 
 def packet(node: object) -> Any:
-    """Return the operator that a node calls, without its overload (``aten.add``); None for nodes that call none."""
+    """Return the operator that ``node`` calls, without its overload (``aten.add``).
+
+    Return None if ``node`` calls no operator.
+    """
     # Other targets (`operator.getitem`, a higher-order operator) have no packet and are returned as they are.
     if isinstance(node, fx.Node) and node.op == "call_function":
         return getattr(node.target, "overloadpacket", node.target)
@@ -83,12 +92,15 @@ def packet(node: object) -> Any:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the operator as the user spelled it, for messages; operators outside torch keep their namespace."""
+    """Return the name of the operator as the user spelled it, for messages.
+
+    Operators outside torch keep their namespace.
+    """
     return str(node.meta.get(SPELLED) or foreign_name(node) or getattr(packet(node), "__name__", None) or node.target)
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the positional arguments, untyped because operators differ in what they take."""
+    """Return the positional arguments. They are untyped, because operators take different types."""
     return node.args
 
 
@@ -104,7 +116,7 @@ def axis(dim: int, rank: int) -> int:
 
 
 class Builder:
-    """Adds nodes before ``anchor``, computes their fake values at once and copies the anchor's provenance.
+    """Adds nodes before ``anchor`` with their fake values and the provenance of the anchor.
 
     The graph stays valid after every call: metadata is never filled in later.
     """
@@ -119,7 +131,7 @@ class Builder:
             node = self.graph.call_function(op, args, kwargs)
         node.meta[OURS] = True
         node.meta["val"] = evaluate_fake(self.fake_mode, op, args, kwargs)
-        # With these, a report or an error of a later compiler still names the line of the user's model.
+        # These keys let a report, or an error of a later compiler, name the line of the user's model.
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr"):
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
@@ -131,14 +143,14 @@ class Builder:
         return result
 
     def trace_all(self, function: Callable[..., object], operands: Sequence[Argument]) -> tuple[fx.Node, ...]:
-        """Do the same as :meth:`trace` for a function that returns several tensors."""
+        """Add the operators of ``function``, which returns several tensors. Operands are nodes or numbers."""
         return self.insert(self.traced(function, operands), [n for n in operands if isinstance(n, fx.Node)])
 
     def traced(self, function: Callable[..., object], operands: Sequence[Argument]) -> fx.GraphModule:
-        """Return the operators of ``function``, with the operands that are nodes as inputs."""
+        """Trace ``function`` and return its operators as a graph, with the operands that are nodes as inputs."""
 
         def of_nodes(*values: torch.Tensor) -> object:
-            # make_fx traces tensors only, so operands that are numbers are put back in place here.
+            # make_fx traces tensors only, so operands that are numbers are inserted here.
             given = iter(values)
             return function(*(next(given) if isinstance(n, fx.Node) else n for n in operands))
 
@@ -158,18 +170,21 @@ class Builder:
         return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
     def filled(self, sizes: Sequence[int | fx.Node], value: object, like: fx.Node) -> fx.Node:
-        """Return a tensor of one value in the dtype and on the device of ``like``; ``value`` None: uninitialized."""
+        """Return a tensor filled with ``value`` (None: uninitialized), in the dtype and on the device of ``like``."""
         own = {"dtype": val(like).dtype, "device": val(like).device}
         if value is None:
             return self.call(torch.ops.aten.empty.memory_format, sizes, **own)
         return self.call(torch.ops.aten.full.default, sizes, value, **own)
 
     def on_device(self, node: fx.Node, device: torch.device) -> fx.Node:
-        """Move a one-element ``node`` to ``device``: our operators, unlike torch's, accept no CPU scalars."""
+        """Move ``node``, which has one element, to ``device``.
+
+        Unlike torch's operators, mla_compile's own accept no CPU scalars.
+        """
         if val(node).device == device:
             return node
         aten = torch.ops.aten
-        # An addition takes a CPU scalar directly; a copy would synchronise.
+        # An addition accepts a CPU scalar directly. A copy would synchronise.
         zero = self.call(aten.full.default, [1] * val(node).dim(), 0, dtype=val(node).dtype, device=device)
         return self.call(aten.add.Tensor, zero, self.call(aten.reshape.default, node, []))
 
@@ -178,17 +193,17 @@ class Builder:
 
 
 def new_input(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
-    """Add an input after all others, under another name if ``name`` is taken."""
+    """Add an input after all other inputs. If ``name`` is taken, the input gets another name."""
     with graph.inserting_after(next(reversed(graph.find_nodes(op="placeholder")), None)):
         node = graph.placeholder(name)
-    node.target, node.meta["val"] = node.name, value  # the graph's code names its arguments by their targets
+    node.target, node.meta["val"] = node.name, value  # generated code names arguments by their targets
     return node
 
 
 def splice(
     gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Copy the operators of ``traced`` before ``anchor``, and its constants into ``gm``; return its results."""
+    """Insert the operators of ``traced`` before ``anchor``, copy its constants into ``gm``, and return its results."""
     env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with anchor.graph.inserting_before(anchor):
         for own in traced.graph.nodes:
@@ -198,7 +213,8 @@ def splice(
             node.meta.setdefault("stack_trace", anchor.meta.get("stack_trace"))
             if own.op == "get_attr":
                 name = str(own.target)
-                # Every trace names its constants `_tensor_constant0` and so on, so they would overwrite each other.
+                # Every trace names its constants `_tensor_constant0` and so on. Without new names, one would overwrite
+                # another.
                 while hasattr(gm, name):
                     name += "_"
                 setattr(gm, name, getattr(traced, str(own.target)))
@@ -214,11 +230,11 @@ def virtual(
     *args: Argument,
     decided_by: Sequence[fx.Node] = (),
 ) -> fx.Node:
-    """Return ``op(of, *args)`` as a node outside the graph, for an analysis to reason about: a *virtual source*.
+    """Return ``op(of, *args)`` as a *virtual source*: a node outside the graph that an analysis can reason about.
 
-    It can be read like any node but is not a user of its inputs, so an unused one leaves no trace; :func:`materialize`
-    adds the used ones. ``decided_by``: the nodes that determine its value, for which a verification draws numbers;
-    by default those of ``of``.
+    A virtual source can be read like any node. It is not a user of its inputs, so it leaves no trace if it is not used.
+    :func:`materialize` adds it to the graph. ``decided_by``: the graph nodes that determine its value, for which a
+    verification draws numbers. The default is the nodes that determine ``of``.
     """
     # `graph.call_function` would insert the node into the graph.
     node = fx.Node(of.graph, f"{of.name}_view", "call_function", op, (of, *args), {})
@@ -235,7 +251,7 @@ def is_virtual(node: fx.Node) -> bool:
 
 
 def decides(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the nodes of the graph that determine the value of ``node``: itself, unless it is virtual."""
+    """Return the graph nodes that determine the value of ``node``: only ``node`` itself, unless it is virtual."""
     decided_by: tuple[fx.Node, ...] = node.meta.get(DECIDED_BY, (node,))
     return decided_by
 
@@ -245,9 +261,9 @@ _PICKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_select.default}
 
 
 def whole_rows(node: fx.Node, *, picked: bool = True) -> fx.Node:
-    """Return the tensor that a virtual node slices or pads with zeros; any other ``node`` itself.
+    """Return the tensor that a virtual ``node`` slices or pads with zeros. Return any other ``node`` itself.
 
-    ``picked``: also look through virtual nodes that pick rows by a tensor of positions.
+    ``picked``: also look through virtual nodes that pick rows at the positions in a tensor.
     """
     while is_virtual(node) and (node.target in _SLICES or (picked and node.target in _PICKS)):
         node = args_of(node)[0]
@@ -255,7 +271,10 @@ def whole_rows(node: fx.Node, *, picked: bool = True) -> fx.Node:
 
 
 def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return ``node``; a virtual one is added before the builder's anchor, once per ``memo``."""
+    """Return ``node`` if it is a node of the graph. Otherwise return a new node for it.
+
+    A virtual ``node`` is added before the builder's anchor, once per ``memo``.
+    """
     if not is_virtual(node):
         return node
     if node not in memo:
@@ -266,7 +285,7 @@ def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -
 
 
 def latest_of(node: fx.Node) -> fx.Node:
-    """Return the last node of the graph from which a virtual source is computed; any other ``node`` itself."""
+    """Return the last graph node from which a virtual ``node`` is computed. Return any other ``node`` itself."""
     return max(map(latest_of, node.all_input_nodes)) if is_virtual(node) else node
 
 
@@ -275,15 +294,15 @@ def evaluate_fake(
 ) -> object:
     """Return the result of ``op`` on the fake values of its node arguments."""
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-    # On torch 2.11, composite operators below the Python dispatcher do not support symbolic sizes (matmul wants
-    # numbers).
+    # On torch 2.11, composite operators support symbolic sizes only under the Python dispatcher. Without it, matmul
+    # accepts only numbers.
     with fake_mode or contextlib.nullcontext(), torch.no_grad(), enable_python_dispatcher():
         return op(*real_args, **real_kwargs)
 
 
 def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    """Recompute the metadata of ``first``, and of its readers as long as their strides change."""
-    # Nodes are visited in graph order, so inputs come first.
+    """Recompute the metadata of ``first``, and of the nodes downstream of it as far as strides change."""
+    # Nodes are visited in graph order, so the inputs of a node are up to date when it is visited.
     waiting, seen = [first], {first}
     while waiting:
         node = heapq.heappop(waiting)
@@ -299,5 +318,5 @@ def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _strides(value: object) -> list[list[Size]]:
-    # `size` avoids guards, which comparing torch's symbolic numbers would add.
+    # `size` is used because a comparison of torch's symbolic numbers would add guards.
     return [[size(n) for n in leaf.stride()] for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Products of two tensors as einsum labels, whatever operator computes them."""
+"""Einsum labels for products of two tensors, whichever operator computes the product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
     left, arrow, out = text.partition("->")
     inputs = left.split(",")
     free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
-    # "..." may stand for fewer axes in one operand than in another; they align from the right, as in broadcasting.
+    # "..." may represent fewer axes in one operand than in another. As in broadcasting, these axes align from the
+    # right.
     widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
     dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
     inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
@@ -34,12 +35,15 @@ def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
         joined = "".join(inputs)
         out = dots + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in dots))
     out = out.replace("...", dots)
-    # A repeated label takes a diagonal, and two axes of one tensor cannot be one axis of its map.
+    # A repeated label takes a diagonal. It is refused, because two axes of one tensor cannot be one axis of its map.
     return (inputs, out) if all(len(set(i)) == len(i) for i in inputs) else None
 
 
 def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """Return a product (einsum, sum, matmul, bmm, mm) as einsum labels: (left, labels), (right, labels), result."""
+    """Return the two operands of a product (einsum, sum, matmul, bmm, mm), each with its einsum labels.
+
+    The third item is the labels of the result. Return None if the product cannot be read in this way.
+    """
     op = packet(node)
     if op is aten.einsum:
         parsed = parse_einsum(node)
@@ -52,7 +56,7 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
         return _multiplied_and_summed(node)
     left, right = args_of(node)[0], args_of(node)[1]
     ra, rb = len(shape(left)), len(shape(right))
-    # matmul with a vector drops an axis; no attention is written that way.
+    # A matmul with a vector drops an axis. No attention is written in this way.
     if ra < 2 or rb < 2:
         return None
     la, lb, out = matmul_labels(ra, rb)
@@ -67,7 +71,7 @@ def matmul_labels(ra: int, rb: int) -> tuple[str, str, str]:
 
 
 def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """Read ``(a * b).sum(dim)``. It is a matrix product only if an operand is broadcast along some axis."""
+    """Read ``(a * b).sum(dim)``. This is a matrix product only if one operand is broadcast along some axis."""
     times, dims, kept = args_of(node)[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     if packet(times) is not aten.mul or not isinstance(dims, (list, tuple)) or len(dims) != 1:
         return None
@@ -77,8 +81,8 @@ def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx
         return None
     dim = axis(dims[0], rank)
     ones = [(same(a, 1), same(b, 1)) for a, b in zip(shape(left), shape(right), strict=True)]
-    # If neither operand is broadcast, this is a row-wise dot product, as in a norm. If one is broadcast along the
-    # summed axis, nothing is contracted. A matrix product does not sum in another dtype.
+    # If neither operand is broadcast, this is a row-wise dot product, as in a norm. If an operand is broadcast along
+    # the summed axis, nothing is contracted. A matrix product does not sum in another dtype.
     if any(ones[dim]) or not any(a != b for a, b in ones) or val(node).dtype != val(times).dtype:
         return None
     labels = "abcdefghijklmnopqrstuvw"[:rank]

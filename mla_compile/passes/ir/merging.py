@@ -1,4 +1,4 @@
-"""The weights with which attention over disjoint keys is merged (:mod:`mla_compile.kernels.merge`), as operators."""
+"""Operators for the weights that merge attentions over disjoint keys (:mod:`mla_compile.kernels.merge`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ aten = torch.ops.aten
 
 
 def weights_of(builder: Builder, sums: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return the weight of each part, and where a part sees no key; its weight is 0 there.
+    """Return each part's weight, and a mask that is True where the part sees no key and its weight is 0.
 
-    ``sums`` [P,B,S,H] are the log-sum-exps of the parts, minus infinity where a part sees no key.
+    ``sums`` [P,B,S,H]: the log-sum-exp of each part, which is minus infinity where the part sees no key.
     """
     empty = builder.call(aten.eq.Scalar, sums, float("-inf"))
-    # softmax, not exp(sums - lse): if scores are large, the rounding of lse itself would scale the result.
+    # Softmax is used, not exp(sums - lse): with large scores, the rounding error of lse would scale the result.
     return builder.call(aten.masked_fill.Scalar, builder.call(aten.softmax.int, sums, 0), empty, 0.0), empty

@@ -1,7 +1,7 @@
-"""Records of operators that move values without computing any: each says where the values of its result come from.
+"""Records of operators that move values without computing any. A record says where the result's values come from.
 
-A rearrangement has an index map. An operator that works along one axis has parts: which positions of the axis come from
-which tensor. Analyses read index maps and parts, not operators.
+A rearrangement has an index map. An operator that works along one axis has parts: each part says which positions of the
+axis come from which tensor. Analyses read index maps and parts, not operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mla_compile.passes.ir.axes import IndexMap
 from mla_compile.passes.ir.graph import shape
 
 Told: TypeAlias = "int | fx.Node | None"
-"""A position or a size, as it is passed to an operator."""
+"""A position or a size as it is passed to an operator: a number, a node, or None."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Dropout:
-    """``x``, with some values dropped if ``active``."""
+    """``x`` after a dropout, which drops values only if it is ``active``."""
 
     x: fx.Node
     active: bool
@@ -40,7 +40,8 @@ class Dropout:
 class Rearrange:
     """``x`` with its axes permuted, merged, split or repeated.
 
-    ``index``: makes the map when ``map`` is first read. ``told``: the sizes that the operator is given, if any.
+    ``index``: a function that makes the map when ``map`` is first read. ``told``: the sizes passed to the operator, if
+    any.
     """
 
     x: fx.Node
@@ -49,18 +50,18 @@ class Rearrange:
 
     @cached_property
     def map(self) -> IndexMap | None:
-        """How positions in the result are found in ``x``; None if a reshape cuts through factors."""
+        """The map between positions of ``x`` and of the result; None if a reshape cuts through a factor."""
         return self.index()
 
 
 @dataclass(frozen=True)
 class Reorder(Rearrange):
-    """``x`` rearranged so that the result has each of its values once."""
+    """``x`` rearranged so that each of its values occurs exactly once in the result."""
 
 
 @dataclass(frozen=True)
 class Regroup(Reorder):
-    """``x`` in another shape, with each of its values once and in the same row-major order."""
+    """``x`` in another shape. Its values stay in the same row-major order."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,15 @@ class Repeat(Rearrange):
 
 @dataclass(frozen=True)
 class Expand(Repeat):
-    """``x`` with axes of size 1 grown and new axes in front, as in broadcasting."""
+    """``x`` broadcast to another shape: axes of size 1 grow, and new axes are added in front."""
 
 
 @dataclass(frozen=True)
 class AxisPart:
-    """Positions ``start`` to ``stop`` of the result equal those of axis ``dim`` of ``node`` from ``offset`` on."""
+    """Positions ``start`` to ``stop`` of a result axis.
+
+    Their values are those of axis ``dim`` of ``node``, beginning at position ``offset``.
+    """
 
     start: int
     stop: int
@@ -90,7 +94,7 @@ class AxisPart:
 
 
 class Along(ABC):
-    """An operator that takes positions along axis ``dim`` from ``operands``, all of whose other axes stay."""
+    """An operator that takes positions of ``operands`` along axis ``dim`` and keeps all other axes."""
 
     dim: int
 
@@ -101,14 +105,14 @@ class Along(ABC):
     @property
     @abstractmethod
     def axis_parts(self) -> tuple[AxisPart, ...] | None:
-        """What axis ``dim`` consists of; None if that is only known at run time, or positions are not neighbours."""
+        """The parts of axis ``dim``; None if they are only known at run time or have a stride other than 1."""
 
 
 @dataclass(frozen=True)
 class Slice(Along):
     """Some positions of axis ``dim`` of ``x``.
 
-    ``bounds``: start, stop and step as the operator is given them; None for a split or narrow at run-time positions.
+    ``bounds``: the operator's start, stop and step arguments; None for a split or narrow at run-time positions.
     ``taken``: the positions, if all of them are known.
     """
 
@@ -130,7 +134,7 @@ class Slice(Along):
 
 @dataclass(frozen=True)
 class Select:
-    """``x`` at one position of axis ``dim``, which is dropped. ``index``: None if it is not a known number."""
+    """``x`` at one position of axis ``dim``, which is then dropped. ``index``: None if it is not a known number."""
 
     x: fx.Node
     dim: int
@@ -171,7 +175,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Assign:
-    """``x``, broadcast to the shape of ``target`` and converted to its dtype; no value of the target is read."""
+    """``x``, broadcast to the shape of ``target`` and converted to the dtype of ``target``.
+
+    The values of ``target`` are not read.
+    """
 
     target: fx.Node
     x: fx.Node
@@ -179,7 +186,10 @@ class Assign:
 
 @dataclass(frozen=True)
 class Write(Along):
-    """``base`` with ``x`` in some positions of axis ``dim``; ``bounds`` and ``taken`` as in :class:`Slice`."""
+    """``base`` with ``x`` written to some positions of axis ``dim``.
+
+    ``bounds`` and ``taken`` are as in :class:`Slice`.
+    """
 
     base: fx.Node
     x: fx.Node
@@ -203,7 +213,7 @@ class Write(Along):
 
 @dataclass(frozen=True)
 class WriteOne:
-    """``base`` with ``x`` in one position of axis ``dim``. ``index``: None if it is not a known number."""
+    """``base`` with ``x`` written to one position of axis ``dim``. ``index``: None if it is not a known number."""
 
     base: fx.Node
     x: fx.Node
@@ -213,7 +223,7 @@ class WriteOne:
 
 @dataclass(frozen=True)
 class WriteRows:
-    """``base`` with ``x`` in the positions ``index``, a tensor, of axis ``dim``."""
+    """``base`` with ``x`` written to those positions of axis ``dim`` that the tensor ``index`` lists."""
 
     base: fx.Node
     x: fx.Node
@@ -223,7 +233,7 @@ class WriteRows:
 
 @dataclass(frozen=True)
 class Fill:
-    """A new tensor with the same value everywhere. ``value``: that value, or None for uninitialized memory."""
+    """A new tensor with one value everywhere. ``value``: None for uninitialized memory."""
 
     value: object
 

@@ -1,10 +1,12 @@
-"""The only decoder of operators that move values without computing any: a record says what a node does.
+"""The only decoder of operators that move values without computing any. Its records say what a node does.
 
-:func:`decode` knows the positions and defaults of each operator's arguments and how negative positions count. All other
-code reads the records. :func:`decode` expects the canonical spellings of :mod:`mla_compile.passes.canonical.views`.
-Operators without a spelling there, such as splits at run-time sizes, are read as far as they are known.
+:func:`decode` knows the positions and defaults of each operator's arguments, and the meaning of negative positions. All
+other code reads the records. :func:`decode` expects the canonical spellings of
+:mod:`mla_compile.passes.canonical.views`. Operators without a canonical spelling, such as splits at run-time sizes, are
+read as far as their arguments are known.
 
-Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
+Operators that compute (products, sums, softmaxes) are not decoded here. For each of them, there is one reader
+elsewhere.
 """
 
 from __future__ import annotations
@@ -60,19 +62,22 @@ SPLITS = {
     aten.split_with_sizes, aten.split, aten.chunk, aten.tensor_split, aten.unsafe_split, aten.unsafe_chunk,
     aten.unsafe_split_with_sizes,
 }  # fmt: skip
-"""Operators that cut a tensor along one axis, which is their third argument. The parts are slices."""
+"""Operators that cut a tensor into slices along one axis. The axis is their third argument."""
 
 Found = TypeVar("Found")
 
 
 def decode(node: object) -> Reading | None:
-    """Return how ``node`` moves the values that it reads; None if it computes values or its arguments are not known."""
+    """Return a record of how ``node`` moves values; None if ``node`` computes values or has unknown arguments."""
     rule = _DECODERS.get(packet(node))
     return None if rule is None or not isinstance(node, fx.Node) else rule(node)
 
 
 def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[fx.Node]:
-    """Return ``node`` and the tensors behind it, nearest first, through operators of ``kinds`` (with one operand)."""
+    """Return ``node`` and the tensors upstream of it, nearest first.
+
+    The walk continues through operators of ``kinds``, which have one operand each.
+    """
     found = [node]
     while isinstance(how := decode(found[-1]), kinds):
         found.append(how.x)
@@ -80,7 +85,7 @@ def behind(node: fx.Node, kinds: type[OfOne] | tuple[type[OfOne], ...]) -> list[
 
 
 def whole_scatter(node: fx.Node) -> tuple[fx.Node, int, fx.Node, fx.Node] | None:
-    """Return the tensor, axis, positions and source of a scatter that writes all of its source; None for others."""
+    """Return tensor, axis, positions and source of a scatter that writes all of its source; None for other nodes."""
     if node.target is not torch.ops.aten.scatter.src:  # other overloads add to the tensor, or write one number
         return None
     base, dim, index, x = args_of(node)
@@ -90,7 +95,7 @@ def whole_scatter(node: fx.Node) -> tuple[fx.Node, int, fx.Node, fx.Node] | None
 
 
 VARYING = 16
-"""How many operators :func:`varying` looks back for a broadcast."""
+"""The most operators that :func:`varying` looks upstream for a broadcast."""
 
 
 def varying(node: fx.Node, depth: int = VARYING) -> frozenset[int]:
@@ -114,13 +119,13 @@ def varying(node: fx.Node, depth: int = VARYING) -> frozenset[int]:
 
 
 def rule_for(rules: Mapping[type, Found], how: object) -> Found | None:
-    """Return the rule for the record ``how``, by its class or one that it extends; None if there is none."""
+    """Return the rule for the class of the record ``how`` or for its nearest base class; None if there is no rule."""
     return next((rules[kind] for kind in type(how).__mro__ if kind in rules), None)
 
 
 def _copy(node: fx.Node) -> Copy | None:
     x = argument(node, 0, "self")
-    return Copy(x) if isinstance(x, fx.Node) else None  # a traced function may make a tensor of a number
+    return Copy(x) if isinstance(x, fx.Node) else None  # in a traced function, the argument may be a number
 
 
 def _dropout(node: fx.Node) -> Dropout:
@@ -131,8 +136,8 @@ def _dropout(node: fx.Node) -> Dropout:
 
 def _regroup(node: fx.Node) -> Regroup | None:
     x = argument(node, 0, "self")
-    # `view.dtype` shares its packet with `view`.
-    if val(x).dtype != val(node).dtype:  # the bytes are reinterpreted
+    # `view.dtype`, which reinterprets bytes, has the same packet as `view`.
+    if val(x).dtype != val(node).dtype:
         return None
     told = argument(node, 1, "size") if packet(node) in (aten.view, aten.reshape) else None
     told = told if isinstance(told, (list, tuple)) else None
@@ -146,7 +151,7 @@ def _permute(node: fx.Node) -> Permute:
 
 
 def _unfold(node: fx.Node) -> Reorder | None:
-    """Read an unfold into blocks side by side; blocks that overlap or leave values out are not decoded."""
+    """Read an unfold into adjacent blocks. Blocks that overlap or that leave out values are not decoded."""
     x, rank = argument(node, 0, "self"), len(shape(node)) - 1
     dim, size = axis(argument(node, 1, "dimension"), rank), argument(node, 2, "size")
     whole, blocks = shape(x)[dim], shape(node)[dim]
@@ -169,7 +174,7 @@ def _repeat(node: fx.Node) -> Repeat | None:
 
 def _repeat_interleave(node: fx.Node) -> Repeat | None:
     times, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
-    if not isinstance(dim, int):  # the tensor is flattened first
+    if not isinstance(dim, int):  # without an axis, the tensor is flattened first
         return None
     counts = [1] * len(shape(node))
     counts[axis(dim, len(counts))] = times
@@ -189,13 +194,13 @@ def _slice(node: fx.Node) -> Slice:
 
 
 def _narrow(node: fx.Node) -> Slice:
-    """Read a narrow without canonical spelling: its start or its length is only known at run time."""
+    """Read a narrow that has no canonical spelling because its start or length is only known at run time."""
     return Slice(argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(shape(node))), None, None)
 
 
 def _member(node: fx.Node) -> Slice | Dropout | None:
-    """Read one result of an operator that has several."""
-    # A split is read through its `getitem`s, because a part has a position and the split itself is a tuple.
+    """Read one result of an operator that has several results."""
+    # The results of a split are read, not the split itself: each result has a position, but the split is a tuple.
     whole, at = args_of(node)
     if packet(whole) is aten.native_dropout:
         return _dropout(whole) if at == 0 else None
@@ -204,7 +209,7 @@ def _member(node: fx.Node) -> Slice | Dropout | None:
     x = argument(whole, 0, "self")
     dim = axis(argument(whole, 2, "dim", 0), len(shape(x)))
     sizes = [part.shape[dim] for part in whole.meta["val"][: at + 1]]
-    # A symbolic part is still a slice along a known axis, which is enough to refuse it for the right reason.
+    # A part of symbolic size is still a slice along a known axis. This is enough to refuse it for the right reason.
     if not isinstance(shape(x)[dim], int) or not all(isinstance(s, int) for s in sizes):
         return Slice(x, dim, None, None)
     start, stop = sum(sizes[:-1]), sum(sizes)
@@ -219,7 +224,7 @@ def _bounds(node: fx.Node, position: int) -> tuple[Told, Told, Told]:
 def _taken(bounds: tuple[Told, Told, Told], length: object) -> range | None:
     if not isinstance(length, int) or any(isinstance(b, fx.Node) for b in bounds):
         return None
-    # Python clamps bounds as torch does: exported graphs write "to the end" as 2**63 - 1.
+    # Python clamps bounds as torch does, and exported graphs write "to the end" as 2**63 - 1.
     return range(*slice(*bounds).indices(length))
 
 
@@ -265,7 +270,7 @@ def _index_copy(node: fx.Node) -> WriteRows:
 
 
 def _index_put(node: fx.Node) -> WriteRows | None:
-    """Read an index_put at positions along one axis; masks and positions along several axes are not decoded."""
+    """Read an index_put at positions along one axis. Masks, and positions along several axes, are not decoded."""
     base, indices, x = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
     given = [k for k, index in enumerate(indices) if index is not None]
     # With `accumulate`, the result also depends on the base at the written positions.

@@ -1,4 +1,4 @@
-"""Operators in torch's registry, by the names in their schemas."""
+"""Look-ups of operators in torch's registry, by the names in their schemas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def schema_name(node: fx.Node) -> str:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of a registered operator by name, defaults included; untyped, because operators differ."""
+    """Return all arguments of a registered operator by name, including defaults.
+
+    The values are untyped, because operators take different types.
+    """
     assert isinstance(node.target, torch._ops.OpOverload)
     found: dict[str, object] = {}
     for position, one in enumerate(node.target._schema.arguments):
@@ -29,7 +32,10 @@ _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2"}
 
 
 def called_name(node: fx.Node) -> str:
-    """Return :func:`schema_name`, looking through the wrapper in which functionalization puts operators that mutate."""
+    """Return the :func:`schema_name` of the operator that ``node`` calls, even if the operator is wrapped.
+
+    Functionalization wraps operators that mutate their arguments.
+    """
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONALIZED and node.args:
         target = node.args[0]  # type: ignore[assignment]
@@ -37,7 +43,7 @@ def called_name(node: fx.Node) -> str:
 
 
 def foreign_name(node: fx.Node) -> str | None:
-    """Return :func:`called_name` of an operator that is neither torch's own nor ours; None for those."""
+    """Return the :func:`called_name` of an operator; None if the operator belongs to torch or to mla_compile."""
     name = called_name(node)
     own = name.split("::")[0] in ("aten", "prims", "prim", "higher_order", "mla_compile")
     return None if not name or own else name

@@ -1,8 +1,8 @@
-"""Sizes of axes: numbers or expressions over a graph's shape symbols, compared for every value of the symbols.
+"""Sizes of axes: numbers, or expressions over a graph's shape symbols. A comparison must hold for all symbol values.
 
-Torch replaces a symbol if a guard states its value. A guard such as ``s10 + s22 == s22 + s31`` (two caches of one
-length, each grown by the same tokens) stays a guard, and two equal axes keep two names. This module solves each linear
-guard of a shape environment once, for a symbol or for a length rounded to whole blocks, as in
+Torch replaces a symbol if a guard states its value. It does not use a guard such as ``s10 + s22 == s22 + s31`` (two
+caches of equal length, each extended by the same tokens), so two equal axes keep different names. This module solves
+each linear guard of a shape environment once: for a symbol, or for a length rounded up to whole blocks, as in
 ``2*Max(1, -(-s0//2)) == s0``.
 """
 
@@ -22,23 +22,25 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 
 class _Solved:
-    """The guards of a shape environment read so far, solved for symbols and for sizes rounded to blocks."""
+    """The guards that were read from a shape environment, solved for symbols and for sizes rounded to blocks."""
 
     def __init__(self, shape_env: ShapeEnv) -> None:
-        # Dynamo guards the ranges that torch assumes for its symbols. An exported program assumes lengths of at least
-        # two but also runs with one, so for it only the assumptions of the symbols themselves hold.
+        # Under Dynamo, guards enforce the ranges that torch assumes for its symbols. An exported program is different:
+        # torch assumes lengths of at least two, but the program also runs with length one. Only the assumptions of the
+        # symbols themselves (positive or nonnegative) are then used.
         context = TracingContext.try_get()
         mode = context.fake_mode if context is not None else None
         guarded = mode is not None and mode.shape_env is shape_env
-        # Torch keeps this dict up to date; a reference to the environment would keep it alive forever.
+        # Torch updates this dict in place. A reference to the environment would prevent the environment from ever being
+        # freed.
         self._ranges = shape_env.var_to_range if guarded else None
         self._read = 0
         self._values: dict[sympy.Symbol, sympy.Expr] = {}
         self._multiples: dict[sympy.Expr, tuple[sympy.Integer, sympy.Expr]] = {}
-        self._canonical: dict[sympy.Expr, sympy.Expr] = {}  # a cache, cleared by new guards
+        self._canonical: dict[sympy.Expr, sympy.Expr] = {}  # a cache, cleared when new guards are read
 
     def read(self, guards: Sequence[Any]) -> None:
-        # Guards are only ever appended, so reading continues behind the last one.
+        # Guards are only ever appended, so reading continues after the last guard that was read.
         new = guards[self._read :]
         self._read = len(guards)
         if new:
@@ -60,9 +62,10 @@ class _Solved:
         return expr
 
     def _plain(self, expr: sympy.Expr) -> sympy.Expr:
-        """Return ``expr`` without remainders, exact divisions, and maxima whose largest argument is known."""
+        """Rewrite ``expr`` without remainders, exact divisions, and maxima whose largest argument is known."""
         new: dict[sympy.Expr, sympy.Expr] = {one: self._largest(one) for one in expr.atoms(Max)}
-        # A view of [B * S] as [B, -1] has the size `s**2 // s` where B and S are one symbol: torch does not divide it.
+        # If B and S are one symbol, a view of [B * S] as [B, -1] has the size `s**2 // s`, which torch does not
+        # simplify.
         new |= {one: n for one in expr.atoms(FloorDiv) if (n := quotient(*one.args)) is not None}
         new |= {one: one.args[0] - one.args[1] * FloorDiv(*one.args) for one in expr.atoms(PythonMod)}
         return expr.xreplace(new) if new else expr
@@ -78,13 +81,13 @@ class _Solved:
         return maximum
 
     def _add(self, equation: sympy.Eq) -> None:
-        # The common factor is divided out first; otherwise `2*s0 == 2*s1` would have no coefficient of 1.
+        # The common factor is divided out first. Otherwise `2*s0 == 2*s1` would have no coefficient of 1.
         _, zero = sympy.expand(self._reduced(equation.lhs - equation.rhs)).as_content_primitive()
         zero = sympy.expand(zero)
         for symbol in sorted(zero.free_symbols, key=_age, reverse=True):
             factor = zero.coeff(symbol, 1)
             rest = sympy.expand(zero - factor * symbol)
-            # Only with a coefficient of 1 or -1 is the solution an integer for all values of the other symbols.
+            # The solution is an integer for all values of the other symbols only if the coefficient is 1 or -1.
             if abs(factor) == 1 and symbol not in rest.free_symbols:
                 self._replace(symbol, -rest * factor)
                 return
@@ -96,7 +99,7 @@ class _Solved:
                 return
 
     def _replace(self, symbol: sympy.Symbol, value: sympy.Expr) -> None:
-        # No value may mention a symbol that is itself replaced: then one `xreplace` is enough.
+        # No value may contain a symbol that is itself replaced, so that a single `xreplace` is enough.
         new = {symbol: value}
         self._values = {known: old.xreplace(new) for known, old in self._values.items()} | new
         multiples = {term.xreplace(new): (n, old.xreplace(new)) for term, (n, old) in self._multiples.items()}
@@ -104,7 +107,7 @@ class _Solved:
 
 
 def _with_multiples(expr: sympy.Expr, term: sympy.Expr, times: sympy.Integer, value: sympy.Expr) -> sympy.Expr:
-    """Replace ``times`` copies of a term, whose own value is not known, by ``value`` in ``expr``."""
+    """Replace ``times * term`` by ``value`` in ``expr``. The value of ``term`` itself is not known."""
     expanded = sympy.expand(expr)
     factor = expanded.coeff(term, 1)
     each = sympy.expand(factor / times)
@@ -116,9 +119,9 @@ _solved: WeakKeyDictionary[ShapeEnv, _Solved] = WeakKeyDictionary()
 
 
 def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
-    """Replace symbols by earlier ones in which guards express them, and lengths rounded to blocks by plain lengths.
+    """Rewrite ``expr`` with earlier symbols and with lengths that are not rounded to blocks, as far as guards allow.
 
-    A guard holds whenever the graph runs, so the value of ``expr`` does not change.
+    Guards hold whenever the graph runs, so the value of ``expr`` does not change.
     """
     if shape_env is None or expr.is_Integer:
         return expr
@@ -129,8 +132,8 @@ def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
 
 
 def _age(symbol: sympy.Symbol) -> tuple[int, str]:
-    """Return a key by which later symbols sort behind earlier ones, whatever the order of the guards."""
-    # The length comes first, because as text s10 would sort before s9.
+    """Return a sort key that puts later symbols after earlier ones, independent of the order of the guards."""
+    # The length of the name comes first, because as text s10 would sort before s9.
     return len(symbol.name), symbol.name
 
 
@@ -153,7 +156,7 @@ def same(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for every value of the symbols, and not only in the traced call."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    # `==` compares structure, which is cheap and usually enough; `s*(t+1)` and `s*t + s` need the expansion.
+    # `==` compares structure, which is cheap and usually enough. `s*(t+1)` and `s*t + s` need the expansion.
     return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
 
 
@@ -166,14 +169,14 @@ def quotient(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b > 0 and a % b == 0 else None
     ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    # `s / 2` is not a quotient, even if it is an integer for the traced length.
+    # `s / 2` is refused even if it is an integer for the traced length.
     if sympy.fraction(ratio)[1] != 1 or not ratio.is_integer:
         return None
     return int(ratio) if ratio.is_Integer else ratio
 
 
 def hint(dim: Size, value: int | torch.SymInt) -> int:
-    """Return a representative size: the number itself, or the value seen when the graph was traced."""
+    """Return a representative size: the number itself, the size seen at tracing, or :data:`UNSEEN`."""
     if isinstance(dim, int):
         return dim
     known = getattr(getattr(value, "node", None), "hint", None)
@@ -181,7 +184,7 @@ def hint(dim: Size, value: int | torch.SymInt) -> int:
 
 
 def at_least(a: Size, b: Size) -> bool:
-    """Whether ``a >= b`` for every value of the symbols, which are sizes and never negative."""
+    """Whether ``a >= b`` is proved for every value of the symbols. Sizes are never negative."""
     return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)).is_nonnegative)
 
 
@@ -190,12 +193,12 @@ MINIMA = (sympy.Min, Min)
 
 
 def least_of(a: Size) -> tuple[Size, ...]:
-    """Return the arguments if ``a`` is a minimum, and ``a`` itself otherwise."""
+    """Return the arguments of ``a`` if it is a minimum; otherwise return only ``a``."""
     return a.args if isinstance(a, MINIMA) else (a,)
 
 
 def holds(condition: sympy.Basic) -> bool:
-    """Whether a comparison of sizes, or an And or Or of comparisons, is proved true for every value of the symbols."""
+    """Whether a comparison of sizes, or an And or Or of comparisons, is proved for every value of the symbols."""
     if isinstance(condition, (sympy.And, sympy.Or)):
         return (all if isinstance(condition, sympy.And) else any)(map(holds, condition.args))
     if isinstance(condition, (sympy.Ge, sympy.Gt)):
@@ -220,7 +223,10 @@ def _equal(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 
 def _covers(most: sympy.Expr, least: sympy.Expr) -> bool:
-    """Whether ``most >= least``. Where ``least`` grows with a minimum, any argument of the minimum may replace it."""
+    """Whether ``most >= least`` is proved.
+
+    If ``least`` grows with a minimum, a proof for any one argument of the minimum is enough.
+    """
     if at_least(most, least):
         return True
     least = sympy.expand(least)

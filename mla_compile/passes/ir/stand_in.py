@@ -1,13 +1,13 @@
 """Plain nodes that stand in for library operators while the passes reason about a graph.
 
-A quantized product is a linear map that rounds, and FlashAttention is an attention, but their operators do not show it.
-A stand-in expresses such a node in plain operators (``linear`` with the dequantized weight,
+A quantized product is a linear map that rounds, and FlashAttention is an attention, but their operators do not show
+this. A stand-in expresses such a node in plain operators (``linear`` with the dequantized weight,
 ``scaled_dot_product_attention``), and all readers of the original read the stand-in:
 
     y = gemm_4bit(x, packed, ...)   ->   y; plain = stand_in(linear(x, dequantize(packed, ...))), read instead of y
 
-The original waits without readers. After all decisions, :func:`settle` restores the originals that are still needed:
-products that are still read, and attentions that were not rewritten.
+The original stays in the graph without readers. After all decisions, :func:`settle` restores the originals that are
+still needed: products that are still read, and attentions that were not rewritten.
 """
 
 from __future__ import annotations
@@ -19,26 +19,35 @@ import torch
 from torch import fx
 
 STANDS_FOR = "mla_compile_stands_for"
-"""Metadata key of a stand-in: the original name of the node for which it stands."""
+"""Metadata key of a stand-in. It holds the name that the original node had."""
 
 WAITS = "mla_compile_waits"
-"""Metadata key of a node that has a stand-in: its original name. The node is not dead code."""
+"""Metadata key of a node that has a stand-in. It holds the node's original name. The node is not dead code."""
 
 DROPPED = "mla_compile_dropped"
-"""Metadata key of a stand-in whose original rounds rows: what they are rounded to, in words."""
+"""Metadata key of a stand-in whose original rounds rows. It says in words what the rows are rounded to."""
 
 CORE = "mla_compile_core"
-"""Metadata key of a stand-in for an attention: the names of the nodes that a rewrite of it would replace."""
+"""Metadata key of a stand-in for an attention.
+
+It holds the names of the nodes that would be replaced if the attention were rewritten.
+"""
 
 BARRED = "mla_compile_barred"
-"""Metadata key of a node that may have no stand-in because it rounds rows: what they are rounded to, in words."""
+"""Metadata key of a node that may have no stand-in because it rounds rows.
+
+It says in words what the rows are rounded to.
+"""
 
 REFUSED = "mla_compile_refused"
-"""Metadata key of a library's attention operator that is not a plain attention: a code and the reason in words."""
+"""Metadata key of a library's attention operator that is not a plain attention.
+
+It holds a code and the reason in words.
+"""
 
 
 def stand_in(plain: torch.Tensor) -> torch.Tensor:
-    """Return ``plain`` itself: the operator of a stand-in."""
+    """Return ``plain`` unchanged. This function is the operator of a stand-in node."""
     return plain
 
 
@@ -48,7 +57,7 @@ def waits(node: fx.Node) -> bool:
 
 
 def original_of(node: fx.Node) -> fx.Node | None:
-    """Return the node for which ``node`` stands; None if it is not a stand-in."""
+    """Return the original of the stand-in ``node``; None if ``node`` is not a stand-in."""
     name = node.meta.get(STANDS_FOR)
     if name is None:
         return None
@@ -57,9 +66,9 @@ def original_of(node: fx.Node) -> fx.Node | None:
 
 
 def settle(graph: fx.Graph) -> int:
-    """Restore every original whose stand-in is still read; return their number. The others become dead code.
+    """Restore every original whose stand-in is still read, and return how many were restored.
 
-    A stand-in for an attention is always read; its original is restored unless a rewrite replaced it.
+    Originals whose stand-ins are not read become dead code. An attention that was rewritten is erased instead.
     """
     originals: Mapping[str, fx.Node] = {n.meta.pop(WAITS): n for n in graph.nodes if waits(n)}
     names = {n.name for n in graph.nodes}
@@ -76,9 +85,9 @@ def settle(graph: fx.Graph) -> int:
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase ``node`` and the call that it is a result of, if nothing else reads that.
+    """Erase ``node``. If it is one result of a call, also erase the call, unless another result is read.
 
-    Dead-code removal would keep attentions that may be random.
+    Dead-code removal would keep the call, because it treats attentions as random.
     """
     reads = node.all_input_nodes if node.target is operator.getitem else []
     node.graph.erase_node(node)

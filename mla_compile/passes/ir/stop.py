@@ -1,4 +1,4 @@
-"""The record of why a walk ends at a node, which can be ranked, reported and tested."""
+"""The record of why a walk ended at a node. It can be ranked, reported and tested."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Stop:
-    """Why the walk ended at ``node``: a code of :mod:`mla_compile.codes` and the detail in words.
+    """Why a walk ended at ``node``: a code from :mod:`mla_compile.codes`, and the detail in words.
 
-    ``fix``: what the user could change, if the code's general advice does not fit.
+    ``fix``: what the user could change, if the general advice for the code does not fit.
     """
 
     node: fx.Node

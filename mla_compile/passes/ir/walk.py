@@ -1,4 +1,4 @@
-"""Walks over a graph: dependences, nodes that depend only on weights, dead code."""
+"""Walks over a graph: dependences between nodes, nodes that depend only on weights, and dead code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 REACH = 48
 """The most operators that a search visits.
 
-Between two parts of one attention (a softmax and its products, K and the tensors from which it was projected or joined)
-lie scales, masks, casts, views and a rotation: one or two dozen operators if each is written out. Four dozen reach all
-of them but not the rest of the model, where an operator of another layer would be blamed for this one.
+Scales, masks, casts, views and a rotation may lie between two parts of one attention, such as a softmax and its
+products, or K and the tensors from which K was projected or joined. Written out, these are one or two dozen operators.
+A search of four dozen finds them all but does not reach another layer, whose operators would be blamed by mistake.
 """
 
 
@@ -32,11 +32,14 @@ def nearest(
     wanted: Callable[[fx.Node], bool],
     ends_at: Callable[[fx.Node], bool],
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the nearest wanted nodes and the nodes passed on the way; the walk does not continue past ``ends_at``."""
+    """Return the nearest wanted nodes, and the nodes passed on the way to them.
+
+    The walk does not continue past a node for which ``ends_at`` is true.
+    """
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = deque(step(start)), set[fx.Node]()
-    # Breadth first, so that the nearest nodes are found before the walk gives up.
+    # The search is breadth first, so that the nearest nodes are found before it gives up.
     while queue and len(passed) < REACH:
         node = queue.popleft()
         if node in seen:
@@ -59,16 +62,16 @@ def remove_dead_code(graph: fx.Graph) -> None:
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
         sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
-        # torch keeps random operators, because removing one would shift the generator; with p = 0 nothing is drawn.
+        # Torch keeps random operators, because removing one would shift the generator. With p = 0, nothing is drawn.
         return waits(node) or (node.is_impure() and not sure)
 
     graph.eliminate_dead_code(stays)
 
 
 def reachable(start: Iterable[T], step: Callable[[T], Iterable[T]], most: int | None = None) -> Iterator[T]:
-    """Yield ``start`` and every node to which ``step`` leads from there, each once, nearest first.
+    """Yield the nodes of ``start`` and every node that ``step`` reaches from them, each once, nearest first.
 
-    With ``most``, no further steps are taken once that many nodes besides ``start`` are known.
+    ``most``: once this many nodes in addition to ``start`` are known, no further steps are taken.
     """
     queue = deque(dict.fromkeys(start))
     seen = set(queue)
@@ -84,16 +87,17 @@ def reachable(start: Iterable[T], step: Callable[[T], Iterable[T]], most: int | 
 
 
 def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iterator[fx.Node]:
-    """Yield every node on whose values ``node`` depends, nearest first, except tensors of which only a size is read.
+    """Yield every node on whose values ``node`` depends, nearest first.
 
-    With ``back_to``, nodes that come before all of these in the graph are left out.
+    Tensors of which only a size is read are left out. ``back_to``: if given, nodes that precede all of these nodes in
+    the graph are left out too.
     """
     if back_to is None:
         return reachable(computed_from(node), computed_from)
     oldest = min((n for n in back_to if not is_virtual(n)), default=None)
 
-    # Nodes before all of `back_to` in the graph cannot read them; without this bound, each search would walk the whole
-    # model. Virtual nodes have no position in the graph.
+    # Nodes that precede all of `back_to` in the graph cannot read them. Without this bound, each search would walk the
+    # whole model. Virtual nodes have no position in the graph.
     def step(of: fx.Node) -> list[fx.Node]:
         return [n for n in computed_from(of) if is_virtual(n) or (oldest is not None and not n < oldest)]
 
@@ -101,7 +105,10 @@ def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iter
 
 
 def length_behind(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
-    """Return the length of an axis as an argument, read from the earliest tensor behind ``node`` that has it."""
+    """Return the length of an axis as an argument of an operator.
+
+    The length is read from the earliest tensor upstream of ``node`` that has an axis of this length.
+    """
     length, behind = shape(node)[dim], islice(ancestors(node), REACH)
     having = [(n, k) for n in behind if is_tensor(n) for k, other in enumerate(shape(n)) if same(other, length)]
     return builder.size(*min(having, default=(node, dim)))
@@ -113,13 +120,14 @@ def depends_on(node: fx.Node, others: Collection[fx.Node]) -> bool:
 
 
 def computed_from(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes from whose values ``node`` is computed directly."""
-    # A length is not a value of the tensor: with dynamic shapes, `sym_size` of the inputs would link everything.
+    """Return the inputs of ``node`` whose values it reads."""
+    # A length is not a value of a tensor. If it were, `sym_size` of the inputs would link everything in a dynamic
+    # graph.
     return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
 
 
 def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map every node to the first node that computes the same: the same operator on the same arguments."""
+    """Map every node to the first node that applies the same operator to the same arguments."""
     first: dict[fx.Node, fx.Node] = {}
     known: dict[Hashable, fx.Node] = {}
 
@@ -128,7 +136,7 @@ def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
     for node in graph.nodes:
         first[node] = node
-        # torch counts random operators as impure. Nothing else is impure, because graphs are functional.
+        # Torch counts random operators as impure. Nothing else is impure, because graphs are functional.
         if node.op in ("call_function", "get_attr") and not node.is_impure():
             first[node] = known.setdefault((node.target, each(node.args, read), each(node.kwargs, read)), node)
     return first
@@ -136,7 +144,8 @@ def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def leads_to(first: fx.Node, last: fx.Node) -> bool:
     """Whether ``last`` depends on ``first``, even if only on its sizes."""
-    # Nodes before `first` in the graph cannot read it; without this bound, each search would walk the whole model.
+    # Nodes that precede `first` in the graph cannot read it. Without this bound, each search would walk the whole
+    # model.
     return first in reachable([last], lambda node: (n for n in node.all_input_nodes if not n < first))
 
 
@@ -147,10 +156,10 @@ def weight_nodes(graph: fx.Graph, known: Collection[str]) -> set[fx.Node]:
         if node.op in ("placeholder", "get_attr"):
             if node.name in known or node.op == "get_attr":
                 found.add(node)
-        # `all` of an empty list is true: `arange` and `full` are constants.
+        # `arange` and `full` have no inputs and are constants, so `all` of an empty list has the right value: true.
         elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             tags = getattr(node.target, "tags", ())
-            # `rand` has no inputs either, but its value changes in each call and must not be computed ahead.
+            # `rand` has no inputs either, but its value changes in each call, so it must not be computed ahead.
             if torch.Tag.nondeterministic_seeded not in tags:
                 found.add(node)
     return found

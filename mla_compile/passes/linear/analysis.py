@@ -1,8 +1,8 @@
 """The analysis of linear maps: which tensors are a fixed linear image of some source tensor's rows.
 
 The analysis visits each operator once and applies the transfer rules of this package. The walk ends at an operator that
-has no rule, that is not linear along the features here, or that depends on the token. The node of that operator becomes
-its own source, and a :class:`~mla_compile.passes.ir.stop.Stop` says why. No rule looks at a name.
+has no rule, that is not linear along the features, or that depends on the token. The node of this operator becomes its
+own source, and a :class:`~mla_compile.passes.ir.stop.Stop` says why. No rule looks at the name of a module or a weight.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NONE = VirtualSources()
 
 
 class LinearMaps:
-    """The analysis of one graph. It caches the results per node and only reads the graph.
+    """The analysis of one graph. It caches its results per node and does not change the graph.
 
-    ``sources``: nodes that were chosen as sources, so the walk ends there although it could go on. ``per_row``: weights
-    may differ along an axis of the source's rows. Otherwise such a weight ends the walk, because it may be a table
-    of rotations. ``per_row`` is needed if the attention's output is the source, since W_v differs along the
-    heads. ``virtual``: rows that are not nodes of the graph.
+    ``sources``: nodes that were chosen as sources, so the walk ends there although it could go on. ``per_row``: whether
+    weights may differ along an axis of the source's rows. If they may not, such a weight ends the walk, because it may
+    be a table of rotations. They must be allowed to if the source is the output of the attention, because W_v differs
+    along the heads. ``virtual``: rows that are not nodes of the graph.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LinearMaps:
         self.sources = frozenset(sources)
         self.per_row = per_row
         self.virtual = virtual
-        # independent of the sources, so all analyses of the graph share one
+        # This does not depend on the sources, so all analyses of the graph share one.
         self._nearby = nearby or Nearby()
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
@@ -73,13 +73,16 @@ class LinearMaps:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             rows |= {g.rows for several in self.virtual.gates.values() for g in several}
             self._whole = self.with_sources(rows, per_row=self.per_row)
-            # Otherwise the new analysis would create yet another one at its first slice.
+            # Without this line, the new analysis would create yet another one at its first slice.
             self._whole._whole = self._whole
         return self._whole
 
     @property
     def unbound(self) -> LinearMaps:
-        """The analysis without chosen sources; a new one if the last has chosen a source (:class:`RowsJoined`)."""
+        """The analysis without chosen sources.
+
+        Once it has chosen a source itself (:class:`RowsJoined`), the next access returns a new analysis.
+        """
         if self._unbound is None or self._unbound.sources:
             self._unbound = self.with_sources(())
         return self._unbound
@@ -100,7 +103,7 @@ class LinearMaps:
         return self._nearby.behind(nodes)
 
     def map(self, node: fx.Node) -> LinearMap:
-        """Return the linear map of ``node``; at worst, this is the identity over the node itself."""
+        """Return the linear map of ``node``. At worst, this is the identity with ``node`` itself as the source."""
         if node in self._maps:
             return self._maps[node]
         pending = [node]  # an explicit stack, because chains are as deep as the model
@@ -110,8 +113,8 @@ class LinearMaps:
                 pending.pop()
                 continue
             rule = self._rule(current)
-            # The rules for slices of rows, and for rows with a factor each, read the operand's map from `self.whole`,
-            # so it is not needed here.
+            # The rules for slices of rows, and for rows with a factor each, read the operand's map from `self.whole`.
+            # That map is therefore not needed here.
             ends = rule is None or (rule in (some_rows, gated_rows) and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
@@ -121,8 +124,8 @@ class LinearMaps:
             try:
                 self._maps[current] = self._apply(current, rule)
             except RowsJoined as joined:
-                # Maps that continue behind this node stay true for callers that hold them, but new maps have to end
-                # at it. The cache does not record which maps continue, so all are dropped.
+                # Maps that continue upstream of this node stay true for callers that hold them, but new maps have to
+                # end at this node. The cache does not record which maps continue, so all maps are dropped.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]
@@ -137,13 +140,13 @@ class LinearMaps:
         return some_rows if node in self.virtual.slices else gated_rows if node in self.virtual.gates else rule
 
     def follows(self, node: fx.Node) -> bool:
-        """Whether the operator of ``node`` has a rule, even if the rule refuses it."""
+        """Whether there is a rule for the operator of ``node``, even if the rule refuses ``node``."""
         return rule_of(node) is not None
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors whose maps the rule for ``node`` needs."""
         inputs = node.all_input_nodes
-        if packet(node) is operator.getitem:  # a tuple has no map, so its operator's operands count
+        if packet(node) is operator.getitem:  # a tuple has no map, so the operands of its operator are needed
             inputs = [n for whole in inputs for n in whole.all_input_nodes]
         return [n for n in inputs if is_tensor(n) and not self.is_weight(n)]
 
@@ -152,14 +155,14 @@ class LinearMaps:
         # Sources and weights end the walk by choice, so a report must not blame them.
         if isinstance(result, Stop) and node not in self.sources and not self.is_weight(node):
             self.reasons[node] = result
-        # The rule comes first, because it may already find that the axis is broadcast.
+        # The rule is applied first, because it may already find that the axis is broadcast.
         if node in self.virtual.shared:
             return one_of_all(self, node, result)
         return self.identity(node) if isinstance(result, Stop) else result
 
     def axes_of(self, node: fx.Node) -> Axes:
-        """Return the axes of ``node`` as a source, with one atom each."""
-        # The atoms are cached: two maps from one source have to agree on its tokens.
+        """Return the axes of ``node`` as a source, with one atom each (none if the size is 1)."""
+        # The atoms are cached, because two maps from one source must have the same tokens.
         if node not in self._identity:
             self._identity[node] = fresh_axes(shape(node))
         return self._identity[node]

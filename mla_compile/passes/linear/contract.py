@@ -1,8 +1,8 @@
 """Transfer rules for operators that combine a linear map with a weight: products, sums, contractions.
 
-All are read alike: axes are labelled as in einsum, and a label that the weight has and the result lacks is summed over.
-This is legal if the weight's labels fall on features of the map or on the last axis of the source's rows, and never on
-tokens.
+All operators are read in the same way. Axes are labelled as in einsum, and a label that the weight has but the result
+lacks is summed over. This is legal if each label of the weight is a feature of the map or the last axis of the source's
+rows. It is not legal if a label of the weight is a token.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 
 def _usable(expr: Expr, node: fx.Node) -> Stop | None:
-    """Refuse weights that are not ordinary floating-point tensors, because expressions compute with their values."""
+    """Refuse a weight that is not an ordinary floating-point tensor, because expressions compute with its values."""
     if expr.value.layout != torch.strided:
         return Stop(node, "unsupported_weight", f"a weight of layout {expr.value.layout}")
-    # Values of 8-bit and integer weights need their scales, which multiplying ahead would lose.
+    # 8-bit and integer weights need their scales. A product that is computed ahead would lose the scales.
     if not expr.value.dtype.is_floating_point or expr.value.dtype.itemsize < 2:
         return Stop(node, "unsupported_weight", f"a weight of dtype {expr.value.dtype} without dequantization")
     if any(not isinstance(d, int) for d in expr.value.shape):
@@ -51,8 +51,8 @@ def _bind(
         if not axis_of.get(label, ()):
             axis_of[label] = fresh_axis(size)
         own = axis_of[label]
-        # Weights have fixed sizes. A dimension along a symbolic axis was computed per token, as in a table of
-        # positions.
+        # Weights have fixed sizes. If a dimension lies along a symbolic axis, the tensor has a value per token, as a
+        # table of positions has.
         if not all(isinstance(a.size, int) for a in own):
             return Stop(node, "position_dependent", "a weight that differs from token to token")
         atoms += own
@@ -75,9 +75,9 @@ def _apply(
     for label in labels:
         own = axis_of[label]
         if label in out:
-            # A projection may sum over or scale the last axis of the rows only. A weight that differs along another
-            # axis is a different weight for each token or head, so queries cannot be multiplied by it once for all
-            # rows.
+            # A projection may only sum over or scale the last axis of the rows. A weight that differs along another
+            # axis is a different weight for each token or head. Queries could not be multiplied by such a weight once
+            # for all rows.
             blind = tokens - _grouped(piece)
             if not per_row and label != labels[-1] and any(a in blind and a in factor.atoms for a in own):
                 contracts = any(c not in out for c in labels)
@@ -85,10 +85,11 @@ def _apply(
                 return Stop(node, code, "a weight that differs along an axis of the rows")
         elif not own:
             continue
-        # The weight does not take part in the sum, so tokens or heads are added up.
+        # The weight takes no part in this sum, so tokens or heads are added up.
         elif label not in weight_labels or not all(a in factor.atoms for a in own):
             return Stop(node, "token_mixing", "a sum over an axis")
-        # Legal if the weight is summed over the broadcast axis, but no model needs it, and refusing needs no proof.
+        # This is legal if the weight is summed over the broadcast axis. No model needs it, and a refusal needs no
+        # proof.
         elif piece.source is not None and not all(a in tokens or a in known for a in own):
             return Stop(node, "unsupported_op", "a sum over a broadcast axis")
         else:
@@ -122,7 +123,7 @@ def contract(
     if problem is not None:
         return problem
     source = maps.map(x)
-    # One weight cannot sum columns from different sources, unless the segments turn out to share a source.
+    # One weight cannot sum columns from different sources, unless all segments turn out to have one source.
     if source.axis is not None and labels[source.axis] not in out:
         source = one_map(source, node) or source
     label = None if source.axis is None else labels[source.axis]
@@ -138,19 +139,20 @@ def contract(
     joint = joint_of(source)
     raw = not any(p.projected for p in source.pieces)
     if label not in out:
-        # The joined tensor counts as the rows if nothing was projected before it, or if it is narrower than the result,
-        # as a latent is. Otherwise it is itself the wide result of projections.
+        # The joined tensor is treated as the rows if none of its parts is projected, or if it is narrower than the
+        # result, as a latent is. Otherwise, the joined tensor itself is the wide result of projections.
         if joint is not None and (raw or bytes_hint(joint) < bytes_hint(node)):
             raise RowsJoined(joint)  # one latent, joined from parts
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
-    # The weight leaves the joined axis alone and sums over another: what was joined are rows, and this projects them.
+    # The weight leaves the joined axis alone and sums over another axis. The joined parts are therefore rows, which
+    # this operator projects.
     if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
     return source.each_segment(apply, out.index(label))
 
 
 def _columns(weight: Expr, labels: str, label: str | None, segment: Segment) -> Expr:
-    """Return the part of a weight that meets the columns of ``segment`` along ``label`` (None: all of the weight)."""
+    """Return the slice of a weight for the columns of ``segment`` along ``label`` (None: the whole weight)."""
     at = -1 if label is None else labels.find(label)
     return weight if at < 0 or weight.shape[at] == 1 else weight.slice(at, segment.start, segment.stop)
 
@@ -190,7 +192,7 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
         if isinstance(bound, Stop):
             return bound
         own, axis_of = bound
-        # A bias along the last axis of the rows is the same for all tokens; along another axis it is a table of
+        # A bias along the last axis of the rows is the same for all tokens. A bias along another axis is a table of
         # positions.
         rows = s.piece.source_atoms - _grouped(s.piece)
         outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in rows and a in own.atoms]
@@ -232,12 +234,12 @@ def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> L
 
 
 def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Map matmul, mm, bmm, addmm or baddbmm with a weight on either side."""
+    """Return the map of matmul, mm, bmm, addmm or baddbmm with a weight on either side."""
     offset = 1 if packet(node) in (aten.addmm, aten.baddbmm) else 0
     a, b = args_of(node)[offset], args_of(node)[offset + 1]
     ra, rb = len(shape(a)), len(shape(b))
-    # A product of two weights is itself a weight and does not get here; a product of two activations belongs to an
-    # attention. The keywords are addmm's `beta` and `alpha`.
+    # A product of two weights is itself a weight and is never passed to this rule. A product of two activations belongs
+    # to an attention. The keywords are `beta` and `alpha` of addmm.
     if ra < 2 or rb < 2 or maps.is_weight(a) == maps.is_weight(b) or node.kwargs:
         return unexplained(maps, node)
     left, right, out = matmul_labels(ra, rb)
@@ -248,14 +250,17 @@ def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if offset == 0 or isinstance(result, Stop):
         return result
     bias = args_of(node)[0]
-    # A bias with more axes may differ from token to token, and a bias of a segmented map would have to be cut too.
+    # A bias with more than one axis may differ from token to token. A bias of a segmented map would have to be cut too.
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
         return unexplained(maps, node)
     return _with_bias(result, maps.leaf(bias), node)
 
 
 def convolution(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Map a convolution of kernel size 1 over [B,C,...], a product with a matrix [out,C]; larger kernels mix tokens."""
+    """Return the map of a convolution of kernel size 1 over [B,C,...].
+
+    Such a convolution is a product with a matrix [out,C]. Larger kernels mix tokens.
+    """
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     rank = len(shape(x))
     if maps.is_weight(x) or not maps.is_weight(weight) or (bias is not None and not maps.is_weight(bias)):
@@ -283,7 +288,7 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     operands = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
-    # Exactly one operand may be an activation: products of two activations belong to attentions.
+    # Exactly one operand may be an activation, because products of two activations belong to attentions.
     if sum(weights) != len(weights) - 1 or len(operands) > 2:
         return unexplained(maps, node)
     at = weights.index(False)
@@ -299,7 +304,10 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Map tensordot, whose result has the remaining axes of the first operand, then those of the second."""
+    """Return the map of tensordot.
+
+    The result has the remaining axes of the first operand, followed by the remaining axes of the second.
+    """
     a, b, dims_a, dims_b = args_of(node)[:4]
     if maps.is_weight(a) == maps.is_weight(b):
         return unexplained(maps, node)
@@ -313,7 +321,10 @@ def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
-    """Map ``(x - mean) / sqrt(var + eps) * weight + bias`` with stored statistics of axis 1; ``node`` is the result."""
+    """Return the map of the batch norm ``norm`` with stored statistics of axis 1. ``node`` is its first or only result.
+
+    The operator computes ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    """
     x, weight, bias, mean, var = args_of(norm)[:5]
     whole = packet(norm) is aten.batch_norm
     if whole and args_of(norm)[5]:  # statistics are computed from this call's input

@@ -1,4 +1,4 @@
-"""Joining maps of one source into one map, whose weight concatenates theirs.
+"""Joins maps of one source into one map, whose weight is the concatenation of their weights.
 
 Heads that are projected one by one (a ModuleList, a stack, a cat that is later viewed as heads) read the same rows:
 ``[W_1 z, W_2 z] = [W_1, W_2] z``.
@@ -31,7 +31,7 @@ def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
 
 
 def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece | None:
-    """Return segments of a tensor along ``dim`` as one piece; None unless weights make all of them of the same rows."""
+    """Join segments along ``dim`` into one piece. Return None unless weights make all of them from the same rows."""
     first = segments[0].piece
     if first.source is None or first.weight is None or first.added:
         return None
@@ -41,7 +41,7 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
         if piece is None:
             return None
         pieces.append(piece)
-    # The atom is new: heads made by separate weights were not factors of one axis before.
+    # A new atom is needed, because heads made by separate weights were not factors of one axis before.
     into = Atom(segments[-1].stop - segments[0].start)
     widths = [s.stop - s.start for s in segments]
     weight = _joined([p.weight for p in pieces], [p.axes[dim] for p in pieces], widths, into)
@@ -53,13 +53,13 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
 
 
 def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
-    """Join, along ``dim``, maps of tensors that have size 1 there; None if they are not maps of the same rows.
+    """Join maps of tensors along ``dim``, an axis of size 1 in each. Return None if they are not maps of the same rows.
 
-    The elements are heads that were made one by one. Each segment joins their weights, or repeats the rows that they
-    share (a rotary key).
+    The elements are heads that were made one by one. Each segment of the result joins the weights of the heads, or
+    repeats rows that the heads share (a rotary key).
     """
     first = elements[0]
-    # An element is segmented along the stacked axis, or the elements are segmented along different axes.
+    # Elements cannot be joined if they have segments along the stacked axis, or along different axes.
     if first.axis == dim or any(e.axis != first.axis for e in elements):
         return None
     joined: list[Segment] = []
@@ -76,7 +76,7 @@ def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap
 
 
 def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
-    """Repeat the same rows, or zeros, along ``dim`` as ``expand`` does; None if the pieces differ."""
+    """Return equal pieces (the same rows, or zeros) as one piece repeated along ``dim``; None if they differ."""
     first = pieces[0]
     if first.weight is not None or first.bias is not None or first.added:
         return None
@@ -91,16 +91,22 @@ def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
 
 
 def joint_of(source: LinearMap) -> fx.Node | None:
-    """Return the tensor that joins the segments, the first on all their paths; None if all of them are projected."""
+    """Return the tensor in which the segments are joined: the first node that lies on the paths of all segments.
+
+    Return None if all segments are projected, or if there is no such node.
+    """
     if source.axis is None or all(p.projected for p in source.pieces):
         return None
-    # A source is on the path of its own piece, but nothing was joined there.
+    # A source is on the path of its own piece, but nothing is joined at a source.
     common = set.intersection(*({v.node for v in p.path} for p in source.pieces)) - {p.source for p in source.pieces}
     return next((v.node for v in source.pieces[0].path if v.node in common), None)
 
 
 def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
-    """Write ``piece`` in the atoms of ``first`` except along ``dim``, its scale in its weight; None if impossible."""
+    """Write ``piece`` in the atoms of ``first``, except along ``dim``, and move its scale into its weight.
+
+    Return None if this is impossible.
+    """
     if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
         return None
     if piece.added:
@@ -113,10 +119,10 @@ def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
     for k, (own, other) in enumerate(zip(first.axes, piece.axes, strict=True)):
         if k == dim or own == other:
             continue
-        # Tokens must be the very same atoms. Features and broadcast axes have different atoms in each piece and only
-        # have to factor alike.
+        # Tokens must be the very same atoms. Features and broadcast axes have different atoms in each piece. They only
+        # have to have the same factors.
         splits = None if tokens & {*own, *other} else common_factors(own, other)
-        # Splitting `first` now would not fit the pieces that were already written in its atoms.
+        # `first` cannot be split any more, because earlier pieces were already written in its atoms.
         if splits is None or splits[0]:
             return None
         piece = piece.split(splits[1])
@@ -151,7 +157,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
 
 def _common_path(pieces: Sequence[Piece], node: fx.Node) -> tuple[Visit, ...]:
     common = set.intersection(*({v.node for v in p.path} for p in pieces))
-    # The result counts as many contractions as the piece with the most.
+    # The result has as many contractions as the piece with the most contractions.
     last = max((p.path[-1] for p in pieces), key=lambda v: v.contractions)
     before = (v for v in pieces[0].path if v.node in common and v.contractions < last.contractions)
     return (*before, replace(last, node=node))

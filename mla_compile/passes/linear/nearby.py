@@ -1,7 +1,7 @@
-"""Dependences between nodes, looked up for every layer.
+"""Dependences between nodes, for look-ups in every layer.
 
-Residual connections link every layer to the first one, so results are kept per node, and no look-up visits a node
-again. A set of nodes is an integer used as a bit set.
+Residual connections link every layer to the first one. Results are therefore kept per node, and no look-up visits a
+node again. A set of nodes is an integer used as a bit set.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from mla_compile.passes.ir.walk import computed_from
 
 
 class Nearby:
-    """What the nodes of one graph are computed from. ``asked`` maps the output of each attention to its queries."""
+    """Knows what the nodes of one graph are computed from.
+
+    ``asked`` maps the output of each attention to its queries.
+    """
 
     def __init__(self, asked: Mapping[fx.Node, list[fx.Node]] = MappingProxyType({})) -> None:
         self.asked = asked
         self._bits: dict[fx.Node, int] = {}
-        # For each node, itself and the nodes behind it: all of them (`_all`), tensors with no projection in between
-        # (`_plain`), and tensors with at most one (`_projected`).
+        # Each dict maps a node to a set of nodes upstream of it, including the node itself: all such nodes (`_all`),
+        # tensors with no projection in between (`_plain`), or tensors with at most one projection in between
+        # (`_projected`).
         self._all: dict[fx.Node, int] = {}
         self._plain: dict[fx.Node, int] = {}
         self._projected: dict[fx.Node, int] = {}
@@ -32,8 +36,8 @@ class Nearby:
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether one of two tensors is computed from the other, or both are projected from the same rows.
 
-        Tensors behind more than one projection do not count: through the first layer, the rows of all later layers
-        depend on the table of rotary angles.
+        Only tensors at most one projection upstream are compared. Farther upstream, all layers are related: through the
+        first layer, the rows of all later layers depend on the table of rotary angles.
         """
         for node in (one, other):
             for n in _inputs_first(node, _tensors, self._plain):
@@ -45,8 +49,8 @@ class Nearby:
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
         """Return ``nodes`` and everything they depend on, except through keys and values of earlier attentions.
 
-        The nodes behind queries count as hidden states. Without the exception, so would an earlier layer's latent,
-        which a later layer may read again.
+        The nodes upstream of queries are treated as hidden states. Without the exception, an earlier layer's latent,
+        which a later layer may read again, would be treated as a hidden state too.
         """
         found = 0
         for node in nodes:
@@ -76,7 +80,7 @@ class Nearby:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A set of nodes, which also contains virtual slices of its nodes."""
+    """A set of nodes. A virtual slice of a node in the set is also in the set."""
 
     found: int
     bits: dict[fx.Node, int]
@@ -92,7 +96,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 def _inputs_first(
     node: fx.Node, inputs: Callable[[fx.Node], list[fx.Node]], known: Container[fx.Node]
 ) -> Iterator[fx.Node]:
-    """Yield the nodes behind ``node`` that are not ``known`` yet, and then ``node``, each after its inputs."""
+    """Yield ``node`` and the nodes upstream of it, each after its inputs, except nodes that are already ``known``."""
     pending = [node]  # an explicit stack, because chains are as deep as the model
     while pending:
         current = pending[-1]

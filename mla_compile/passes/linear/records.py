@@ -5,11 +5,12 @@ A tensor X is described by
     X[tokens..., features...] = scale * sum_e W[features..., e] z[tokens..., e] + b[features...]
 
 where ``z`` is a node (the source), and ``W`` and ``b`` are expressions of weights only. Every axis of X, z, W and b is
-a product of :class:`~mla_compile.passes.ir.axes.Atom`. An atom of X is a *token* of z if it is also in z's axes, a
-*feature* if it is in W's or b's, and *broadcast* if it is in neither. So the map is one einsum over atoms, and
-``W = None`` means the identity. X may also consist of segments along one axis, each with its own source (keys = [latent
-part | rotary part]), and each segment may be a sum of maps of several sources (keys = W c + a row that all heads
-share).
+a product of :class:`~mla_compile.passes.ir.axes.Atom`. An atom of X is a *token* of z if it is also in the axes of z.
+It is a *feature* if it is in the axes of W or b, and *broadcast* if it is in none of them. The map is therefore one
+einsum over atoms, and ``W = None`` means the identity.
+
+X may also consist of segments along one axis, each with its own source (keys = [latent part | rotary part]). Each
+segment may be a sum of maps of several sources (keys = W c + a row that all heads share).
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from mla_compile.passes.ir.stop import Stop
 
 @dataclass(frozen=True)
 class Visit:
-    """A node on the path from the source to X, and how many operators with weights lie on the path up to it.
+    """A node on the path from the source to X.
 
-    ``contractions``: those that sum over features. ``scalings``: those that only multiply, divide or add.
+    Operators with weights are counted up to this node. ``contractions``: how many of them sum over features.
+    ``scalings``: how many only multiply, divide or add.
     """
 
     node: fx.Node
@@ -46,9 +48,9 @@ class Visit:
 class Piece:
     """One linear map. ``source`` None: the piece is constant (zeros, or only a bias).
 
-    ``before``: if ``source`` holds sliced or multiplied rows (:class:`VirtualSources`), the path from the original rows
-    to the tensor that the model slices or multiplies. ``added``: if X is a sum, the maps of the other sources, without
-    biases; their axes have the same sizes. ``defined``: False for uninitialized memory.
+    ``before``: if ``source`` holds sliced or multiplied rows (:class:`VirtualSources`), this is the path from the
+    original rows to the tensor that the model slices or multiplies. ``added``: if X is a sum, these are the maps of the
+    other sources, without biases. Their axes have the same sizes. ``defined``: False for uninitialized memory.
     """
 
     axes: Axes
@@ -69,7 +71,7 @@ class Piece:
         return (replace(self, added=()), *self.added) if self.added else (self,)
 
     def each(self, fn: Callable[[Piece], Piece | Stop]) -> Piece | Stop:
-        """Apply ``fn``, which handles an operator that is linear up to a constant, to every summand."""
+        """Apply ``fn`` to every summand. ``fn`` handles an operator that is linear up to a constant."""
         if not self.added:
             return fn(self)
         first, *others = (fn(p) for p in self.summands)
@@ -90,7 +92,10 @@ class Piece:
 
     @property
     def projected(self) -> bool:
-        """Whether a projection, a weight multiplied and summed over features, lies between the source and X."""
+        """Whether there is a projection between the source and X.
+
+        A projection is a product with a weight that is summed over features.
+        """
         return bool(self.path) and self.path[-1].contractions > 0
 
     @property
@@ -136,7 +141,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class LinearMap:
-    """The segments of one tensor along ``axis``, or a single segment if the tensor is one linear map."""
+    """A tensor as segments along ``axis``, or as a single segment if the whole tensor is one linear map."""
 
     segments: tuple[Segment, ...]
     axis: int | None = None
@@ -155,7 +160,7 @@ class LinearMap:
         return self.each_segment(lambda segment: fn(segment.piece), axis)
 
     def each_segment(self, fn: Callable[[Segment], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
-        """Do the same as :meth:`each` with a function that also needs the bounds of the segment."""
+        """Apply ``fn`` as :meth:`each` does, but pass it the segment, so that it knows the bounds."""
         done: list[Segment] = []
         for segment in self.segments:
             piece = segment.piece.each(partial(_of_segment, fn, segment.start, segment.stop))
@@ -167,7 +172,7 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """A virtual source: ``node`` holds some positions of axis ``dim`` of ``rows``, or all of them and zeros."""
+    """The virtual source ``node``: some positions of axis ``dim`` of ``rows``, or all positions padded with zeros."""
 
     rows: fx.Node
     dim: int
@@ -176,7 +181,7 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class RowGate:
-    """A virtual source: ``node`` is ``rows``, each row multiplied or divided by its own number."""
+    """The virtual source ``node``: ``rows``, with each row multiplied or divided by its own number."""
 
     rows: fx.Node
     node: fx.Node
@@ -184,7 +189,10 @@ class RowGate:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """A tensor that is constant along its axis ``dim``; ``one``, a virtual source, is its first position."""
+    """A tensor that is constant along its axis ``dim``.
+
+    ``one``: a virtual source, which is the tensor at the first position of this axis.
+    """
 
     dim: int
     one: fx.Node
@@ -192,12 +200,12 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class VirtualSources:
-    """Rows that an analysis may use besides the nodes of the graph.
+    """Rows that an analysis may use as sources in addition to the nodes of the graph.
 
-    ``slices``: for a node that slices an image of rows, the same slice of those rows. ``gates``: for a node that
-    multiplies an image of rows by a number per row, those rows times these numbers. ``shared``: for a tensor that is
-    constant along an axis, its first position. ``grouped``: products whose weight differs along an axis of the rows
-    that is not a token axis, such as groups of heads with a latent each.
+    ``slices``: for each node that slices an image of rows, the same slices of those rows. ``gates``: for each node that
+    multiplies an image of rows by a number per row, the rows multiplied by these numbers. ``shared``: for each tensor
+    that is constant along an axis, its first position along this axis. ``grouped``: products whose weight differs along
+    an axis of the rows that is not a token axis, as with groups of heads that each have their own latent.
     """
 
     slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
@@ -207,7 +215,7 @@ class VirtualSources:
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
-    """The parts that are joined at ``node`` are one source together, so the walk has to end there."""
+    """The parts joined at ``node`` form one source together, so the walk has to end at ``node``."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
@@ -217,7 +225,7 @@ class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
 class Maps(Protocol):
     """The interface of :class:`~mla_compile.passes.linear.analysis.LinearMaps` for its rules and readers.
 
-    The analysis calls the rules, and the rules call it for the maps of their operands.
+    The analysis calls the rules, and the rules call the analysis for the maps of their operands.
     """
 
     weights: Collection[fx.Node]
@@ -247,10 +255,10 @@ class Maps(Protocol):
 class Term:
     """One linear piece of K or V, in the site's atoms.
 
-    ``at`` gives the piece's atom for each site atom; the piece broadcasts along site atoms that are missing.
-    ``features`` are the piece's own atoms along columns ``start`` to ``stop`` of the feature axis; the terms of a sum
-    have the same columns.
-    ``product`` is the index of its query-key product (None for a value term).
+    ``at`` maps each site atom to the piece's atom. Along site atoms that are not in ``at``, the piece broadcasts.
+    ``features`` are the piece's own atoms along columns ``start`` to ``stop`` of the feature axis. The terms of a sum
+    have the same columns. ``product`` is the index of the query-key product to which the term belongs (None for a value
+    term).
     """
 
     piece: Piece
@@ -277,7 +285,7 @@ def _of_segment(fn: Callable[[Segment], Piece | Stop], start: int, stop: int, pi
 
 
 def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:
-    """Append ``node`` to the path of every piece and set its dtype."""
+    """Append ``node`` to the path of every piece, and set the dtype of the pieces to the dtype of ``node``."""
     if isinstance(result, Stop):
         return result
     dtype = val(node).dtype
@@ -285,19 +293,19 @@ def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:
 
 
 def quantizes(dtype: torch.dtype) -> bool:
-    """Whether a conversion to ``dtype`` is more than rounding: to integers, complex numbers or 8 bits."""
+    """Whether a conversion to ``dtype`` does more than round: ``dtype`` is an integer, complex or 8-bit dtype."""
     return not dtype.is_floating_point or dtype.itemsize < 2
 
 
 def broadcast_to(source: LinearMap, new: Sequence[Size]) -> LinearMap | Stop:
-    """Broadcast ``source`` to shape ``new``: size-1 axes that grow become broadcast atoms."""
+    """Broadcast ``source`` to shape ``new``. Axes of size 1 that grow get broadcast atoms."""
     extra = len(new) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
 
     def grow(piece: Piece) -> Piece:
         axes: list[Axis] = [fresh_axis(s) for s in new[:extra]]
         for k, own in enumerate(piece.axes, start=extra):
-            # An empty axis has size 1 and grows; along the segmented axis, each piece keeps its own width.
+            # An empty axis has size 1 and grows. Along the segmented axis, each piece keeps its own width.
             axes.append(own if own or k == at else fresh_axis(new[k]))
         return replace(piece, axes=tuple(axes))
 

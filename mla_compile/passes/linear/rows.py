@@ -1,9 +1,9 @@
 """Transfer rules for maps over virtual sources: views of rows that are not nodes of the graph.
 
-A slice of an up-projection along tokens is the up-projection of a slice, ``(c W)[:, :n] = c[:, :n] W``, and so for
-every axis of the rows that the result keeps. A tensor that is constant along an axis is its first position, broadcast.
-An up-projection without a bias maps zero rows to zero rows, ``pad(c W) = pad(c) W``, and commutes with a factor for
-each row, ``(c W) g = (c g) W``. Without virtual sources these operators end the walk.
+A slice of an up-projection along tokens is the up-projection of a slice: ``(c W)[:, :n] = c[:, :n] W``. The same holds
+for every axis of the rows that the result keeps. A tensor that is constant along an axis is its first position,
+broadcast. An up-projection without a bias maps zero rows to zero rows: ``pad(c W) = pad(c) W``. It also commutes with a
+factor for each row: ``(c W) g = (c g) W``. Without virtual sources, all of these operators end the walk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ aten = torch.ops.aten
 class Taken:
     """Some rows of ``x`` along axis ``dim``; or all rows, with ``padded`` zero rows before and after them.
 
-    ``index``: one position is selected, and the axis is dropped. ``at``: the rows at the positions in this tensor.
+    ``index``: the only position that is selected; the axis is then dropped. ``at``: a tensor with the positions of the
+    rows.
     """
 
     x: fx.Node
@@ -43,7 +44,7 @@ class Taken:
 
 
 def taken_of(node: fx.Node) -> Taken | None:
-    """Return what ``node`` takes along one axis of a tensor; None if that is not known, or it is another operator."""
+    """Read ``node`` as a slice, selection, pick or zero pad along one axis of a tensor; None if it is none of these."""
     if (picked := picked_of(node)) is not None:
         return picked
     how = decode(node)
@@ -55,14 +56,14 @@ def taken_of(node: fx.Node) -> Taken | None:
     if padding is None:
         return None
     axes = [dim for dim, widths in enumerate(padding) if widths != (0, 0)]
-    # Zeros along the features are columns, which the rule for pads handles.
+    # Zeros along the features are columns. The rule for pads handles them.
     if len(axes) != 1 or axes[0] == len(padding) - 1:
         return None
     return Taken(args_of(node)[0], axes[0], padding[axes[0]])
 
 
 def picked_of(node: fx.Node) -> Taken | None:
-    """Return what ``node`` takes along one axis at the positions that a tensor lists; None if it does anything else."""
+    """Return what ``node`` takes along one axis at positions that a tensor lists; None if it does anything else."""
     if packet(node) is aten.index_select:
         x, dim, at = args_of(node)
         dim = axis(dim, len(shape(x)))
@@ -71,12 +72,12 @@ def picked_of(node: fx.Node) -> Taken | None:
         ((dim, at),) = ((k, one) for k, one in enumerate(indices) if one is not None)
     else:
         return None
-    # A mask is no list of positions: it picks as many rows as it has True values.
+    # A mask is not a list of positions: it picks as many rows as it has True values.
     return Taken(x, dim, at=at) if len(shape(at)) == 1 and val(at).dtype in (torch.int64, torch.int32) else None
 
 
 def pick(call: Callable[..., fx.Node], node: fx.Node, rows: fx.Node, dim: int) -> fx.Node:
-    """Pick from axis ``dim`` of ``rows`` the positions that ``node`` picks. ``call``: applies an operator."""
+    """Pick from axis ``dim`` of ``rows`` the positions that ``node`` picks. ``call(op, *args)`` applies an operator."""
     picked = picked_of(node)
     assert picked is not None
     if packet(node) is aten.index_select:
@@ -86,7 +87,7 @@ def pick(call: Callable[..., fx.Node], node: fx.Node, rows: fx.Node, dim: int) -
 
 
 def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
-    """Return how many zeros a pad adds before and after each axis; None if ``node`` adds no known number of zeros."""
+    """Return how many zeros a pad adds before and after each axis; None for other operators and unknown numbers."""
     widths = zero_widths(node)
     if widths is None or any(not isinstance(w, int) or w < 0 for w in widths):
         return None
@@ -100,7 +101,7 @@ def zero_widths(node: fx.Node) -> Sequence[Any] | None:
         return None
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
-    # Other modes repeat tokens, and another value is a constant, not zero rows.
+    # Other modes repeat tokens. Any other value is a constant, so the new rows are not zero.
     return args_of(node)[1] if mode == "constant" and value in (0, None) else None
 
 
@@ -110,15 +111,18 @@ def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:
 
 
 def may_be_taken(piece: Piece, own: Axis, taken: Taken) -> bool:
-    """Whether slicing or padding the source does the same to X along ``own``.
+    """Whether a slice or pad of X along its axis ``own`` is made by the same slice or pad of the source.
 
-    A pad does not if X has a bias, or is constant along ``own`` without being zero.
+    A pad is not if X has a bias, or if X is constant along ``own`` without being zero.
     """
     return taken.padded is None or (piece.bias is None and (piece.source is None or not constant_along(piece, own)))
 
 
 def rows_axis(piece: Piece, own: Axis) -> int | None:
-    """Return the source axis that equals ``own``, an axis of X; None if none does, or a factor has its atoms."""
+    """Return the source axis that equals ``own``, an axis of X.
+
+    Return None if no source axis does, or if a weight or bias has atoms of ``own``.
+    """
     # A weight that lies along the axis differs between positions, so slicing the rows would require slicing the weight.
     if not own or _in_factors(piece, own):
         return None
@@ -126,9 +130,9 @@ def rows_axis(piece: Piece, own: Axis) -> int | None:
 
 
 def position_axis(piece: Piece, own: Axis) -> int | None:
-    """Return the source axis whose outer factors (or all of them) are ``own``, an axis of X.
+    """Return the source axis that equals ``own``, an axis of X, or that has ``own`` as its outer factors.
 
-    None if there is none, or if a weight or bias has only some atoms of ``own``.
+    Return None if there is no such axis, or if a weight or bias has only some atoms of ``own``.
     """
     if not own or any(0 < len({*own} & {*f.atoms}) < len(own) for f in (piece.weight, piece.bias) if f is not None):
         return None
@@ -145,7 +149,7 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Return the map of a slice: the map of the sliced tensor, over slices of its rows."""
+    """Return the map of a slice: the map of the tensor that is sliced, over slices of its rows."""
     how, taken = taken_of(node), {s.rows: s for s in maps.virtual.slices[node]}
     assert how is not None
     dim = how.dim
@@ -166,10 +170,10 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if how.index is not None:
             return one_position(piece, own, how.index)
         sliced = None if piece.source is None else taken.get(piece.source)
-        # A chosen source on the path would be skipped, so the last condition refuses it.
+        # The last condition refuses a chosen source on the path, because the map of the slice would skip it.
         if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
             return refused
-        # The atoms come from the shared analysis, so that slices of K and of V have the same tokens.
+        # The atoms are those of the shared analysis, so that slices of K and of V have the same tokens.
         tokens, last = maps.whole.axes_of(sliced.node)[sliced.dim], piece.path[-1]
         return replace(
             piece,
@@ -206,7 +210,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _at(factor: Factor, own: Axis, index: int) -> Factor:
-    """Return ``factor`` at one position of ``own``, if it has that axis."""
+    """Return ``factor`` at one position of the axis ``own``; return it unchanged if it does not have this axis."""
     return part_of(factor, own, Atom(1), range(index, index + 1)) if own[0] in factor.atoms else factor
 
 
@@ -233,9 +237,10 @@ def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
 
 
 def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
-    """Return, for each axis of the source, the axis of ``gate`` along it; None where the numbers of ``gate`` are equal.
+    """Return, for each axis of the source, the axis of ``gate`` along it; None where ``gate`` does not vary along it.
 
-    The result is None if they vary along anything but whole axes of the rows, or if X has a bias or is not projected.
+    Return None as a whole if ``gate`` varies along anything but whole axes of the rows, if X has a bias, or if X is not
+    projected.
     """
     if piece.source is None or piece.bias is not None or not piece.projected:
         return None
@@ -251,13 +256,13 @@ def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
 
 
 def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Return the map of a product with a number per row: the operand's map, over rows multiplied by these numbers."""
+    """Return the map of a product with a number per row: the operand's map, over rows times these numbers."""
     how, gated = gated_of(maps, node), {g.rows: g for g in maps.virtual.gates[node]}
     assert how is not None
 
     def multiplied(piece: Piece) -> Piece | Stop:
         own = None if piece.source is None else gated.get(piece.source)
-        # A chosen source on the path would be skipped, so it is refused, as for slices.
+        # A chosen source on the path is refused, as for slices, because the new map would skip it.
         if own is None or gate_along(piece, how.gate) is None or any(v.node in maps.sources for v in piece.path[1:]):
             return Stop(
                 node, "position_dependent", f"{packet(node).__name__} with a factor that is computed from inputs"
@@ -276,7 +281,8 @@ def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     """Return the map of a tensor that is constant along an axis: its first position, broadcast.
 
-    ``found``: the result of the operator's own rule, which is kept if it is broadcast along that axis too.
+    ``found``: the result of the operator's own rule. If it is a map that is constant along this axis too, it is
+    returned.
     """
     shared = maps.virtual.shared[node]
     if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):

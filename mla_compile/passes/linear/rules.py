@@ -1,8 +1,8 @@
 """The transfer rules of :mod:`mla_compile.passes.linear.analysis`: what each operator does to a linear map.
 
-A rule takes the analysis and a node, and returns the node's map or a :class:`Stop` that says why there is none. The
-maps of the operands exist when the rule is called. The rules are in :mod:`views` and :mod:`segments` for operators that
-move numbers, in :mod:`contract` for contractions with weights, and in :mod:`sums` for sums.
+A rule takes the analysis and a node. It returns the node's map, or a :class:`Stop` that says why the node has none. The
+maps of the operands exist when the rule is called. The rules for operators that move numbers are in :mod:`views` and
+:mod:`segments`, the rules for contractions with weights in :mod:`contract`, and the rules for sums in :mod:`sums`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def negate(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
-    # Division by the rows is not linear in them, and neither is a division that rounds.
+    # A division by the rows is not linear in the rows, and neither is a division that rounds its result.
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
     ):
@@ -54,7 +54,7 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         a, b = b, a
     if not is_tensor(a):  # a weight times a size
         return unexplained(maps, node)
-    # Positions and indices are integers, and their products are not rows.
+    # Integer tensors are positions or indices. Their products are not rows.
     if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
         return unexplained(maps, node)
     if isinstance(b, (int, float)):
@@ -67,7 +67,7 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def result_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Map the first result of a batch norm; other operators with several results end the walk."""
+    """Return the map of the first result of a batch norm. All other operators with several results end the walk."""
     whole, at = args_of(node)
     if packet(whole) is aten._native_batch_norm_legit_no_training and at == 0:
         return batch_norm(maps, node, whole)
@@ -75,7 +75,7 @@ def result_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def reinterpreted(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Refuse a view that changes the dtype, which :func:`decode` does not accept."""
+    """Refuse a view that changes the dtype. :func:`decode` returns no record for such a view."""
     return Stop(node, "nonlinear", f"the same bytes read as {val(node).dtype}")
 
 
@@ -101,10 +101,10 @@ RULES: dict[object, Rule] = {
     aten.neg: negate,
     **dict.fromkeys((aten.mul, aten.div, aten.multiply, aten.true_divide), multiply),
     **dict.fromkeys((aten.add, aten.sub), add),
-    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # for a virtual slice, Maps takes `some_rows`
+    **dict.fromkeys((aten.index, aten.index_select), unexplained),  # for virtual slices, the analysis takes `some_rows`
     **CONTRACTION_RULES,
 }
-"""Rules for operators that :func:`decode` does not read, by operator."""
+"""Rules for operators without a record from :func:`decode`, by operator."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:

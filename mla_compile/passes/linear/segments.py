@@ -1,6 +1,6 @@
 """Transfer rules for operators that take parts of a tensor or assemble one from parts.
 
-Some columns of an image are still an image of the same rows; some of its tokens are not. A tensor that is
+A selection of an image's columns is still an image of the same rows. A selection of its tokens is not. A tensor that is
 assembled along its features becomes a list of segments, each with its own source.
 """
 
@@ -40,7 +40,8 @@ aten = torch.ops.aten
 
 def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap | Stop:
     """Take the positions ``taken`` of axis ``dim``."""
-    # A stride may run across the segments (interleaved rotary columns). In a single map, it only slices the weight.
+    # A stride may run across the segments (interleaved rotary columns). In a single map, a stride only slices the
+    # weight.
     if source.axis == dim and taken.step != 1:
         source = one_map(source, node) or source
     if source.axis != dim:
@@ -54,7 +55,7 @@ def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap 
 
 
 def within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -> Sequence[Segment] | Stop:
-    """Return the columns ``taken`` of a list of segments, at their old positions."""
+    """Return the parts of the segments that lie in the columns ``taken``, at their old positions."""
     kept: list[Segment] = []
     for s in segments:
         low, high = max(taken.start, s.start), min(taken.stop, s.stop)
@@ -71,11 +72,12 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
     own = piece.axes[dim]
     if taken.step == 1 and taken.start == 0 and same(axis_size(own), taken.stop):
         return piece
-    # Fewer rows of the source are not a map of the source, but of a slice of it, which `rows.py` follows.
+    # A selection of an image's rows is not an image of the source. It is an image of a slice of the source, which
+    # `rows.py` handles.
     if any(a in piece.source_atoms for a in own):
         return Stop(node, "unsupported_op", "only a part of the rows is read")
     atom = Atom(len(taken))
-    # An axis of size 1 has no atom, neither here nor in the factors.
+    # An axis of size 1 has no atom, neither in `axes` nor in the factors.
     axes = tuple(() if k == dim and atom.size == 1 else (atom,) if k == dim else a for k, a in enumerate(piece.axes))
 
     def narrow(f: Factor | None) -> Factor | Stop | None:
@@ -114,8 +116,8 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
 
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:
-    """Return ``node`` as a write to a known position of axis ``dim``; None for other operators."""
-    # With symbolic sizes, slices of the whole tensor stand between the writes.
+    """Return ``node`` as a write to a known position of axis ``dim``; None if it is none."""
+    # With symbolic sizes, there are slices of the whole tensor between the writes.
     node = _itself(node)
     write = decode(node)
     if not isinstance(write, WriteOne) or write.index is None or val(write.x).dtype != val(node).dtype:
@@ -124,7 +126,7 @@ def _write(node: fx.Node, dim: int) -> WriteOne | None:
 
 
 def _itself(node: fx.Node) -> fx.Node:
-    """Skip slices and writes of the whole tensor, which tracing with symbolic sizes makes of ``x[:, :]``."""
+    """Skip slices and writes of the whole tensor, as tracing ``x[:, :]`` with symbolic sizes produces them."""
     while isinstance(how := decode(node), (Slice, Write)):
         if val(how.x).dtype != val(node).dtype or not same_sizes(shape(how.x), shape(node)):
             return node
@@ -133,12 +135,15 @@ def _itself(node: fx.Node) -> fx.Node:
 
 
 def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
-    """Map a tensor into which heads were written one by one, the last one by ``node``: together they are a stack."""
+    """Return the map of a tensor into which heads were written one by one. Together, these heads are a stack.
+
+    ``node`` is the last of the writes.
+    """
     written: dict[int, fx.Node] = {}
     current = node
     while (write := _write(current, how.dim)) is not None:
         assert write.index is not None
-        # The walk goes backwards, so the first write that it finds to a position is the last one.
+        # The walk goes upstream, so the first write that it finds to a position is the one that remains.
         written.setdefault(write.index, write.x)
         if len(written) == shape(node)[how.dim]:
             return stacked_up(maps, node, Stack(tuple(written[k] for k in range(len(written))), how.dim))
@@ -157,14 +162,17 @@ def _select(source: LinearMap, dim: int, index: int | None, node: fx.Node) -> Li
 
 
 def _fill(node: fx.Node) -> Fill | None:
-    """Return the fill that made ``node``, or the tensor of which ``node`` is a part; None if another operator did."""
+    """Return the fill that made ``node``, or the tensor from which ``node`` is sliced; None if there is no fill."""
     while isinstance(how := decode(node), (Slice, Select)):
         node = how.x
     return how if isinstance(how, Fill) else None
 
 
 def _overwritten(node: fx.Node) -> Stop:
-    """Return the reason for a write that is not followed. In a filled tensor, it may write heads and mix no tokens."""
+    """Return the reason why a write ends the walk.
+
+    A write into a filled tensor is not said to mix tokens, because it may write heads.
+    """
     base = node
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
         base = how.x if isinstance(how, Slice) else how.base
@@ -174,17 +182,17 @@ def _overwritten(node: fx.Node) -> Stop:
 
 
 def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
-    """Map a tensor of zeros, or an uninitialized one."""
+    """Return the map of a tensor of zeros, or of an uninitialized tensor."""
     if how.value not in (0, None):
         return unexplained(maps, node)
     axes = tuple(fresh_axis(s) for s in shape(node))
-    # `empty` counts as zeros that will be overwritten. Parts that are not overwritten keep `defined=False` and are
+    # `empty` is treated as zeros that will be overwritten. Parts that are not overwritten keep `defined=False` and are
     # refused later.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
 
 
 def _map_of(maps: Maps, x: fx.Node) -> LinearMap | Stop:
-    """Return the map of an operand, also if it is a constant tensor of zeros or an uninitialized one."""
+    """Return the map of an operand, even if the operand is a constant tensor of zeros or an uninitialized tensor."""
     if not maps.is_weight(x):
         return maps.map(x)
     fill = _fill(x)
@@ -210,7 +218,7 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
 
 
 def _joinable(maps: Sequence[LinearMap], dim: int, rank: int) -> bool:
-    """Whether ``dim`` holds features: it is the last axis, or a piece has columns of a weight there."""
+    """Whether ``dim`` holds features: it is the last axis, or the weight of some piece varies along it."""
     return dim == rank - 1 or any(
         p.weight is not None and any(a in p.weight.atoms for a in p.axes[dim]) for m in maps for p in m.pieces
     )
@@ -255,7 +263,7 @@ def _in_a_row(segments: Sequence[Segment], dim: int, node: fx.Node) -> LinearMap
 
 
 def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
-    """Join maps of the same rows along a new axis (heads that were projected one by one)."""
+    """Join maps of the same rows along a new axis, as for heads that were projected one by one."""
     dim = how.dim
     elements: list[LinearMap] = []
     for x in how.parts:
@@ -273,7 +281,7 @@ def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
 
 
 def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
-    """Map the assigned values, broadcast to the shape of the tensor to which they are assigned."""
+    """Return the map of the assigned values, broadcast to the shape of the tensor to which they are assigned."""
     if maps.is_weight(how.x) or not val(how.x).dtype.is_floating_point:
         return unexplained(maps, node)
     if quantizes(val(node).dtype):
@@ -282,7 +290,7 @@ def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
 
 
 def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
-    """Map a base in which another map replaces some columns."""
+    """Return the map of a tensor in which another tensor replaced some columns."""
     base, x, dim = how.base, how.x, how.dim
     if maps.is_weight(x):
         return unexplained(maps, node)
@@ -301,7 +309,7 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
 
 
 def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Map a pad with zeros beside the columns. Zeros along another axis are rows, which need virtual sources."""
+    """Return the map of a pad that adds zero columns. Zeros along another axis are rows and need virtual sources."""
     padding = zeros_around(node)
     source = maps.map(args_of(node)[0])
     dim = len(shape(node)) - 1

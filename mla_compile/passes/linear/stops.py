@@ -39,7 +39,8 @@ _TOKEN_MIXING = {
     "scatter", "index", "index_put", "index_copy", "index_add", "select_scatter", "embedding", "matmul", "bmm", "mm",
     "baddbmm", "einsum", "stack", "scan",
 }  # fmt: skip
-_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear, with the argument for the axes
+# Linear operators, each with the position and the name of the argument that gives the axes along which it works.
+_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}
 
 
 class KnowsRows(Protocol):
@@ -51,14 +52,17 @@ class KnowsRows(Protocol):
 
 
 def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
-    """Return whether each axis along which an operator works is the last, as a set; empty if it names no axes."""
+    """Return a set with True if ``node`` works along its last axis, and with False if it works along another axis.
+
+    The set is empty if the axes are not given as numbers.
+    """
     dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
     several = dims if isinstance(dims, (list, tuple)) else [dims]
     return {d % rank == rank - 1 for d in several} if all(isinstance(d, int) for d in several) else set()
 
 
 def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
-    """Return the reason for ``where`` and ``masked_fill``, which depends on how the condition is computed."""
+    """Return why ``where`` or ``masked_fill`` ends the walk. This depends on how the condition is computed."""
     values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
     condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
     if condition is None or any(maps.same_rows(condition, v) for v in values):
@@ -69,20 +73,20 @@ def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
 
 
 def computed_weight(maps: KnowsRows, node: fx.Node) -> bool:
-    """Whether ``node`` is a weight, multiplied or divided by a smaller tensor that is computed from the inputs."""
+    """Whether ``node`` is a weight that is multiplied or divided by a smaller tensor computed from the inputs."""
     scaled = behind(node, (Copy, Reorder, Expand))[-1]
     operands = [n for n in scaled.all_input_nodes if is_tensor(n)]
     if packet(scaled) not in (aten.mul, aten.div) or len(operands) != 2:
         return False
     size = elements_hint(scaled)
     weight, factor = sorted(operands, key=elements_hint, reverse=True)
-    # If the weight is the tensor that is broadcast, it scales rows, or it projects rows of width 1.
+    # If the weight is the operand that is broadcast, it scales rows, or it projects rows of width 1.
     scales = elements_hint(factor) < elements_hint(weight) == size
     return scales and (maps.is_weight(weight) or computed_weight(maps, weight))
 
 
 def selected_weight(maps: KnowsRows, node: fx.Node) -> bool:
-    """Whether ``node`` holds matrices of a weight that indices select, such as those of an expert."""
+    """Whether ``node`` holds matrices that indices select from a weight, such as the matrices of an expert."""
     picked = behind(node, (Copy, Reorder, Expand))[-1]
     if packet(picked) not in (aten.index, aten.index_select):
         return False
@@ -92,26 +96,26 @@ def selected_weight(maps: KnowsRows, node: fx.Node) -> bool:
 
 
 def computed_projection(node: fx.Node) -> Stop:
-    """Return the reason for a projection without a fixed weight."""
+    """Return the reason why a projection without a fixed weight ends the walk."""
     return Stop(node, "unsupported_weight", "a projection whose weight is computed from the inputs")
 
 
 def barred(_: object, node: fx.Node) -> Stop:
-    """Return the reason for rows that are rounded and have to stay rounded."""
+    """Return why the walk ends at rounded rows that have to stay rounded."""
     return Stop(
         node, "quantized_rows", f'rows are rounded here (to {node.meta[BARRED]}), and quantized="exact" keeps that'
     )
 
 
 def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
-    """Return why a walk stops at an input, an operator without a rule, or a use that its rule does not cover."""
+    """Return why a walk ends at an input, at an operator without a rule, or at a use that the rule does not cover."""
     if node.op != "call_function":
         code = "graph_break" if HANDED_OVER in node.meta else "expanded_inputs"
         return Stop(node, code, f"{node.name} is an input of this graph")
     name = getattr(packet(node), "__name__", str(node.target))
     if is_collective(node):
         return Stop(node, "collective", f"{operator_name(node)}: data of other ranks enters here")
-    # This precedes `_NONLINEAR`, because the axis decides which of the two reasons is true.
+    # This check precedes `_NONLINEAR`, because the axis decides whether the operator mixes tokens or is nonlinear.
     if name in ("sum", "mean", "amax", "amin", "logsumexp") and _along_last(node, (1, "dim")) == {False}:
         return Stop(node, "token_mixing", f"{name} over an axis other than the last")
     if name in _NONLINEAR:

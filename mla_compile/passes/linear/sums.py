@@ -1,8 +1,8 @@
 """Transfer rules for sums: of a map and a weight, of maps of one source, and of maps of several sources.
 
-Maps of one source become one map, whose weight is the sum (LoRA). Maps of several sources are kept side by side:
-``W_a a + W_b b`` is the image of the joined rows ``[a | b]`` by ``[W_a ; W_b]``. Another such sum is ``W c + r`` with a
-row ``r`` that all heads share.
+Maps of one source are added into one map, whose weight is the sum of their weights (LoRA). Maps of several sources are
+kept side by side: ``W_a a + W_b b`` is the image of the joined rows ``[a | b]`` under the weight ``[W_a ; W_b]``. A sum
+``W c + r``, with a row ``r`` that all heads share, is also kept side by side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from mla_compile.passes.linear.stops import unexplained
 aten = torch.ops.aten
 
 MOST = 4
-"""The most summands that are kept apart. In layers without norms, each residual connection would add another one."""
+"""The most summands of one sum that are kept side by side.
+
+In layers without norms, each residual connection would add another summand.
+"""
 
 
 def times(source: LinearMap, by: float) -> LinearMap | Stop:
@@ -41,7 +44,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
-    # The number is a bias, but a weight expression starts from a tensor of the graph, and there is none.
+    # The number would be a bias. A weight expression has to start from a tensor of the graph, and a number is none.
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
@@ -50,14 +53,15 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(b):
         return add_weight(maps, node, a, b, factor)
     if maps.is_weight(a):
-        # In `weight - rows`, or with alpha, the factor belongs to the rows, whose map would have to be scaled.
+        # In `weight - rows`, or with alpha, the factor belongs to the rows, so the map of the rows would have to be
+        # scaled.
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(maps, node)
     left: LinearMap | Stop = maps.map(a)
     right: LinearMap | Stop = maps.map(b)
     assert isinstance(left, LinearMap)
     assert isinstance(right, LinearMap)
-    # The sides share no source. If a nonlinear operator (a norm, say) made one side from the rows of the other, that
-    # operator is to blame and not this sum.
+    # If the sides share no source, a nonlinear operator such as a norm may have made one side from the rows of the
+    # other side. That operator is then to blame, not the sum.
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
         cause = _spoilt(maps, left, right, node) or _spoilt(maps, right, left, node)
         if cause is not None:
@@ -73,9 +77,10 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def _are_rows(left: LinearMap, right: LinearMap) -> bool:
-    """Whether the sum is an image of several joined rows, with at most ``MOST`` summands.
+    """Whether the sum of both maps is an image of several joined rows, with at most ``MOST`` summands.
 
-    A rotation is not, because no weight makes either part, and neither is a residual connection ``x + f(x)``.
+    A rotation is no such image, because no weight makes either summand. A residual connection ``x + f(x)`` is none
+    either.
     """
     whole, projected = (*left.pieces, *right.pieces), [p.source for p in (*left.pieces, *right.pieces) if p.projected]
     if not projected or len(whole) > MOST:
@@ -85,13 +90,14 @@ def _are_rows(left: LinearMap, right: LinearMap) -> bool:
 
 
 def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop | None:
-    """Return why ``one`` is not a map of the rows of ``other`` although it depends on them.
+    """Return why ``one`` depends on the rows of ``other`` without being a linear map of them.
 
-    A source that is narrower than the sum ``node``, such as a key that all heads share, needs no reason.
+    Return None if no reason is known. No reason is needed for a source of ``one`` that is narrower than the sum
+    ``node``, such as a key that all heads share.
     """
     rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
-        # A projected piece is an image of its own rows, however these were made.
+        # A projected piece is an image of its own rows, no matter how these rows were made.
         if piece.source is None or piece.projected or bytes_hint(piece.source) < bytes_hint(node):
             continue
         stop = maps.reasons.get(piece.source)
@@ -103,7 +109,7 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap, node: fx.Node) -> Stop
 
 
 def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Node) -> LinearMap | Stop:
-    """Add range by range: if one map is segmented, the other is cut at the same places."""
+    """Add two maps range by range. If one map is segmented, the other is cut at the same columns."""
     axis = left.axis if right.axis is None else right.axis
     if axis is None:
         piece = _sum(left.segments[0].piece, right.segments[0].piece, factor, node)
@@ -133,7 +139,7 @@ def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Nod
 
 
 def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
-    """Return ``a + factor * b``: maps of one source are merged, and the others are kept side by side."""
+    """Return ``a + factor * b``. Summands of the same source are merged, and all others are kept side by side."""
     scaled_b = replace(b, scale=b.scale * factor, bias=b.bias and scaled(b.bias, factor))
     whole = list(a.summands)
     constants: list[Piece] = []
@@ -191,10 +197,10 @@ def _aligned(a: Piece, b: Piece, node: fx.Node) -> tuple[Piece, Piece] | Stop:
 
 
 def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
-    """Add two maps of one source: return one map, whose weight is the sum (LoRA).
+    """Add two maps of one source. The result is one map, whose weight is the sum of both weights (LoRA).
 
-    If each was projected to rows of its own on the way, together narrower than any rows that both paths share, both
-    are returned, and their own rows become the sources.
+    If each map was first projected to narrow rows of its own, and both rows together are narrower than any rows that
+    the two paths share, both maps are returned. Their narrow rows can then become the sources.
     """
     if (a.weight is None) != (b.weight is None):
         return Stop(node, "unsupported_op", "a sum of maps of different sources")
@@ -209,7 +215,7 @@ def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
     a, b = aligned
     rename: dict[Atom, Atom] = {}
     for own, other_atom in zip(flatten(a.axes), flatten(b.axes), strict=True):
-        # One source, but different tokens, as in `x + x.mT`.
+        # The source is the same, but the tokens differ, as in `x + x.mT`.
         if (own in a.source_atoms or other_atom in b.source_atoms) and own is not other_atom:
             return Stop(node, "token_mixing", "a sum of maps of different rows")
         rename[other_atom] = own
@@ -227,6 +233,6 @@ def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
 
 
 def _narrowest(piece: Piece) -> int:
-    """Return the bytes of the narrowest tensor before the last projection on the path to ``piece``."""
+    """Return the bytes of the narrowest tensor before the last projection on the path to ``piece``, or 0."""
     last = piece.path[-1].contractions
     return min((bytes_hint(v.node) for v in piece.path if v.contractions < last), default=0)

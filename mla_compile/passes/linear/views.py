@@ -1,4 +1,4 @@
-"""Transfer rules for operators that only rename or regroup axes: copies, casts, reshapes, permutations, broadcasts."""
+"""Transfer rules for operators that only rename or regroup axes (copies, casts, reshapes, permutations, broadcasts)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece, finish, qu
 
 
 def copied(maps: Maps, node: fx.Node, how: Copy | Dropout) -> LinearMap | Stop:
-    """Pass values through copies, casts between floating dtypes, and inactive dropout."""
+    """Return the operand's map for copies, casts between floating dtypes, and inactive dropout."""
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     return finish(maps.map(how.x), node)
@@ -29,7 +29,7 @@ def rearranged(maps: Maps, node: fx.Node, how: Rearrange) -> LinearMap | Stop:
     if index is None:
         return _cut(node, how)
     at = None if source.axis is None else index.kept(source.axis)
-    if source.axis is not None and at is None:  # only a single map allows other axes in place of the segmented one
+    if source.axis is not None and at is None:  # if the segmented axis changes, a single map is needed
         whole = one_map(source, node)
         if whole is None:
             repeated = "columns from different sources are repeated"

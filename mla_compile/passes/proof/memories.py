@@ -1,8 +1,8 @@
-"""Rows in several memories, which a model joins along the tokens in each step before its heads read them.
+"""Split an attention over rows from several memories, which the model joins along the tokens in each step.
 
-DeepSeek-V4 reads ``cat([window, compressed])``: the last tokens as they are, and rows that each represent several older
-tokens. A softmax over both equals two separate ones that are merged by their log-sum-exps. So the join can be left out,
-and each memory has its own length, mask and list of keys.
+DeepSeek-V4 reads ``cat([window, compressed])``: rows of the last tokens, and rows that each represent several older
+tokens. Attention over both memories equals two separate attentions that are merged by their log-sum-exps. So the join
+can be omitted, and each memory has its own length, mask and sparse index list.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
     how = None if rows is None else decode(rows.rows)
     if rows is None or not isinstance(how, Join) or rows.roles[how.dim] != site.keys or site.causal:
         return ()
-    if any(user.op == "output" for user in rows.rows.users):  # a growing cache: it is joined in any case
+    if any(user.op == "output" for user in rows.rows.users):  # a growing cache, which is joined in any case
         return ()
     parts = [part for part in how.parts if not same(shape(part)[how.dim], 0)]
     if len(parts) < 2 or any(same(shape(part)[how.dim], 1) for part in parts):
@@ -52,9 +52,10 @@ def memories(plan: AbsorbPlan, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> 
         one = make_plan(_over(site, rows, part, keys, terms), maps.with_sources({part}), by_hand=True)
         if not isinstance(one, AbsorbPlan) or not one.whole or (one.batch, one.heads) != (plan.batch, plan.heads):
             return ()
-        # A query that sees no key of one memory may see keys of another, so it does not weigh all keys alike.
+        # A query that sees no key here may see keys in another memory, so it must not attend to all keys here alike.
         found.append(replace(one, visible=one.visible.dense) if one.visible.alike else one)
-    # If two memories may each hide all keys by a large number, rounding loses how their sums of exponentials compare.
+    # If two memories may each hide all their keys by a large number, rounding loses the ratio between the two sums of
+    # exponentials.
     apart = not any(one.visible.alike for one in found) and sum(_may_sink(one) for one in found) < 2
     return tuple(found) if apart else ()
 
@@ -82,14 +83,14 @@ def together(each: Sequence[AbsorbPlan]) -> Visible:
         lengths=tuple(length for v in seen for length in v.lengths),
         numbers=tuple(n for v in seen for n in v.numbers),
         chosen=lists[0] if lists else None,
-        # A memory without keys shows none, even if no mask hides any.
+        # An empty memory shows no key, even if no mask hides one.
         always=any(p.visible.always and at_least(axis_size(p.site.keys), 1) for p in each),
         left=tuple(dict.fromkeys(why for v in seen for why in v.left)),
     )
 
 
 def _rows(site: AttentionSite, first: Mapping[fx.Node, fx.Node]) -> ColumnRead | None:
-    """Return the rows if all their columns are both keys and values, in order."""
+    """Return the rows if all their columns, in order, are the keys and also the values; otherwise None."""
     if len(site.products) != 1:
         return None
     keys = reads(site.products[0].k, site.products[0].features, first)
@@ -122,7 +123,10 @@ def _along(term: MaskTerm, old: Axis, new: Axis) -> MaskTerm:
 
 
 def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[MaskTerm | None] | None:
-    """Split a mask by memories of these sizes, with None where it hides nothing; return None if it cannot be split."""
+    """Split a mask into one term for each memory of these ``sizes``; return None if that is impossible.
+
+    The term of a memory is None if the mask hides none of its keys.
+    """
     if keys not in term.operand.axes:  # the mask is the same for all keys
         return [term] * len(sizes)
     found = _parts(term.operand.node, term.operand.axes.index(keys), term, sizes)
@@ -137,7 +141,10 @@ def _taken_apart(term: MaskTerm, keys: Axis, sizes: Sequence[Size]) -> list[Mask
 
 
 def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> list[fx.Node | None] | None:
-    """Return the parts from which ``node`` is joined along ``dim``; None for a part that hides nothing."""
+    """Return the parts that ``node`` joins along ``dim``; a part that hides nothing is None.
+
+    Return None if ``node`` does not join one part per memory.
+    """
     how = decode(node)
     if isinstance(how, (Copy, Expand)) and val(how.x).dtype == val(node).dtype:
         before = dim - (len(shape(node)) - len(shape(how.x)))
@@ -147,7 +154,7 @@ def _parts(node: fx.Node, dim: int, term: MaskTerm, sizes: Sequence[Size]) -> li
         parts = [part for part in how.parts if not same(shape(part)[dim], 0)]
         return list(parts) if same_sizes([shape(part)[dim] for part in parts], sizes) else None
     x = _before_zeros(node, dim)
-    hides = term.kind == "keep"  # a pad adds 0 or False, which hides nothing, unless the mask keeps only True
+    hides = term.kind == "keep"  # a pad adds 0 or False, which hides keys in this kind of mask only
     return None if x is None or hides or len(sizes) != 2 or not same(shape(x)[dim], sizes[0]) else [x, None]
 
 

@@ -5,13 +5,14 @@ The proof obligations, checked here one by one on the refined maps:
 * every key-token atom is a token of every source (else tokens are mixed);
 * no weight or bias depends on a token atom (else it depends on the position); it may depend on a batch atom, such as a
   group of heads with its own rows;
-* no column of the rows stands for several columns of K or V, unless a weight makes K, as ``q W^T`` sums over them;
+* no column of the rows represents several columns of K or V; K may repeat columns if a weight makes it, because
+  ``q W^T`` sums over the repeated columns;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads; groups
-  of heads with a latent each may share other rows;
+  of heads that each have their own latent may share other rows;
 * the keys come from at most two row tensors, the values from one; the joined sources of a sum count as one.
 
-A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two: each head may
-have its own rows, there may be any number of row tensors, and a side may be left as it is.
+A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two obligations:
+each head may have its own rows, there may be any number of row tensors, and a side may be left as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mla_compile.passes.sources.refine import refine, value_features
 def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> AbsorbPlan | Stop:
     """Return the plan for ``site``, or the first obligation that fails.
 
-    ``by_hand``: the rows may be keys and values as they are, with no weight between them and the attention.
+    ``by_hand``: whether the rows may be used as keys and values directly, with no weight in between.
     """
     found = _obligations(site, maps, ("keys", "values"), part=False, by_hand=by_hand)
     if isinstance(found, Stop):
@@ -43,8 +44,8 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     if by_hand and not all(isinstance(a.size, int) for a in heads):
         return Stop(site.node, "not_mla", "tokens that the code writes like heads share rows")
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
-    # The operator takes one tensor each of latent, rotary and value rows. With more, only a part plan is possible,
-    # which rewrites each product by itself.
+    # The operator takes one tensor each of latent, rotary and value rows. With more tensors, only a plan for a part is
+    # possible, which rewrites each product separately.
     if _row_tensors(key_terms) not in (1, 2) or _row_tensors(value_terms) != 1:
         return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
     shared = set(of_values) <= set(of_keys)
@@ -60,15 +61,15 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
 
 
 def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
-    """Return the plan for some ``sides`` of ``site``; the other sides stay as they are."""
+    """Return the plan for some ``sides`` of ``site``; a side that is not among them stays as it is."""
     found = _obligations(site, maps, sides, part=True)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms = found.site, found.keys, found.values
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     shared = [n for n in of_keys if not found.rows[n].heads]
-    # The operator reads one shared row per token. Rows of single heads can only enter as scores in the mask, so they
-    # may be rows of the keys, never of the values.
+    # The operator reads one shared row per token. Per-head rows can only enter as scores that are added to the mask, so
+    # they may be rows of the keys, but not of the values.
     fits = len(of_values) == 1 and not found.rows[of_values[0]].heads and bool(shared)
     if fits:
         value: fx.Node | None = of_values[0]
@@ -77,7 +78,7 @@ def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> 
     else:
         sources = [t.piece.source for t in (*value_terms, *key_terms) if t.piece.projected]
         expanded = [n for n in sources if n is not None]
-        # This latent only gives the figures: the rewrite of the products looks up the rows of each term.
+        # This latent is used for cost estimates only. The rewrite of the products looks up the rows of each term.
         latent = next((n for n in expanded if not found.rows[n].heads), expanded[0])
         value = rope = None
     vals = None if value is None or value is latent else found.rows[value]
@@ -179,7 +180,7 @@ def _roles(site: AttentionSite, terms: list[Term], *, part: bool) -> tuple[Axis,
 
 
 def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None:
-    """Check the first three obligations, which concern each term by itself."""
+    """Check the first three obligations, which each term has to meet separately."""
     for t in terms:
         node = t.piece.path[-1].node if t.piece.path else site.node
         for atom in site.keys:
@@ -199,7 +200,7 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None
 
 
 def _read_rows(found: _Found, terms: Sequence[Term]) -> Stop | None:
-    """Fill ``found.rows`` with the rows of every source. All terms that read it have to agree on their layout."""
+    """Fill ``found.rows`` with the rows of every source. All terms that read a source must agree on its layout."""
     by_source: dict[fx.Node, list[Term]] = {}
     for t in terms:
         assert t.piece.source is not None
@@ -225,7 +226,7 @@ def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) ->
 
 
 def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
-    """Return the source's axes: batch, keys and heads with own rows in the site's atoms, all others in the piece's."""
+    """Return the source's axes, with the site's atoms where ``outer`` has them and the piece's atoms elsewhere."""
     site_atom = {term.at[a]: a for a in outer if a in term.at}
     return tuple(tuple(site_atom.get(a, a) for a in axis) for axis in term.piece.source_axes)
 
@@ -242,7 +243,7 @@ def _dims(
     of_latent = {r.node for r in latent.each}
     own = _columns(site, [t for t in keys if t.piece.source is None or t.piece.source in of_latent])
     rotary = 0 if rope is None else rope.size
-    # The widths of all rows that the scores read; R is the total minus one latent.
+    # The widths of all rows that the scores read. R is their total minus the width of one latent.
     widths = {r.node: r.size for rows in (latent, rope) if rows is not None for r in rows.each}
     read = {(t.product, t.piece.source): widths[t.piece.source] for t in keys if t.piece.source is not None}
     total = sum(_copies(site, product) * size for (product, _), size in read.items())
@@ -250,7 +251,7 @@ def _dims(
     summed = len(keys) > len({(t.product, t.start) for t in keys})
     return Dims(
         H=fixed_size(heads),
-        # Two latents count as one of their mean width, rounded up: the cost formulas know one L for keys and values.
+        # Two latents are treated as one with their mean width, rounded up, because the cost formulas have a single L.
         L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
         R=rotary + again,
         N=own,
@@ -273,7 +274,7 @@ def _copies(site: AttentionSite, product: int | None) -> int:
 def _part_dims(
     site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
 ) -> Dims | Stop:
-    """Return the letters of a part: N counts the expanded columns of K (all, if K stays), R the others."""
+    """Return the sizes of a part: N counts the expanded columns of K (all, if K stays), and R counts the others."""
     widths = [(axis_size(p.features), _copies(site, n)) for n, p in enumerate(site.products)]
     total = sum(size * copies for size, copies in widths if isinstance(size, int))
     value = axis_size(value_features(site))

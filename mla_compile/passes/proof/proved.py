@@ -1,9 +1,9 @@
-"""Whether the code of a refusal is proved for an attention, and the reason that replaces it otherwise.
+"""Check whether the code of a refusal is proved for an attention, and replace the reason if it is not.
 
-A walk ends at an operator because no rule covers it. That does not yet say what the operator does. To find out, the
-axis of the key tokens is followed from K and V back to the operator. A factor is position-dependent if it has that axis
-and is made from positions. Tokens are mixed if a token of the result reads other positions along that axis. An operator
-for which neither is shown is reported as having no rule.
+A walk ends at an operator because no rule covers it. That does not tell what the operator does. To find out, the axis
+of the key tokens is followed from K and V back to the operator. A factor is position-dependent if it has the token axis
+and is made from positions. Tokens are mixed if a token of the result reads other positions along the token axis. If
+neither can be shown, the report only says that the operator has no rule.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Labelled = tuple[tuple[fx.Node, str], tuple[fx.Node, str], str]
 
 @dataclass(frozen=True)
 class Proofs:
-    """Facts that can be shown of operators behind K and V of one attention."""
+    """Facts that can be proved about operators upstream of K and V of one attention."""
 
     site: AttentionSite
     maps: Maps
 
     def shown(self, stop: Stop) -> Stop:
-        """Return ``stop`` if its code is proved; otherwise a reason that is proved or only names the operator."""
+        """Return ``stop`` if its code is proved; otherwise a stop that is proved or that only names the operator."""
         node = stop.node
         if stop.code not in _STATED or not is_tensor(node) or node.op != "call_function":
             return stop
@@ -77,13 +77,13 @@ class Proofs:
 
     @cached_property
     def tokens(self) -> dict[fx.Node, set[int]]:
-        """The axes that hold the key tokens, for nodes behind K and V."""
+        """For each node upstream of K and V, the axes that hold the key tokens."""
         return self._axes(self.site.keys)
 
     def role(self, node: fx.Node, dim: int) -> LeadAxis | None:
-        """Return what axis ``dim`` of ``node`` holds, even if it is later merged into the axis before it.
+        """Return whether axis ``dim`` of ``node`` holds batch or heads; None if it holds neither.
 
-        None: it holds neither batch nor heads.
+        The axis may later be merged into the axis before it.
         """
         if dim in self._of(node) or dim in self._columns.get(node, ()):
             return None
@@ -97,9 +97,10 @@ class Proofs:
         return "heads" if apart or self._is_weighed(node, dim) else "batch or heads"
 
     def role_of(self, axis: Iterable[Atom]) -> LeadAxis:
-        """Return "heads" if a weight that makes queries, keys or values differs along ``axis``, atoms of the lead.
+        """Return "heads" if a weight of queries, keys or values differs along ``axis``, which consists of lead atoms.
 
-        Return "batch" if weights that make heads do not differ along it, "batch or heads" if neither is shown.
+        Return "batch" if the weights that make heads are the same along ``axis``. If neither can be shown, return
+        "batch or heads".
         """
         if any(self._is_weighed(node, dim) for atom in axis for node, dims in self._lead[atom].items() for dim in dims):
             return "heads"
@@ -124,7 +125,10 @@ class Proofs:
 
     @cached_property
     def _lead(self) -> dict[Atom, dict[fx.Node, set[int]]]:
-        """For each atom of the lead, the axes that hold it behind queries, keys and values, up to a join along it."""
+        """For each lead atom, the axes that hold the atom, for the nodes upstream of queries, keys and values.
+
+        The search does not continue past a join along such an axis.
+        """
         queries = [p.q for p in self.site.products]
         return {atom: self._axes((atom,), queries, whole=True) for atom in self.site.lead}
 
@@ -172,12 +176,12 @@ class Proofs:
         return False
 
     def _rows_lie_along(self, x: fx.Node, dims: Iterable[int]) -> bool:
-        """Whether one of the axes ``dims`` of ``x`` counts rows of its source, not columns."""
+        """Whether one of the axes ``dims`` of ``x`` runs along the rows of its source, not along columns."""
         pieces = [p for p in self.maps.map(x).pieces if p.source is not None]
         return any(a in flatten(p.source_axes[:-1]) for p in pieces for d in dims for a in p.axes[d])
 
     def _parts_of_one_axis(self, x: fx.Node, kept: Collection[int], gone: Collection[int]) -> bool:
-        """Whether a kept and a reduced axis of ``x`` belong to one axis of its rows, as for windows of tokens."""
+        """Whether a kept and a reduced axis of ``x`` are parts of one axis of its rows, as for windows of tokens."""
         for piece in self.maps.map(x).pieces:
             for own in piece.source_axes:
                 has = [any(a in own for d in dims for a in piece.axes[d]) for dims in (kept, gone)]
@@ -205,7 +209,7 @@ class Proofs:
             return True
         if packet(node) in _CHOICES:
             return val(other).dtype == torch.bool
-        # Rows enter as floating-point inputs and are projected; positions and their angles are not.
+        # Rows come from floating-point inputs and are projected. Positions and rotary angles are not.
         behind = list(reachable([other], lambda n: [m for m in n.all_input_nodes if not self.maps.is_weight(m)], REACH))
         inputs = [n for n in behind if n.op == "placeholder" and is_tensor(n) and val(n).is_floating_point()]
         if packet(node) in _SUMS:
@@ -228,7 +232,7 @@ def along_all(node: fx.Node, dims: Iterable[int]) -> set[int]:
 
 
 def _reorders(node: fx.Node, dims: Collection[int]) -> bool:
-    """Whether ``node`` joins slices of one tensor in a different order, or repeats one."""
+    """Whether ``node`` joins slices of one tensor in a different order, or repeats positions."""
     how = decode(node)
     if not isinstance(how, Join) or how.dim not in dims:
         return False
@@ -242,7 +246,7 @@ def _stop(node: fx.Node, code: str, what: str) -> Stop:
 
 
 def _sums(node: fx.Node) -> bool:
-    """Whether an operator without a rule is nevertheless linear."""
+    """Whether ``node`` is linear although no rule covers its operator."""
     return packet(node) in (aten.sum, aten.mean, aten.cumsum)
 
 

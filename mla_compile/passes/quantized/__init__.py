@@ -1,1 +1,1 @@
-"""Describes quantized products and quantized rows as the linear maps that they are up to rounding."""
+"""Describe quantized products and quantized rows as linear maps, which they are up to rounding."""

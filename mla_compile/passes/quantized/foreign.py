@@ -1,4 +1,4 @@
-"""Products by operators without a rule: libraries multiply by packed weights in kernels of their own."""
+"""Recognise products by operators without a rule: libraries multiply by packed weights in kernels of their own."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
 
 
 def foreign_name(call: object) -> str | None:
-    """Return the name of the library's operator that ``call`` runs, or of one in ``_ATEN``; None for any other.
+    """Return the name of the library operator (or operator in ``_ATEN``) that ``call`` runs; None for any other.
 
-    In a functional graph, an operator that mutates its arguments is wrapped by a higher-order operator, which takes it
-    as an argument.
+    In a functional graph, an operator that mutates its arguments is itself an argument of a higher-order operator.
     """
     target = call.target if isinstance(call, fx.Node) else None
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONALIZED:

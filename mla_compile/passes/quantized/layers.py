@@ -1,7 +1,8 @@
 """Library layers that are called as one operator: which layers are products, and how their weights are dequantized.
 
-A layer is recognised by the function that its library installed as its forward, or by its class if a user registered
-the class. No library is imported: whatever dequantizes a weight is looked up in modules that the model has imported.
+A layer is recognised by the function that its library installed as the layer's forward, or by its class if a user
+registered the class. No library is imported: the function that dequantizes a weight is looked up in modules that the
+model has imported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def is_known(layer: nn.Module, forward: Callable[..., object]) -> bool:
 
 
 def product_of(node: fx.Node) -> QuantizedLinear | None:
-    """Return the description of the layer that ``node`` calls; None if it calls none, or the layer has none."""
+    """Return the description of the layer that ``node`` calls; None if it calls no layer or one without description."""
     if schema_name(node) != CALL:
         return None
     called = find(str(node.args[2]))
@@ -62,11 +63,12 @@ _PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
 
 
 def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
-    """Describe the layer as ``F.linear``, perhaps of rounded rows and, before compression, a rounded weight.
+    """Describe the layer as ``F.linear``. Its rows may be rounded, and before compression its weight, too.
 
-    None if its results are rounded, or if it is another kind of layer.
+    Return None if the layer rounds its results, or if it is another kind of layer.
 
-    A hook of the model unpacks a packed layer before its first run, but the trace sees it packed, as it was loaded.
+    A hook of the model unpacks a packed layer before its first run, but the trace sees the layer packed, as it was
+    loaded.
     """
     layer: Any = called.layer
     scheme = getattr(layer, "quantization_scheme", None)
@@ -111,7 +113,7 @@ LAYERS: dict[str, Describe] = {"compressed_tensors.quantization.lifecycle.forwar
 def _quanto(called: CalledLayer) -> QuantizedLinear | None:
     """Describe ``F.linear`` with a weight of quanto's tensor class, which Dynamo can trace only if it has 8 bits.
 
-    If rows are rounded too, their scales are in hooks, and the layer is not described.
+    If rows are rounded, too, their scales are in hooks, and the layer is not described.
     """
     if getattr(called.layer, "activation_qtype", None) is not None:
         return None

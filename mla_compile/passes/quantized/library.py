@@ -28,7 +28,7 @@ from mla_compile.passes.quantized.scales import TINY, Scale, block, covers
 aten, ops = torch.ops.aten, torch.ops
 
 
-# Functions that dequantize weights, with the library's own operators where it has them
+# Functions that dequantize weights. They call the library's own operators if there are any.
 
 
 def _bitsandbytes_4bit(
@@ -50,12 +50,15 @@ def _weight_int8(*, mat2: Tensor, scales: Tensor, **_: object) -> Tensor:
 
 
 def _quanto(*, B: Tensor, scales: Tensor, **_: object) -> Tensor:
-    """int8 or float8 values [out, in], with one scale per output [out, 1] or a single scale."""
+    """Dequantize int8 or float8 values [out, in], with one scale per output [out, 1] or a single scale."""
     return B.float() * scales.float()
 
 
 def _float8_blocks(*, B: Tensor, Bs: Tensor, block_size: Sequence[int] | None = None, **_: object) -> Tensor:
-    """float8 values [out, in], with scales per block (DeepSeek-V3, section 3.3), per 32 columns, or a single scale."""
+    """Dequantize float8 values [out, in].
+
+    Scales are per block (DeepSeek-V3, section 3.3), per 32 columns, or one scale.
+    """
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
     if scales.numel() == 1:
         return B.float() * scales.reshape(())
@@ -74,7 +77,7 @@ PRODUCTS = ProductTable(
     {
         "aten::_weight_int8pack_mm": QuantizedLinear("self", _weight_int8),
         # These weights are packed for one kind of machine, and only the kernel can read them. Applied to unit vectors,
-        # it returns the weights, because each of its sums has a single term.
+        # the kernel returns the weights, because each of its sums has a single term.
         "aten::_weight_int4pack_mm": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_for_cpu": QuantizedLinear("self", None),
         "aten::_weight_int4pack_mm_with_scales_and_zeros": QuantizedLinear("self", None),
@@ -180,7 +183,7 @@ def _member(node: Any, index: int) -> bool:
 
 
 def _fits_all(chosen: dict[str, Any], most: float) -> bool:
-    """Whether the rows alone determine a scale; bounds below all ordinary rows (:data:`TINY`) do not count."""
+    """Whether the rows alone determine a scale. Bounds below all ordinary rows (:data:`TINY`) are ignored."""
     least = max((chosen.get("eps") or 0.0) * most, chosen.get("hp_value_lb") or 0.0)
     return least <= TINY and chosen.get("hp_value_ub") is None
 
@@ -199,7 +202,7 @@ def _as_wide(scale: fx.Node, x: fx.Node) -> tuple[Size, ...]:
 
 
 def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Describe ``(q - zero) * scale`` as the rows, if the scale and the zero point are those that quantized them."""
+    """Describe ``(q - zero) * scale`` as the rows, if the rows were quantized with this scale and this zero point."""
     names, told = _DEQUANTIZE[schema_name(node)], named_arguments(node)
     x, scale = tracker.of(told[names.x]), told[names.scale]
     if x is None or len(x.scales) != 1 or x.scales[0].exponent != -1 or x.scales[0].root is not scale:
@@ -275,7 +278,7 @@ def _scaled_mm(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _scaled_mm_v2(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    """Describe the product of ``_scaled_mm`` with lists of scales; None unless per tensor or per row (recipes 0, 1)."""
+    """Describe ``_scaled_mm`` with lists of scales; None unless scales are per tensor or per row (recipes 0, 1)."""
     told = named_arguments(node)
     if told["contraction_dim"] or any([*told[f"recipe_{side}"]] not in ([0], [1]) for side in "ab"):
         return None
@@ -321,7 +324,7 @@ def _scaled_weight(tracker: RowTracker, node: fx.Node, b: fx.Node, scale: fx.Nod
 def _with_row_scale(
     tracker: RowTracker, x: Scaled | None, by: fx.Node, rows: Scaled, factor: float, node: fx.Node
 ) -> Scaled | None:
-    """Multiply ``x`` by the scale ``by`` of ``rows``, whatever shape the operator expects the scale in."""
+    """Multiply ``x`` by the scale ``by`` of ``rows``, which may have any shape that the operator expects."""
     if x is None:
         return None
     if tracker.is_weight(by):

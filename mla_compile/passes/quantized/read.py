@@ -1,4 +1,4 @@
-"""Finds quantized products and rounded rows, and adds plain stand-ins for them."""
+"""Find quantized products and rounded rows, and add plain stand-ins for them."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ def _rounds(node: fx.Node) -> bool:
 
 
 def _known(node: fx.Node) -> QuantizedLinear | None:
-    """Return the description of the product that ``node`` calls; None if it calls no known one."""
+    """Return the description of the product that ``node`` calls; None if it calls no known product."""
     return registered.get(node) or PRODUCTS.get(node) or product_of(node)
 
 
 def add_stand_ins(
     graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None, *, exact: bool
 ) -> int:
-    """Add a stand-in for every node that equals plain rows up to rounding; return how many.
+    """Add a stand-in for every node that equals plain rows up to rounding; return the number of stand-ins.
 
-    ``exact``: a node with rounded rows gets no stand-in but is barred, so that an attention that reads it is refused.
+    ``exact``: a node with rounded rows gets no stand-in. It is barred instead, so that an attention that reads it is
+    refused.
     """
     reader = _Reader(graph, weights, fake_mode, exact=exact)
     for node in list(graph.nodes):

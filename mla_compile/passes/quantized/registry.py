@@ -36,7 +36,7 @@ class QuantizedLinear:
 
 
 class ProductTable:
-    """Products by the qualified names of their operators or by patterns, as some namespaces end in a build's hash."""
+    """Products by the qualified name of an operator or by a pattern, because some namespaces end in a build's hash."""
 
     def __init__(self, known: Mapping[str, QuantizedLinear]) -> None:
         self._known = dict(known)

@@ -1,4 +1,4 @@
-"""Follows rows that are divided by their own scale, rounded, multiplied and scaled back, until the scale has cancelled.
+"""Follow rows that are divided by their own scale, rounded, multiplied and scaled back, until the scale has cancelled.
 
     s = amax(|x|) / 127;  q = round(x / s);  y = (q W_q) * s * w        is x (w W_q), up to the rounding of the rows
 
@@ -6,8 +6,8 @@ Every node along the way is described as plain rows times powers of scales (:cla
 cancelled is an ordinary tensor up to rounding, and a stand-in represents it (:mod:`mla_compile.passes.ir.stand_in`).
 
 Dropping the rounding is legal because the scale fits the rows: it is computed from the largest number of each block of
-these rows (:mod:`mla_compile.passes.quantized.scales`). So no number is clipped, and a rounding error is a fraction of
-the scale.
+these rows (:mod:`mla_compile.passes.quantized.scales`). Therefore no number is clipped, and every rounding error is a
+fraction of the scale.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mla_compile.passes.quantized.scales import (
 aten = torch.ops.aten
 
 FINE = 7
-"""The fewest steps between zero and the largest number of a block with which rounding counts as quantization.
+"""Rounding is treated as quantization if at least this many steps lie between zero and a block's largest number.
 
 Four bits have seven steps. A function with fewer steps, such as a sign or a ternary gate, is part of the model.
 """
@@ -55,7 +55,7 @@ class Scaled:
 
     Attributes:
         zero: the offset: a number, or the zero points that were chosen with a scale.
-        summed: if rows plus ``zero`` were multiplied by a weight: the weight, and its axis that was summed over.
+        summed: the weight by which rows plus ``zero`` were multiplied, and the weight's axis that was summed over.
         low, high: the bounds of the node's numbers.
         whole: whether the numbers are whole.
         projected: whether the rows were multiplied by a weight after they were rounded.
@@ -99,7 +99,7 @@ class Scaled:
 
 
 class RowTracker:
-    """The descriptions of one graph's nodes, filled in graph order."""
+    """The descriptions of one graph's nodes, which are added in graph order."""
 
     def __init__(self, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> None:
         self.weights = weights
@@ -110,7 +110,7 @@ class RowTracker:
         return self.known.get(node) if isinstance(node, fx.Node) else None
 
     def read(self, node: fx.Node) -> Scaled | None:
-        """Describe ``node`` by the descriptions of its operands; None if it has no rule, or the rule does not fit."""
+        """Describe ``node`` by the descriptions of its operands; None if no rule exists or its rule does not fit."""
         op = packet(node)
         rule = _RULES.get(op)
         return None if rule is None else rule(self, node)
@@ -160,7 +160,7 @@ class RowTracker:
             factor = float(by) ** sign
             return replace(x.unbounded(), plain=self._times(builder, x.plain, factor))
         if self.is_weight(by):
-            # The weight may vary within a block of the scale: it becomes a factor of the plain rows.
+            # The weight may vary within a block of the scale, so it becomes a factor of the plain rows.
             other = builder.cast(by, torch.promote_types(val(by).dtype, val(x.plain).dtype))
             new = builder.call(aten.div.Tensor if sign < 0 else aten.mul.Tensor, x.plain, other)
             return replace(x.unbounded(), plain=new) if _as_large(new, x.plain) else None
@@ -238,7 +238,7 @@ def _holds(dtype: torch.dtype, x: Scaled) -> bool:
 
 
 def short(dtype: torch.dtype) -> str:
-    """The name of a dtype, without ``torch.``."""
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 

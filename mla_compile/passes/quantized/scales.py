@@ -24,8 +24,8 @@ aten = torch.ops.aten
 TINY = 2.0**-6
 """The most to which a guard against division by zero may raise the largest magnitude of a block.
 
-Blocks below the guard's bound get fewer steps than the format has. A guard with a higher bound would change ordinary
-rows, so it counts as a function of the model.
+Blocks with smaller numbers get fewer steps than the format has. A guard with a higher bound would change ordinary rows,
+so it is treated as a part of the model.
 """
 
 
@@ -106,7 +106,7 @@ def _float_copy(node: fx.Node) -> fx.Node | None:
 
 
 def _turned_back(node: fx.Node) -> fx.Node | None:
-    """Undo a pair of inverse permutations around ``node``; kernels want scales stored column by column."""
+    """Skip a permutation that undoes an earlier one; such pairs occur because kernels need scales stored by columns."""
     back = _order(node)
     if back is None:
         return None
@@ -119,7 +119,7 @@ def _turned_back(node: fx.Node) -> fx.Node | None:
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """Return the axis of the operand that each axis of ``node`` comes from, if ``node`` is a permutation."""
+    """List, for each axis of ``node``, the operand's axis that becomes it; None unless ``node`` is a permutation."""
     order = list(range(len(shape(node))))
     if packet(node) is aten.permute:
         return [axis(d, len(order)) for d in argument(node, 1, "dims")]

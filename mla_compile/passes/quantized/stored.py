@@ -11,7 +11,7 @@ from mla_compile.passes.ir.walk import reachable
 
 
 def stored_leaves(weight: fx.Node) -> list[fx.Node]:
-    """Return the stored tensors that ``weight`` is computed from if one of them holds narrow numbers, else none."""
+    """Return the stored tensors from which ``weight`` is computed if one of them holds narrow numbers; else nothing."""
     tensors = [n for n in made_of(weight) if n.op in ("placeholder", "get_attr") or n.target is getattr]
     return tensors if any(is_narrow(val(n).dtype) or _is_packed(val(n)) for n in tensors) else []
 
@@ -32,7 +32,7 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether a number of this dtype takes a byte or less; booleans do not count."""
+    """Whether a number of this dtype takes a byte or less; False for booleans."""
     return dtype.itemsize == 1 and dtype != torch.bool
 
 

@@ -2,7 +2,7 @@
 
 A rewritten attention is drawn twice: one drawing shows the removed nodes, the other the new nodes, and both show the
 inputs of these nodes. An attention that stays is drawn back to the projections of its queries, keys and values. A chain
-of views becomes one box. A tensor that is computed only from weights becomes one box, named after these.
+of views becomes one box. A tensor that is computed only from weights becomes one box, named after the weights.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ class Sketch:
 
 @dataclass
 class _Draft:
-    """A drawing under construction: nodes that satisfy ``inside`` or show a cache are expanded, all others end it.
+    """A drawing under construction.
 
-    Of the inputs of a node that satisfies ``ends_at``, only views and nodes that show a cache are expanded. Nodes in
-    ``always`` are expanded even if the drawing is full.
+    Nodes that satisfy ``inside`` or show a cache are expanded, that is, their inputs are drawn. All other nodes end the
+    drawing. Of the inputs of a node that satisfies ``ends_at``, only views and nodes that show a cache are expanded.
+    Nodes in ``always`` are expanded even if the drawing is full.
     """
 
     weights: Collection[str]
@@ -121,11 +122,11 @@ class _Draft:
             entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
             self.boxes[node] = self._box(node, entered=entered)
             self.reads[node] = self._inputs(node) if entered else []
-            # The inputs of an end are not expanded either, except for views and for joins that show a cache.
+            # The inputs of such a node end the drawing too, except for views and nodes that show a cache.
             if node in self.ends or self.ends_at(node):
                 self.ends.update(self.reads[node])
             queue += self.reads[node]
-        # All boxes must be known first: a view is merged with another only if no other drawn node reads it.
+        # All boxes must be known before views are merged, because a view that another drawn node reads stays.
         self._contract(start)
         order = [n for n in start.graph.nodes if n in self.boxes]
         place = {node: i for i, node in enumerate(order)}
@@ -140,7 +141,7 @@ class _Draft:
         return self.inside(node) or self._shows_cache(node)
 
     def _shows_cache(self, node: fx.Node) -> bool:
-        """Whether ``node`` joins new rows to an input, or is a view of such a join: the drawing shows the cache."""
+        """Whether the drawing shows a cache at ``node``: a join of new rows to an input, or a view of such a join."""
         node = _root(node)
         return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 
@@ -163,7 +164,7 @@ class _Draft:
         return self.constant[node]
 
     def _inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Return the tensors that ``node`` reads; a getitem reads the inputs of its operator."""
+        """Return the tensors that ``node`` reads; for a getitem, the tensors that its operator reads."""
         if node.target is operator.getitem:
             (parent,) = node.all_input_nodes[:1]
             if _is_view(node) or len(parent.users) == 1:

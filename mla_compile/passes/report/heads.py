@@ -39,7 +39,7 @@ def reports_of(
 
 
 def attentions(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> dict[str, list[Verdict]]:
-    """Return the verdicts behind each report of :func:`reports_of`, by the attention's name before any split."""
+    """Return the verdicts on which each report of :func:`reports_of` is based, by the name of the unsplit attention."""
     split_of = {g.node: s for s in splits for g in s.groups}
     found: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
@@ -49,7 +49,10 @@ def attentions(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> dict
 
 
 def shown(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[Verdict]:
-    """Return one verdict per report of :func:`reports_of`; for a split attention, the first absorbed group's."""
+    """Return one verdict per report of :func:`reports_of`.
+
+    For a split attention, this is the verdict of the first absorbed group.
+    """
     groups = attentions(verdicts, splits).values()
     return [next((v for v in group if v.absorb), group[0]) for group in groups]
 
@@ -102,7 +105,7 @@ def split_report(
 
 
 def _rows(verdicts: Mapping[fx.Node, Verdict], split: SplitSite) -> int:
-    """Count the values per token of all row tensors; groups may share some."""
+    """Count the values per token of all row tensors. A tensor that several groups share counts once."""
     plans = [verdicts[g.node].plan for g in split.groups]
     rows = {r.node: r for plan in plans if plan is not None for r in plan.rows}
     return sum(r.size * r.count for r in rows.values())

@@ -33,7 +33,7 @@ def site_report(
 ) -> SiteReport:
     """Report what happened to one attention, with figures if its sizes are known.
 
-    ``counted``: the selection scores whose cost an earlier report includes; this report adds its own.
+    ``counted``: the indexer scores whose cost earlier reports include. The scores of this report are added.
     """
     done = "products rewritten one by one" if verdict.absorb else "no operator takes its place"
     notes = [f"{done}: {verdict.site.open_core}"] if verdict.site.open_core else []
@@ -62,11 +62,11 @@ def site_report(
     after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
     listed = chosen_keys(verdict.plan) if verdict.absorb else None
     before: Form = "held" if verdict.held else "expanded"
-    # A site that stays expanded shows what absorbing it would cost.
+    # For a site that stays expanded, the report shows what the absorbed form would cost.
     compared: Form = "chained" if not verdict.absorb else after if listed is None else "sparse"
     chooses = choosing(verdict.plan) if verdict.absorb else None
     if chooses is not None and counted is not None:
-        chooses = None if chooses.scores in counted else chooses  # an earlier attention made this list
+        chooses = None if chooses.scores in counted else chooses  # in an earlier report
         counted |= set() if chooses is None else {chooses.scores}
     errors = [f.error for f in folded or () if f.error is not None]
     return replace(
@@ -93,13 +93,13 @@ _SEVERAL = "its rows lie in {count} memories, which are not joined any more: one
 
 
 def fused_told(fusion: Fusion) -> list[str]:
-    """Return the notes on an attention over shared rows that became the operator."""
+    """Return the notes on an attention over shared rows that was replaced by the attention operator."""
     several = _SEVERAL.format(count=len(fusion.memories))
     return [*(note for plan in fusion.each for note in _masks(plan)), several if fusion.memories else _FUSED]
 
 
 def _masks(plan: AbsorbPlan) -> list[str]:
-    """Return a note on what replaces masks in the operator's arguments, and on what stays a mask."""
+    """Return a note that says which arguments of the operator replace masks, and what stays a mask."""
     seen = plan.visible
     if not plan.whole or not plan.site.masks:
         return []
@@ -125,7 +125,7 @@ def _roundings(verdict: Verdict) -> list[str]:
 
 
 def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
-    """Add the cost of choosing keys to the report on an attention over shared rows, if a list names them."""
+    """Add the cost of choosing keys to the report on an attention over shared rows, if it has an index list."""
     for plan in fusion.each:
         if (listed := chosen_keys(plan)) is not None:
             chooses = choosing(plan)
@@ -142,7 +142,7 @@ def _of_lists(report: SiteReport, fusion: Fusion) -> SiteReport:
 def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:
     """Complete the report on a site that is absorbed in part.
 
-    The cache and the computation of a side that stays are unknown, so only sites whose rows are all known have figures.
+    If one side stays, its cache and its computation are unknown. So only sites with rows for both sides get figures.
     """
     report = replace(
         report,
@@ -164,7 +164,7 @@ def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
     if code is Code.UNSUPPORTED_OP:
         written = "softmax" in operator_name(node)
         fix = "write the scores with mul, add, masked_fill, where, softmax, view and transpose"
-        if is_contraction(stop.node):  # it may mix heads, and no other spelling would avoid that
+        if is_contraction(stop.node):  # it may mix heads, which no rewriting of the scores would avoid
             fix = f"absorb by hand: {(CODES[Code.NOT_SOFTMAX].fix or '').partition(': ')[2]}"
         fix = fix if written else "call F.scaled_dot_product_attention, or write the attention out"
     return SiteReport(

@@ -1,1 +1,1 @@
-"""Rewrites of a graph, which other passes have decided on."""
+"""Rewrites of a graph, applied where other passes decide."""

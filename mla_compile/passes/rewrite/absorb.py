@@ -17,7 +17,7 @@ once, because the probabilities of a row sum to 1.
 
 Where something other than a softmax stands between the products (``open_core``), or only a part of the attention can be
 absorbed, each product is replaced separately (:mod:`mla_compile.passes.rewrite.products`). There is one exception: if
-only some columns of the keys come from rows that each head has for itself, the operator is still used, and the scores
+the only obstacle is that some columns of the keys come from per-head rows, the operator is still used, and the scores
 of those columns are added to the mask.
 """
 
@@ -46,18 +46,18 @@ from mla_compile.passes.sources.records import AbsorbPlan
 aten = torch.ops.aten
 
 HIDDEN = -1e30
-"""Added to scores that the model set to a large negative number.
+"""This number is added to scores that the model replaces by a large negative number.
 
-Any score vanishes beside this number, in float64 too. So a row without a visible key weighs all its keys alike, as the
-model did when all scores of the row were the same number.
+Even in float64, rounding loses any score that is added to this number. So a row without a visible key gives all keys
+the same weight, as in the model, where all scores of such a row are the same number.
 """
 
 
 def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False) -> Absorbed:
     """Rewrite one site. Dead code removal deletes the nodes that are no longer needed.
 
-    The site shares ``lengths`` with the sites that were rewritten before it. ``merges``: a weight that is a sum is
-    added up into one tensor, because it will be folded.
+    ``lengths`` is shared with the sites that were rewritten earlier. ``merges``: whether a weight that is a sum is
+    added up into one tensor, because the weight will be folded.
     """
     rewriter = (
         Whole(plan, fake_mode, lengths, merges=merges)
@@ -99,7 +99,7 @@ class Whole(Sides):
         if visible.alike:
             rows = self._rows(plan.values or plan.latent)
             added = [term for term in visible.masks if term.kind == "add"]
-            # With an additive mask, a row weighs only the keys for which its mask is greatest.
+            # With an additive mask, a row without a visible key attends only to the keys with the greatest mask value.
             numbers = (self._mask_axes(added[0]), indices, visible.fill) if added else ()
             out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING, *numbers)
         if site.sinks is not None:
@@ -127,7 +127,7 @@ class Whole(Sides):
         return self._values(attended)
 
     def attend(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Return the operator's output [B,S,H,L], its log-sum-exp [B,S,H], and the list of keys that it is given."""
+        """Return the operator's output [B,S,H,L], its log-sum-exp [B,S,H], and its sparse index list (or None)."""
         visible = self.plan.visible
         operands = self._operands()
         indices = self._indices(visible.chosen) if visible.chosen else None
@@ -155,13 +155,14 @@ class Whole(Sides):
         )
 
     def _share(self, lse: fx.Node, sinks: Operand) -> fx.Node:
-        """Return the share of the keys in a softmax with a sink, ``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H].
+        """Return the probability [B,S,H] of all keys together in a softmax with a sink.
 
-        The share is 1 where the sink is minus infinity, and 0 in a row without a visible key.
+        This is ``exp(lse) / (exp(lse) + exp(sinks))``. It is 1 where the sink is minus infinity, and 0 in a row without
+        a visible key.
         """
         target = (self.plan.batch, self.site.queries, self.plan.heads)
-        # The operator's scores omit a bias on the keys, which adds the same number to all scores of a row. A sink's
-        # score has no such bias, so the log-sum-exp has to include it.
+        # A bias on the keys adds the same number to all scores of a row, so the operator's scores omit it. The score of
+        # a sink has no such bias, so here the log-sum-exp has to include the bias.
         biases = [
             self._bias_scores(self.site.products[t.product], t, self.outer)
             for t in self.plan.keys
@@ -180,11 +181,11 @@ class Whole(Sides):
         return [] if lengths is None else [lengths]
 
     def _indices(self, chosen: Chosen) -> fx.Node:
-        """Return the list of keys as int32 [B,S,k], with repeated keys and entries that do not count made negative."""
+        """Return the sparse index list as int32 [B,S,k]; repeated and invalid entries become negative."""
         call, device = self.builder.call, val(self.plan.latent.node).device
         listed, flags = (None if o is None else self._listed(o, chosen) for o in (chosen.indices, chosen.flags))
         assert listed is not None
-        # For the operator, a negative entry names no key.
+        # The operator ignores negative entries.
         if flags is not None:
             listed = call(aten.masked_fill.Scalar, listed, call(aten.eq.Scalar, flags, 0), -1)
         if not chosen.distinct:
@@ -193,10 +194,10 @@ class Whole(Sides):
                 aten.eq.Tensor, call(aten.slice.Tensor, listed, 2, 1), call(aten.slice.Tensor, listed, 2, 0, -1)
             )
             first = call(aten.slice.Tensor, listed, 2, 0, 1)
-            # A pad would turn symbolic sizes into the numbers seen in the trace.
+            # A pad operator would specialise symbolic sizes to the numbers seen in the trace.
             again = call(aten.cat.default, [call(aten.ne.Tensor, first, first), again], 2)
             listed = call(aten.masked_fill.Scalar, listed, again, -1)
-        if chosen.any_number:  # numbers too large for int32 name no key either
+        if chosen.any_number:  # entries too large for int32 name no key either
             listed = call(aten.clamp.default, listed, -1, 2**31 // chosen.block - 1)
         if chosen.block > 1:
             inside = call(aten.arange.default, chosen.block, device=val(listed).device)
@@ -205,7 +206,7 @@ class Whole(Sides):
         return self.builder.on_device(self.builder.cast(listed, torch.int32), device)
 
     def _listed(self, operand: Operand, chosen: Chosen) -> fx.Node:
-        """Return the list, or its flags, laid out as [B,S,k]."""
+        """Return ``operand``, the sparse index list or its flags, laid out as [B,S,k]."""
         atoms = (*self.plan.batch, *self.site.queries, *chosen.count)
         for dim, one in enumerate(operand.axes):
             if one == chosen.count:
@@ -216,7 +217,10 @@ class Whole(Sides):
         return arrange(self.builder, self.sizes, node, tuple((a,) for a in atoms), target)
 
     def _mask(self) -> fx.Node | None:
-        """Merge all masks and extra scores: boolean if they only hide keys, else additive in float32 or wider."""
+        """Merge all masks and extra scores into one mask.
+
+        The result is boolean if it only hides keys. Otherwise it is additive, in float32 or wider.
+        """
         keep: fx.Node | None = None
         added: fx.Node | None = None
         extra = self._extra_scores()
@@ -227,7 +231,7 @@ class Whole(Sides):
                 mask = self.builder.cast(mask, dtype)
                 if term.scale != 1.0:
                     mask = self.builder.call(aten.mul.Tensor, mask, term.scale)
-                if term.dtype is not None:  # the model added the mask in a smaller dtype, where it may become infinite
+                if term.dtype is not None:  # the model adds the mask in a narrower dtype, where it may overflow
                     mask = self.builder.cast(self.builder.cast(mask, term.dtype), wide(term.dtype))
                 added = mask if added is None else self.builder.call(aten.add.Tensor, added, mask)
                 continue
@@ -237,9 +241,9 @@ class Whole(Sides):
             keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
         if keep is None:
             return self._plus(added, extra)
-        # There is one fill value: an attention with several has an open core and is not rewritten here.
+        # All masks have one fill value: an attention with several values has an open core and is not rewritten here.
         (fill,) = {term.fill for term in self.plan.visible.masks if term.kind != "add"}
-        # With a finite fill, a row without a visible key weighs all keys alike and does not become zero.
+        # With a finite fill, a row without a visible key gives all keys the same weight and does not become zero.
         if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)
         if added is None and extra is None:
@@ -284,6 +288,6 @@ class Whole(Sides):
             if axis and not same(shape(node)[dim], axis_size(axis)):  # the model never read the rest of this axis
                 node = self.builder.call(aten.slice.Tensor, node, dim, 0, *self.sizes.shape([axis]))
         node = arrange(self.builder, self.sizes, node, operand.axes, each)
-        # The heads may be a product of atoms. An operand that has only one of them is repeated along the others.
+        # The heads may be a product of atoms. An operand that has only one of these atoms is repeated along the others.
         node = spread(self.builder, self.sizes, node, atoms)
         return arrange(self.builder, self.sizes, node, each, target)

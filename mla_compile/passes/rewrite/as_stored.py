@@ -1,4 +1,4 @@
-"""Finds the stored weight that a product can read directly, if its operator converts the numbers itself.
+"""Find the stored weight that a product can read directly if the product's operator converts the numbers itself.
 
 Before::
 
@@ -55,7 +55,7 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _is_exact(x: fx.Node, result: fx.Node) -> bool:
-    """Whether a copy has exactly the numbers that it reads, and lies on the same device."""
+    """Whether ``result``, a copy of ``x``, has exactly the numbers of ``x`` and is on the same device."""
     before, after = val(x), val(result)
     same = after.dtype == before.dtype or after.dtype in _EXACT.get(before.dtype, ())
     return same and before.device == after.device

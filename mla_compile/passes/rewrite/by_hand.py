@@ -1,4 +1,4 @@
-"""Rewrite attention that already reads rows shared by all heads: it becomes the operator, without weights."""
+"""Turn an attention that already reads rows shared by all heads into the operator; no weights are involved."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Memories(Whole):
         sums = call(aten.stack.default, each)
         weights, _ = weights_of(self.builder, sums)
         terms = []
-        for part, out in enumerate(outs):  # stacked outputs would be copies, which are large in a prompt
+        for part, out in enumerate(outs):  # stacking the outputs would copy them, and they are large in a prompt
             weight = call(aten.unsqueeze.default, call(aten.select.int, weights, 0, part), -1)
             terms.append(call(aten.mul.Tensor, self.builder.cast(out, val(weight).dtype), weight))
         total = reduce(partial(call, aten.add.Tensor), terms)

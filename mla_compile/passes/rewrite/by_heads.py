@@ -1,14 +1,14 @@
 """Compute an attention with large K and V for a few heads at a time, from the weights to the merged output.
 
-Before: ``out = merge(attention(heads(linear(x, Wq)), K(linear(c, Wkv)), V(...)))``, of H heads
+Before: ``out = merge(attention(heads(linear(x, Wq)), K(linear(c, Wkv)), V(...)))`` for all H heads
 
 After: ``out[:, :, a:b] = merge(attention(heads(linear(x, Wq[a:b])), K(linear(c, Wkv[a:b])), V(...)))`` for each group
 
-The operators and the numbers are the same, but only one group's part of each tensor with heads is in memory at a time.
-For that, the groups have to run one after the other. A compiler, however, first runs whatever waits for nothing, such
-as the keys of all groups. Therefore a group reads copies of its weights, and of a rotary key that it repeats for its
-heads. Each copy is made when the previous group is done (``mla_compile::copy_after``). All copies together are no
-larger than the weights plus one rotary key per group.
+The operators and the numbers are the same. But of each per-head tensor, only the slice of one group is in memory at a
+time. For that, the groups have to run one after the other. A compiler, however, first runs everything whose inputs are
+ready, such as the keys of all groups. Therefore, a group reads copies of its weights and of any rotary key that it
+repeats for its heads. Each copy is made only when the previous group is done (``mla_compile::copy_after``). All copies
+together are no larger than the weights plus one rotary key per group.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ aten = torch.ops.aten
 def by_heads(
     region: Region, bounds: Sequence[int], fake_mode: FakeTensorMode | None, *, in_order: bool, pad: bool
 ) -> fx.Node:
-    """Compute ``region`` in groups that end at ``bounds``; the old nodes stay in the graph until nothing reads them.
+    """Compute ``region`` in groups of heads, separated by ``bounds``; the old nodes stay until nothing reads them.
 
-    ``in_order``: make the groups wait for each other, as a compiler needs; otherwise only the graph's order separates
-    them. ``pad``: pad values narrower than keys for torch's fused attention, where it requires equal widths.
+    ``in_order``: whether each group waits for the previous one, which is necessary if a compiler schedules the graph.
+    Otherwise, only the order of the nodes separates the groups. ``pad``: whether values narrower than the keys are
+    padded, because torch's fused attention on CPUs requires equal widths.
     """
     maker = _GroupMaker(region, fake_mode, pad=pad)
     builder, dim = maker.builder, region.dim
@@ -49,7 +50,7 @@ def by_heads(
         maker.after = rows
         made.append(maker.make(region.out, dim, start, stop))
         if in_order:
-            # Each part is written into its place at once. A concatenation at the end would keep all parts alive.
+            # Each output is written into place at once. A concatenation at the end would keep all outputs alive.
             if rows is None:
                 sizes = [builder.size(made[0], k) for k in range(len(shape(region.out)))]
                 sizes[dim] = bounds[-1]
@@ -70,14 +71,14 @@ class _GroupMaker(PartMaker):
     def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         how = decode(node)
         if isinstance(how, Fill) and not isinstance(how.value, fx.Node):
-            # A constant tensor is made for this group alone: the whole one may be as large as K for all heads.
+            # A constant tensor is made for this group only, because the whole tensor may be as large as K of all heads.
             wanted = [self.builder.size(node, k) for k in range(len(shape(node)))]
             wanted[dim] = stop - start
             return self.builder.filled(wanted, how.value, node)
         return self._in_turn(super()._slice(node, dim, start, stop))
 
     def _in_shape(self, node: fx.Node, dim: int, length: Dim, part: fx.Node | None) -> fx.Node:
-        # All heads share this rotary key. A compiler could write its copies for the heads of all groups at once.
+        # All heads share this rotary key. Without waiting, a compiler could copy it for all groups at once.
         how = decode(node)
         if part is None and isinstance(how, Expand):
             part = self._in_turn(how.x)

@@ -2,7 +2,7 @@
 
 Before: ``query = cat([nope, rope], -1)`` by the model, and ``slice(query, -1, 0, N)`` by a rewrite. After: ``nope``.
 
-Models join the rotated and the unrotated columns of the query. In the absorbed form each part is used separately, and
+Models join the rotated and the unrotated columns of the query. In the absorbed form, each part is used separately, and
 the join is not needed. A downstream compiler does not look through the join: for each column that it computes, it tests
 which part the column belongs to.
 """
@@ -43,7 +43,7 @@ def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _part(x: fx.Node, dim: int, taken: range) -> tuple[fx.Node, range]:
-    """Return the innermost part of joins that holds the positions ``taken`` of axis ``dim``, and where it has them."""
+    """Return the innermost part of joins along ``dim`` that has all positions ``taken``, and their range in it."""
     how = decode(x)
     if not isinstance(how, Join) or how.dim != dim:
         return x, taken

@@ -41,7 +41,7 @@ def dequantize_once(
 ) -> int:
     """Turn dequantized weights of absorbed sites into inputs where that saves time; return how many.
 
-    ``heads``: the operator that multiplies a few rows by a weight for each head, if this machine has one.
+    ``heads``: the operator that multiplies a few rows by a per-head weight, or None if this machine has none.
     """
     done = 0
     if mode == "step":
@@ -63,10 +63,11 @@ def dequantize_once(
 def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads: Heads | None) -> bool:
     """Whether a step that reads the dequantized weight takes less time than a step that dequantizes it.
 
-    The operator ``heads`` reads a weight at memory bandwidth, even a stored weight if exact conversions are enough. For
-    other stored weights, a compiler's loops take several times as long per value. Without ``heads``, bytes decide: for
-    few rows a compiler reads the stored numbers directly (:mod:`mla_compile.passes.rewrite.project`), unless a
-    library's operator dequantizes them. In all other cases the weight is written in float32 and read again.
+    The operator ``heads`` reads weights at memory bandwidth, including stored weights whose conversion is exact. For
+    other stored weights, a compiler's loops take several times as long per value. Without ``heads``, the bytes that are
+    moved decide. For a few rows, a compiler reads the stored numbers directly
+    (:mod:`mla_compile.passes.rewrite.project`), unless a library's operator dequantizes them. In all other cases, the
+    weight is written in float32 and read again.
     """
     reading = reachable([weight], lambda n: n.users if n is weight or packet(n) is aten._to_copy else ())
     products = [n for n in reading if packet(n) is aten.einsum and OURS in n.meta]
@@ -76,7 +77,7 @@ def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype, heads
     share = val(weight).numel() / max(val(n).numel() for n in made_of(weight))
     read = share * sum(val(n).numel() * val(n).itemsize for n in stored)
     few = all(rows_sharing_weight(n) <= FEW_ROWS for n in products)
-    # CPUs emulate the conversion of float8, which takes longer than reading the bytes that it saves.
+    # CPUs emulate float8 conversions. That costs more time than is saved by reading fewer bytes.
     slow = val(weight).device.type == "cpu" and any(is_float8(val(n).dtype) for n in stored)
     fused = few and not slow and not dequantized_by_library(weight)
     return val(weight).numel() * dtype.itemsize < read + (0 if fused else 8 * val(weight).numel())

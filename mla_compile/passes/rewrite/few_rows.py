@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight, by an operator that reads the weight at memory bandwidth.
+"""Compute products of a few rows and a weight by an operator that reads the weight at memory bandwidth.
 
 Before: ``linear(x, weight, bias)``, or ``mm`` or ``addmm`` with a transposed weight, in a step with one row per request
 
@@ -23,7 +23,7 @@ from mla_compile.passes.rewrite.as_stored import as_stored
 
 aten = torch.ops.aten
 LinearProduct = tuple[fx.Node, fx.Node, fx.Node | None]
-"""x [...,K], weight [O,K], bias [O]."""
+"""The operands: x [...,K], weight [O,K], and bias [O] or None."""
 
 
 def few_rows(
@@ -36,11 +36,11 @@ def few_rows(
 ) -> int:
     """Replace products by the operator; return how many were replaced.
 
-    ``weights``: the nodes computed from weights only. A weight that each call computes is left to the compiler, which
-    may fuse that computation with the product. ``pays``: whether the operator is faster, given the device, the dtypes
-    of rows and weight, and the number of rows. ``least_bytes``, ``most``: the smallest weight and the most rows for
-    which it is used. A symbolic number of rows counts by its hint. In a call with more rows than pay off, the operator
-    calls torch.
+    ``weights``: the nodes computed from weights only. If a weight is computed in each call, its product is left to the
+    compiler, which may fuse the two. ``pays``: tells whether the operator is faster, given the device,
+    the dtypes of rows and weight, and the number of rows. ``least_bytes`` and ``most``: the smallest weight and the
+    largest number of rows for which the operator is used. A symbolic number of rows is judged by its hint. If a call
+    has so many rows that torch is faster, the operator calls torch.
     """
     done = 0
     for node in list(graph.nodes):
@@ -69,7 +69,7 @@ def few_rows(
 
 
 def _product(node: fx.Node) -> LinearProduct | None:
-    """Return the operands of a product whose weight is an input [O,K], perhaps converted exactly, or its transpose."""
+    """Return the operands if the weight is an input [O,K] or its transpose, converted exactly if at all; else None."""
     bias, factors = None, args_of(node)
     if packet(node) is aten.addmm:
         bias, factors = factors[0], factors[1:]
@@ -88,5 +88,5 @@ def _product(node: fx.Node) -> LinearProduct | None:
 
 
 def _transposed(weight: fx.Node) -> bool:
-    """Whether the rows of a weight are not contiguous, so that every call would copy them."""
+    """Whether the rows of a weight are not contiguous; every call of the operator would then copy the weight."""
     return val(weight).stride(-1) != 1

@@ -58,7 +58,7 @@ class _Folder:
     def __init__(self, program: Program, maps: Maps) -> None:
         self.program = program
         self.maps = maps
-        # Layers of one shape are measured once: their errors are alike, and a fold in float64 is slow.
+        # Folds of one shape are measured once, because their errors are alike and folding in float64 is slow.
         self.measured: dict[tuple[object, ...], float | None] = {}
 
     def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
@@ -76,7 +76,7 @@ class _Folder:
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
         (piece, *others) = self.maps.with_sources([source], per_row=True).map(node).pieces
-        # With fewer than two weights there is nothing to multiply ahead of time.
+        # With fewer than two weights, there is nothing to multiply ahead of time.
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
         if gathered(n for f in (piece.weight, piece.bias) if f is not None for n in f.expr.leaves()):
@@ -135,7 +135,7 @@ def add_input(
     def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return closed.evaluate_named(live, exact).to(dtype).contiguous()
 
-    # The new input comes after all others, because callers pass those by position.
+    # The new input is placed after all others, because callers pass the others by position.
     value = expr.value.new_empty(expr.shape, dtype=dtype)
     node = new_input(program.gm.graph, f"{name}_{len(program.folds)}", value)
     program.folds.append(FoldedWeight(node.name, compute, names, (closed.formula(names), dtype) if stored else None))
@@ -143,7 +143,7 @@ def add_input(
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
-    """Return ``expr`` in terms of the program's inputs, which stay when other nodes are removed, and their names."""
+    """Return ``expr`` in terms of the program's inputs, which are never removed, and the names of these inputs."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 

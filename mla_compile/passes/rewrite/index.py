@@ -1,4 +1,4 @@
-"""Compute an indexer's scores by one operator, so that its heads' products with all keys do not go through memory.
+"""Compute an indexer's scores by one operator, which does not write the products of its heads with all keys to memory.
 
 Before::
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def index_scores(found: Indexer, fake_mode: FakeTensorMode | None) -> fx.Node:
-    """Emit the operator that computes the value of ``found.out``; nothing reads its result yet."""
+    """Emit an operator that computes the value of ``found.out``; return its result, which nothing reads yet."""
     builder = Builder(found.out.node, fake_mode)
     operands = sorted(((o.node, o.axes) for o in (found.query, found.keys, found.weights)), key=lambda pair: pair[0])
     sizes = SizeSources(builder, operands)

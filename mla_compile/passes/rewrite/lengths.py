@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 LARGEST = 2**62
-"""The bound for numbers read from a tensor, so that a sentinel such as the largest int64 does not wrap around."""
+"""Numbers read from a tensor are clamped to this bound, so that a sentinel (the largest int64) cannot wrap around."""
 
 
 class Lengths:
@@ -63,7 +63,7 @@ def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: SizeSour
 
 
 def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: SizeSources) -> fx.Node:
-    """Return one number per batch entry, [B], even where several entries share it."""
+    """Return ``operand`` as one number per batch entry [B], even if several entries share a number."""
     atoms = tuple((a,) for a in plan.batch)
     node = builder.on_device(operand.node, val(plan.latent.node).device)
     node = arrange(builder, sizes, node, operand.axes, atoms)

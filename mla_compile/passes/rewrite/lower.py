@@ -2,9 +2,9 @@
 
 Before: ``out, lse = mla_compile.decode_attention(q, c, k_rope, values, mask, seq_lens, scale, causal, window)``
 
-After: two products, a softmax in float32 (or wider) and one product, by the formulas of
-:mod:`mla_compile.kernels.reference`. If there is a list of keys (``indices``), the rows of those keys are gathered
-first for each query.
+After: two products for the scores, a softmax in float32 (or wider) and one product with the values. The formulas are
+those of :mod:`mla_compile.kernels.reference`. If the operator gets a sparse index list (``indices``), the rows of the
+listed keys are first gathered for each query.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def _alike(
 
 
 def _greatest(builder: Builder, values: fx.Node, mask: fx.Node, indices: fx.Node, fill: float) -> fx.Node:
-    """Return the mean of the rows where the mask is greatest, [B,S,H|1,Lv]; the mask of an unlisted row is ``fill``."""
+    """Return the mean [B,S,H|1,Lv] of the rows with the greatest mask value, which is ``fill`` for unlisted rows."""
     call = builder.call
     B, S, k = (builder.size(indices, dim) for dim in range(3))
     heads = shape(mask)[1]
     given = call(aten.expand.default, mask, [B, heads, S, -1])
     others = call(aten.full_like.default, given, fill)
     at = call(aten.clamp_min.default, call(aten.add.Tensor, builder.cast(indices, torch.int64), 1), 0)
-    # An extra first column takes the entries that name no key.
+    # Entries that name no key are sent to an extra first column, which is dropped later.
     at = call(aten.masked_fill.Scalar, at, call(aten.gt.Scalar, at, builder.size(values, 1)), 0)
     at = call(aten.expand.default, call(aten.unsqueeze.default, at, 1), [B, heads, S, k])
     before = call(aten.slice.Tensor, others, 3, 0, 1)
@@ -83,7 +83,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
     call = builder.call
     query, latent, rope, values, mask, lengths = (argument(node, i, n) for i, n in enumerate(_TENSORS))
     picked = None if node.kwargs.get("indices") is None else _Picked(builder, node)
-    each = "s" if picked else ""  # with a list of keys, each query has rows of its own
+    each = "s" if picked else ""  # with a sparse index list, each query has its own rows
     scale = node.kwargs["scale"]
     assert isinstance(scale, (int, float, fx.Node))
     dtype = wide(val(latent).dtype)
@@ -135,7 +135,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
 
 
 class _Picked:
-    """The rows, mask entries and positions of the keys that a query's list names."""
+    """Gathers the rows, mask entries and positions of the keys in each query's sparse index list."""
 
     def __init__(self, builder: Builder, node: fx.Node) -> None:
         self.builder = builder

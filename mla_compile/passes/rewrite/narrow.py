@@ -1,10 +1,10 @@
-"""Compute K alone, or V alone, where nothing reads the other half of their common up-projection any more.
+"""Compute only K, or only V, where nothing reads the other half of their shared up-projection any more.
 
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
-The linear map of ``k`` names the rows of the weight, so every number is the same dot product as before. Where ``k`` is
-a sum of maps of several row tensors, each summand is computed by itself. :mod:`mla_compile.passes.sources.readers` has
-decided which nodes qualify.
+The linear map of ``k`` tells which rows of the weight make it, so every number is the same dot product as before. If
+``k`` is a sum of maps of several row tensors, each summand is computed separately.
+:mod:`mla_compile.passes.sources.readers` decides which nodes qualify.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 
 def narrow(nodes: Iterable[tuple[fx.Node, tuple[fx.Node, ...]]], maps: Maps) -> int:
-    """Compute each ``node`` from its ``sources``, without the common product; return how many were replaced."""
+    """Compute each ``node`` from its ``sources``, without the shared product; return how many were replaced."""
     done = 0
-    # In reverse graph order, so that a node with a few tokens of another listed node is handled before that node is
-    # replaced, and is made from rows, as the verdict assumed.
+    # In reverse graph order, so that a node with a few tokens of another node is replaced before the other node. Its
+    # tokens are then made from rows, as the verdict assumed.
     for node, sources in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
-        # Rewrites of other sites may have removed its readers.
+        # Rewrites of other sites may have removed the readers of this node.
         if not node.users:
             continue
         if (known := length_of(node, sources)) is not None:
@@ -56,7 +56,7 @@ def _made_alone(node: fx.Node, pieces: Sequence[Piece], fake_mode: FakeTensorMod
 
 
 def _image(node: fx.Node, piece: Piece, builder: Builder) -> fx.Node:
-    """Compute one summand of ``node``, with size 1 along axes along which it is constant."""
+    """Compute one summand of ``node``. Axes along which the summand is constant get size 1."""
     assert piece.source is not None
     source = materialize(piece.source, builder, {})
     sizes = SizeSources(builder, [(source, piece.source_axes)])

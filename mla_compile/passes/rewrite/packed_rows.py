@@ -1,4 +1,4 @@
-"""Attention that reads float8 rows in place, without a copy in the model's dtype.
+"""Let attention read float8 rows in place, without a copy in the model's dtype.
 
 Before: ``decode_attention(q, _to_copy(values.to(float32) * scales, bfloat16), rope, ...)``, which writes a copy of all
 rows
@@ -29,9 +29,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callable[[torch.device], bool]) -> int:
-    """Hand float8 rows and their scales to the attentions that can read them; return the number of such attentions.
+    """Pass float8 rows and their scales to the attentions that can read them; return how many attentions changed.
 
-    ``reads``: whether a kernel of the device reads float8. On other devices a copy in the model's dtype is faster.
+    ``reads``: tells whether a device has a kernel that reads float8. On other devices, a copy in the model's dtype is
+    faster.
     """
     done = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
@@ -59,9 +60,10 @@ def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callab
 
 
 def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (values, scales) where ``latent`` is float8 values [B,T,L] times scales [B,T,1], [B,T,G] or [B,T,G,1].
+    """Return (values, scales) if ``latent`` is float8 values [B,T,L] times scales [B,T,1], [B,T,G] or [B,T,G,1].
 
-    Values are cast exactly. A cast or a rounding of the product is skipped when the rows are read in place.
+    The cast of the values to a wider dtype is exact. If the model rounds the product, that rounding is skipped when the
+    rows are read in place.
     """
     product = _moved(latent)
     if packet(product) is not aten.mul or not all(is_tensor(n) for n in args_of(product)):
@@ -77,14 +79,14 @@ def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """Strip conversions of the dtype and changes of the layout."""
+    """Return the tensor upstream of dtype conversions and layout changes."""
     return behind(node, (Copy, Regroup))[-1]
 
 
 def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | None:
-    """Return the scales that are broadcast over the columns of a product: one per row, or one per 2^n adjacent columns.
+    """Return the scales of a product before they are broadcast: one per row, or one per 2^n adjacent columns.
 
-    The product has the shape of ``latent``, [B,T,L], or [B,T,G,L/G]. None if the scales are of another kind.
+    The product has the shape of ``latent``, [B,T,L], or the shape [B,T,G,L/G]. Return None for scales of another kind.
     """
     (B, T, L), whole = shape(latent), shape(product)
     if len(whole) == 3 and same_sizes(shape(scales), whole):
@@ -103,6 +105,6 @@ def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | 
 
 
 def _fits(L: Size, groups: Size) -> bool:
-    """Whether the operator accepts this number of column groups."""
+    """Whether the operator accepts rows of ``L`` values with one scale for each of ``groups`` column groups."""
     width = quotient(L, groups)
     return isinstance(width, int) and width.bit_count() == 1

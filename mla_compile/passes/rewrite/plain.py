@@ -1,7 +1,7 @@
-"""Plain attention as nodes: ``softmax(modify(scale * q k) + masks) v``.
+"""Emit plain attention as nodes: ``softmax(modify(scale * q k) + masks) v``.
 
-Callers emit the two products with the axes that they have; this module emits what lies between. The formula is that of
-:mod:`mla_compile.kernels.reference`: scores are float32 or wider, and a row without a visible key is zero, as in
+Callers emit the two products with their own axes, and this module emits the operators in between. The formula is that
+of :mod:`mla_compile.kernels.reference`: scores are float32 or wider, and a row without a visible key gives zero, as in
 PyTorch's fused attention.
 """
 
@@ -26,11 +26,11 @@ def masked_scores(
     masks: Iterable[fx.Node] = (),
     modify: Callable[[fx.Node], fx.Node] | None = None,
 ) -> fx.Node:
-    """Return ``modify(scale * scores)`` plus the float masks, hidden where a boolean mask is False."""
+    """Return ``modify(scale * scores)`` plus the float masks, or minus infinity where a boolean mask is False."""
     scores = builder.call(aten.mul.Tensor, scores, scale)
     if modify is not None:
         scores = modify(scores)
-    for mask in masks:  # a generator may add a mask's nodes just before they are used
+    for mask in masks:  # a generator may add the nodes of each mask only here
         if val(mask).dtype == torch.bool:
             scores = hidden(builder, scores, builder.call(aten.logical_not.default, mask))
         else:
@@ -46,10 +46,10 @@ def hidden(builder: Builder, scores: fx.Node, where: fx.Node) -> fx.Node:
 def positions(
     builder: Builder, queries: tuple[fx.Node, int], keys: tuple[fx.Node, int], lengths: fx.Node | None = None
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the positions of the queries [S,1] and of the keys [T]; the last query is the token of the last key.
+    """Return the positions of the queries [S,1] and of the keys [T]; the last query has the last key's position.
 
-    Queries and keys are each given as a tensor and the dimension that they lie along. With ``lengths`` [B] the last
-    query is the last token of its batch entry, and the positions of the queries are [B,1,S,1].
+    ``queries`` and ``keys`` are each given as a tensor and the dimension along which they lie. With ``lengths`` [B],
+    the last query is the last token of its batch entry, and the positions of the queries have shape [B,1,S,1].
     """
     call = builder.call
     s, t = builder.size(*queries), builder.size(*keys)
@@ -69,12 +69,15 @@ def positions(
 
 
 def future(builder: Builder, rows: fx.Node, columns: fx.Node) -> fx.Node:
-    """True where a key comes after the query, given the positions from :func:`positions`."""
+    """Return a mask that is True where the key comes after the query, for positions from :func:`positions`."""
     return builder.call(aten.gt.Tensor, columns, rows)
 
 
 def probabilities(builder: Builder, scores: fx.Node, *, some_empty: bool) -> fx.Node:
-    """The softmax over the last axis, the keys; with ``some_empty``, a row without a visible key is zero, not NaN."""
+    """Return the softmax over the last axis, the keys.
+
+    ``some_empty``: whether a row may have no visible key. Such a row becomes zero instead of NaN.
+    """
     probs = builder.call(aten.softmax.int, scores, -1)
     if not some_empty:
         return probs

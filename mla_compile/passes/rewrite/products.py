@@ -3,9 +3,9 @@
 Before: ``scores = q K^T; out = P V`` with K = W_k c, V = W_v c. After: ``scores = (q W_k) c^T; out = (P c) W_v``.
 
 This rewrite is for attentions whose core is not a plain softmax, and for attentions of which only a part can be
-absorbed: one side, or some columns of the keys while the others keep a product of their own. A fused attention is first
-written out. An attention that is absorbed in part is computed in float32 (or wider), because in half precision it would
-be rounded more often than the original.
+absorbed. The part is one side, or some columns of the keys; the other columns then keep their own product. A fused
+attention is first written out as products and a softmax. An attention that is absorbed in part is computed in float32
+(or wider), because in half precision it would be rounded more often than the original.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProductRewriter(Sides):
             assert site.probs is not None
             # In graph order, so that a weight emitted for one product precedes later products that use it.
             order = {node: k for k, node in enumerate(site.probs.node.graph.nodes)}
-            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # a product may be added twice
+            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # a product may occur twice
                 self._replace_scores(product)
         if not self.plan.vals:
             return site.node
@@ -61,7 +61,7 @@ class ProductRewriter(Sides):
         p_axes = [*outer, *site.keys]
         p = arrange(builder, self.sizes, site.probs.node, site.probs.axes, [(a,) for a in p_axes])
         p = builder.cast(p, self.dtype)
-        if self._value_bias():  # with a sink, or after rescaling, the probabilities of a row do not sum to 1
+        if self._value_bias():  # with a sink, or after rescaling, the probabilities of a row may not sum to 1
             over = list(range(len(outer), len(p_axes)))
             self.mass = builder.call(aten.sum.dim_IntList, p, over) if over else p
         attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]] = {}
@@ -73,13 +73,14 @@ class ProductRewriter(Sides):
         return self._values(attended)
 
     def _replace_scores(self, product: Product) -> None:
-        """Replace ``q . K`` by the sum of ``(q W) . rows`` over its terms, with the same position, shape and dtype."""
+        """Replace ``q . K`` by the sum of ``(q W) . rows`` over the terms of K; keep its place, shape and dtype."""
         assert product.node is not None
         outer = self.builder
+        # New nodes are added before the product and not before the attention's output, because the readers of the
+        # scores lie in between.
         self.builder = Builder(product.node, outer.fake_mode)
         self.sizes.builder = self.builder
         atoms = list(flatten(product.out))
-        # New nodes go before the product, because the readers of the scores precede the attention's output.
         index = self.site.products.index(product)
         shared = self.outer
         self.outer = (*shared, *selected(self.site, product))
@@ -96,17 +97,17 @@ class ProductRewriter(Sides):
         self.sizes.builder = outer
 
     def _scores_of(self, product: Product, term: Term, atoms: Sequence[Atom]) -> Iterator[fx.Node]:
-        """Yield what a term of the keys adds to the scores: a part from its rows and a part from its bias."""
+        """Yield the scores that a term of the keys adds: those of its rows and those of its bias, if it has them."""
         if term.piece.source is not None:
             yield self.term_scores(product, term, atoms, self._score_dtype(product, term.piece.source))
         if term.piece.bias is not None:
             yield self._bias_scores(product, term, atoms)
 
     def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
-        """The dtype that scores are computed in: the rows' dtype where possible, so that no long tensor is converted.
+        """Return the dtype for computing scores: the rows' dtype where possible, so that no rows are converted.
 
         Scores that the model computes in float32 stay in float32. Scores of float16 rows are computed in float32, too,
-        because q W may overflow float16 where q . (W c) does not. So are all scores of a part.
+        because q W may overflow float16 where q . (W c) does not. In a plan for a part, all scores are in float32.
         """
         assert product.node is not None
         rows = torch.promote_types(val(source).dtype, val(product.node).dtype)

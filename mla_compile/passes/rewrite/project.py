@@ -1,8 +1,8 @@
 """Multiply an activation by a weight, so that the absorbed form is as precise as the original.
 
-In half-precision models, the tensors between W_kc and the scores, and between the values' rows and W_v, are kept in
-float32. One more rounding on either side would make the absorbed form up to 1.4 times less accurate than the original,
-and float16 overflows in q W where q . (W c) does not.
+In half-precision models, the tensors between W_kc and the scores, and between the attended rows and W_v, are kept in
+float32. One additional rounding on either side would make the absorbed form up to 1.4 times less accurate than the
+original. In float16, q W may also overflow where q . (W c) does not.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ rows.
 def project(
     builder: Builder, x: fx.Node, x_atoms: Sequence[Atom], weight: fx.Node, w_atoms: Sequence[Atom], out: Sequence[Atom]
 ) -> fx.Node:
-    """Multiply ``x`` by ``weight`` in the dtype of ``x``, summing over atoms not in ``out``; one dimension per atom."""
+    """Multiply ``x`` by ``weight`` in the dtype of ``x``, and sum over the atoms that are not in ``out``.
+
+    Each tensor has one dimension per atom.
+    """
     return einsum(builder, x, x_atoms, builder.cast(weight, val(x).dtype), w_atoms, out)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """When this machine uses the operator ``few_rows_of_heads``: for a few rows times a weight for each head.
+    """When this machine uses the operator ``few_rows_of_heads``, which multiplies a few rows by a per-head weight.
 
     Attributes:
-        reads: whether it is available, given the device, the dtype of the rows and the dtype of the weight.
-        least_bytes: smaller weights are left to the compiler.
-        most: the number of rows up to which it is used.
+        reads: tells whether the operator supports a device, a dtype of the rows and a dtype of the weight.
+        least_bytes: the bytes of the smallest weight for which the operator is used; a compiler handles smaller ones.
+        most: the largest number of rows for which the operator is used.
     """
 
     reads: Callable[[torch.device, torch.dtype, torch.dtype], bool]
@@ -62,8 +65,8 @@ def lower_projections(
     """Turn products of few rows with a weight into operators that read the weight once; return how many.
 
     Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call. After:
-    ``mla_compile::few_rows_of_heads(x, w)`` with x and w as [h,b,s,n] and [h,l,n], where ``heads`` takes the product;
-    else ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses.
+    ``mla_compile::few_rows_of_heads(x, w)``, with x as [h,b,s,n] and w as [h,l,n], if ``heads`` takes the product.
+    Otherwise ``sum(x[..., None] * _to_copy(w, float32), -2)``, which a compiler fuses.
     """
     done = 0
     for node in list(graph.nodes):
@@ -82,13 +85,13 @@ def lower_projections(
 
 
 def reads_stored(node: fx.Node, heads: Heads) -> bool:
-    """Whether the operator of ``heads`` takes a product and reads its weight as it is stored."""
+    """Whether the operator of ``heads`` takes the product ``node`` and can read its weight as stored."""
     stored = as_stored(args_of(node)[1][1])
     return stored is not None and takes(node, heads, val(stored[0]).dtype)
 
 
 def takes(node: fx.Node, heads: Heads, stored: torch.dtype) -> bool:
-    """Whether the operator of ``heads`` takes a product if its weight is stored in dtype ``stored``."""
+    """Whether the operator of ``heads`` takes the product ``node`` if the weight has the dtype ``stored``."""
     equation, (x, weight) = args_of(node)
     if _head_letters(equation) is None or rows_sharing_weight(node) > heads.most:
         return False
@@ -121,9 +124,9 @@ def _operand_letters(equation: str) -> tuple[list[str], str]:
 
 
 def _head_letters(equation: str) -> tuple[str | None, str, str] | None:
-    """Return the letters of a weight's axes: heads (None without), columns of the result, and the summed axis.
+    """Return the einsum letters of a weight's axes: heads (or None), columns of the result, and the summed axis.
 
-    None if the weight has other axes, or if axes that only the rows have are summed over.
+    Return None if the weight has other axes, or if the einsum also sums over an axis that only the rows have.
     """
     (lx, lw), lo = _operand_letters(equation)
     roles = [(c in lx, c in lo) for c in lw]
@@ -135,7 +138,7 @@ def _head_letters(equation: str) -> tuple[str | None, str, str] | None:
 
 
 def _is_converted(weight: fx.Node) -> bool:
-    """Whether each call computes ``weight`` from fewer bytes, by operators that a compiler fuses."""
+    """Whether each call computes ``weight`` from fewer bytes, with operators that a compiler can fuse."""
     if packet(weight) is aten._to_copy and val(args_of(weight)[0]).dtype.itemsize == 2:
         return True
     return bool(stored_leaves(weight)) and not dequantized_by_library(weight)

@@ -14,9 +14,9 @@ class Absorbed:
     """A rewritten site: the node that is now its output, the queries after W_kc, and the attended latent before W_v.
 
     ``latent`` is None if the rewrite applies no W_v. ``views`` are the nodes that the rewrite added for rows of
-    virtual sources. ``weights`` are the nodes of W_kc and W_v. ``given`` holds the rows that get random numbers when
-    the rewrite is verified, if they differ from the plan's rows. ``columns`` are the columns of these rows that the
-    values read.
+    virtual sources. ``weights`` are the nodes of W_kc and W_v. ``given`` holds the rows that get random numbers in
+    a verification; it is empty if these are the plan's rows. ``columns`` are the columns of these rows that are the
+    values.
     """
 
     plan: AbsorbPlan
@@ -31,7 +31,7 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded product: its side, and its relative rounding error where the values of the weights are known."""
+    """A folded product: its side, and its relative rounding error (None if the weights have no known values)."""
 
     side: str
     error: float | None

@@ -1,4 +1,4 @@
-"""Share one schedule between attentions on a GPU, so that each graph lists the tiles of a mask once.
+"""Share one schedule between attentions on a GPU, so that the tiles of a mask are listed once per graph.
 
 Before, for every layer i::
 
@@ -10,8 +10,8 @@ After::
     schedule = mla_compile.decode_schedule(q_0, c_0, r_0, None, mask_0)
     out_i, lse_i = mla_compile.decode_attention(q_i, c_i, r_i, None, mask_0, schedule=schedule)
 
-Attentions without a mask need no schedule: rewritten attentions read contiguous caches, where lengths alone need no
-preparation.
+Attentions without a mask need no schedule: rewritten attentions read contiguous caches, and lengths of contiguous
+caches need no preparation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mla_compile.passes.ir.graph import Builder, is_tensor, packet, shape, val
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 
 _ARGUMENTS = [argument.name for argument in ops.decode_attention._schema.arguments]
-# A schedule depends on the values of these arguments, and only on the shapes, dtypes and devices of other tensors.
+# A schedule depends on the values of these arguments. Of other tensors, it depends on shape, dtype and device only.
 _READ = ("mask", "seq_lens")
 _APART = ("scale", "sinks")  # a schedule does not depend on these
 
@@ -50,7 +50,7 @@ def share_schedules(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 
 def _arguments(node: fx.Node) -> dict[str, object]:
-    """Return the arguments that were given, by name."""
+    """Return the arguments of ``node`` that are not None, by name."""
     given = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
     return {name: value for name, value in given.items() if value is not None}
 

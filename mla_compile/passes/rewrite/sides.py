@@ -1,4 +1,4 @@
-"""The two sides of an absorbed attention: queries go into the space of the rows, and values come out of it.
+"""Emit the two sides of an absorbed attention: map queries into the space of the rows, and results out of it.
 
 Two rewrites share this module: :mod:`mla_compile.passes.rewrite.absorb` makes the whole attention one operator, and
 :mod:`mla_compile.passes.rewrite.products` replaces each product separately. Both rest on q . (W c) = (W^T q) . c for
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 class Sides:
-    """The state of one rewrite: where new nodes go, and which weight expressions the graph already has."""
+    """The state of one rewrite: where new nodes are inserted, and which weight expressions the graph already has."""
 
     def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, *, merges: bool = False) -> None:
         self.plan = plan
@@ -47,7 +47,7 @@ class Sides:
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
         # In graph order: a node must be defined before a product reads sizes from it.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
-        # Sizes come from rows, too: the keys may be one axis of K and several axes of rows, as the two of an image.
+        # Sizes are also read from rows. The keys may be one axis of K but several axes of rows, as for an image.
         known += sorted(((r.node, r.axes) for r in plan.rows if not is_virtual(r.node)), key=lambda pair: pair[0])
         self.sizes = SizeSources(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
@@ -55,7 +55,7 @@ class Sides:
         self.queries: list[fx.Node] = []
         self.latent: fx.Node | None = None
         self.weights: dict[fx.Node, None] = {}
-        # The sums of the probabilities [batch, queries, heads] where they may not be 1. A bias on the values is
+        # The sums of the probabilities [batch, queries, heads], if they may differ from 1. A bias on the values is
         # multiplied by them.
         self.mass: fx.Node | None = None
         self.outer: Axis = (*plan.batch, *self.site.queries, *plan.heads)
@@ -84,7 +84,7 @@ class Sides:
         """Return ``q W`` for one term, with one axis per atom: batch, queries, heads, width of the rows."""
         q, own = self._query_columns(product, term)
         piece = term.piece
-        if piece.weight is None:  # a rotary key that all heads share has the same columns as the rows
+        if piece.weight is None:  # without a weight, as for a shared rotary key, K has the columns of the rows
             axes = tuple((a,) for a in (*own, *term.features))
             q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*self.outer, *rows.width)])
         else:
@@ -118,7 +118,7 @@ class Sides:
         return node
 
     def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
-        """Return ``q . b``, the part of the scores that a bias on the keys adds; it is the same for every key."""
+        """Return ``q . b``, which a bias on the keys adds to the scores; it is the same for every key."""
         assert term.piece.bias is not None
         q, own = self._query_columns(product, term)
         bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
@@ -129,9 +129,10 @@ class Sides:
         return aligned(self.builder, q, out, atoms)
 
     def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
-        """Return the columns of q for this term's columns of K, one axis per atom, and the atoms of the other axes.
+        """Return the columns of q that multiply this term's columns of K, and the atoms of the other axes.
 
-        The dtype is float32 or wider, for the reason given in :mod:`mla_compile.passes.rewrite.project`.
+        The columns of q have one axis per atom. Their dtype is float32 or wider, for the reason given in
+        :mod:`mla_compile.passes.rewrite.project`.
         """
         q, axes = product.q.node, product.q.axes
         where = next((k for k, a in enumerate(axes) if a and set(a) == set(product.features)), None)
@@ -162,7 +163,7 @@ class Sides:
         return self.joined[rows]
 
     def _beside(self, parts: Sequence[Rows]) -> fx.Node | None:
-        """Return the tensor that consists of the column slices ``parts``, in order; None if there is no such tensor."""
+        """Return the tensor whose column slices, in order, are exactly ``parts``; None if there is no such tensor."""
         whole, stop = None, 0
         for part in parts:
             how = None if is_virtual(part.node) else decode(part.node)
@@ -222,7 +223,7 @@ class Sides:
         return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
 
     def _out_layout(self) -> list[Atom | None]:
-        """Return the output's atoms in order, with None for the feature axis, or at the end if there is none."""
+        """Return the output's atoms in order, with None in place of the feature axis (at the end if there is none)."""
         layout: list[Atom | None] = []
         for axis in self.site.out.axes:
             layout += [a for a in axis if a in self.outer]

@@ -4,7 +4,7 @@ Before: ``K = cat([K_a, K_b], heads); out = attention(q, K, V, mask)``
 
 After: ``out = cat([attention(q[:a], K_a, V_a, mask), attention(q[a:], K_b, V_b, mask)], heads)``
 
-Each group is then found and judged like any attention: heads that are expanded from a latent are absorbed, others stay.
+Each group is then found and judged like any other attention: if its heads are expanded from a latent, it is absorbed.
 :mod:`mla_compile.passes.decide.head_groups` decides which attentions are split, and where.
 """
 

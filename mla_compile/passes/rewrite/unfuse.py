@@ -77,7 +77,7 @@ class _UnfusedWriter:
                 future(self.builder, *positions(self.builder, s, t)), (site.queries, site.keys), each
             )
             scores = hidden(self.builder, scores, later)
-        # The keys become one axis, however many factors their size has.
+        # The keys, which may consist of several atoms, become one axis.
         joined = [*((a,) for a in (*site.lead, *site.queries)), site.keys]
         scores = self._arranged(scores, each, joined)
         probs = probabilities(self.builder, scores, some_empty=bool(site.masks))

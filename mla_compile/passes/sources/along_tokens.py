@@ -1,8 +1,8 @@
-"""Records of how a buffer of K is updated with new keys, which can be applied to the rows that make K instead.
+"""Record how a buffer of K is updated with new keys, so that the rows of K can be updated in the same way instead.
 
-A buffer of full length is updated by operators that move values along the tokens (``index_copy``, ``slice_scatter``),
-or that multiply tokens by factors that all heads and columns share and add the products, as in
-``buffer * (1 - one_hot) + k * one_hot``. With ``K = rows W`` and no bias, such an operator ``f`` may be applied to the
+Two kinds of operators update a buffer of full length. Some move values along the tokens (``index_copy``,
+``slice_scatter``). Others multiply tokens by factors that all heads and columns share, and add the products, as in
+``buffer * (1 - one_hot) + k * one_hot``. If ``K = rows W`` without a bias, such an operator ``f`` may be applied to the
 rows instead: ``f(old W, new W) = f(old, new) W``.
 """
 
@@ -24,7 +24,7 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class Given:
-    """One of the tensors that a record starts from: the buffer, which is number 0, or a new tensor."""
+    """An input of a record: the buffer, which has number 0, or one of the new tensors."""
 
     number: int
 
@@ -34,7 +34,7 @@ OLD = Given(0)
 
 @dataclass(frozen=True)
 class Dim:
-    """The number of an axis, as an argument of an operator."""
+    """The number of an axis that is passed to an operator."""
 
     at: int
 
@@ -62,8 +62,8 @@ class Shared:
 class Mix:
     """``x`` with each token replaced by a sum of tokens, weighted by the rows of ``matrix``.
 
-    The sum runs over dimension ``summed`` of the matrix and axis ``dim`` of ``x``. Another dimension of the matrix
-    takes the place of that axis.
+    The sum runs over dimension ``summed`` of the matrix and axis ``dim`` of ``x``. In the result, another dimension of
+    the matrix takes the place of axis ``dim``.
     """
 
     x: Writing
@@ -74,7 +74,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Applied:
-    """An operator applied to records; its other arguments, such as constants, are stored unchanged, lists as tuples."""
+    """An operator applied to records. Other arguments (such as constants) stay unchanged, but lists become tuples."""
 
     op: Callable[..., object]
     args: tuple[object, ...]
@@ -111,7 +111,7 @@ def axes_of(made: object, *, factors: bool = True) -> Iterator[int]:
 
 
 def nodes_of(made: object) -> Iterator[fx.Node]:
-    """Yield the nodes of the positions and factors in a record."""
+    """Yield the nodes that hold the positions and factors of a record."""
     match made:
         case fx.Node():
             yield made
@@ -126,7 +126,7 @@ def nodes_of(made: object) -> Iterator[fx.Node]:
 
 
 def computes(made: object) -> bool:
-    """Whether values are multiplied or added, and not only moved."""
+    """Whether ``made`` multiplies or adds values, instead of only moving them."""
     if isinstance(made, Applied):
         return made.op not in _MOVES or made.args[-1] is True or any(map(computes, made.parts))
     return isinstance(made, Mix)
@@ -192,7 +192,7 @@ def make(made: Writing, builder: Builder, given: Sequence[fx.Node]) -> fx.Node:
 
 
 def _made_of(arg: object, builder: Builder, given: Sequence[fx.Node]) -> object:
-    """Return an argument with its records replaced by nodes."""
+    """Return ``arg`` with each record in it replaced by the node that computes the record."""
     if isinstance(arg, tuple):
         return [_made_of(one, builder, given) for one in arg]
     return make(arg, builder, given) if isinstance(arg, (Given, Mix, Applied)) else arg

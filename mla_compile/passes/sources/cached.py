@@ -1,4 +1,4 @@
-"""Rows that outlive a call because a cache holds them."""
+"""Find rows that outlive a call because a cache holds them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mla_compile.passes.ir.walk import REACH, reachable
 
 
 def are_cached(rows: fx.Node) -> bool:
-    """Whether ``rows`` are new rows concatenated with, or written into, rows from an input, and not projected since.
+    """Whether ``rows`` are an input's rows to which new rows were appended or written, without a later projection.
 
-    If so, the caller keeps the rows, but every call computes their expansion anew.
+    If so, the caller keeps the rows, and every call computes their expansion again.
     """
     return bool(pasts_of(rows))
 
 
 def pasts_of(rows: fx.Node) -> set[fx.Node]:
-    """Return the inputs and ``get_attr`` tensors that are concatenated, or written to, to make ``rows``."""
+    """Return the inputs and ``get_attr`` tensors to which new rows are appended or written to make ``rows``."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
         return () if held(node) else unprojected(node)
@@ -31,7 +31,7 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
         return () if packet(node) in CONTRACTIONS else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    # Rows that replaced K may also be updated by pointwise operators or a roll; others need no search for that.
+    # Only rows that replaced K may be updated by pointwise operators or a roll, so other rows skip that search.
     replaced = any(ROWS in n.meta for n in reachable([start], unprojected, REACH))
     held = _held_or_written if replaced else _held
     found = (_input(past) for node in reachable([start], same_rows, REACH) for past in held(node))
@@ -39,7 +39,7 @@ def pasts_of(rows: fx.Node) -> set[fx.Node]:
 
 
 def come_from(rows: Iterable[fx.Node], mark: str) -> bool:
-    """Whether each of ``rows`` continues at least one input with ``mark`` in its metadata (:func:`pasts_of`)."""
+    """Whether, for each of ``rows``, :func:`pasts_of` finds an input whose metadata contains ``mark``."""
     return all(any(mark in past.meta for past in pasts_of(node)) for node in rows)
 
 
@@ -54,7 +54,7 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
-    """Do the same as :func:`_held`, and also find rows that replaced K and are updated pointwise or by a roll."""
+    """Do the same as :func:`_held`, and also follow pointwise updates and rolls of rows that replaced K."""
     if held := _held(node):
         return [past for n in held for past in _held_or_written(behind(n, Slice)[-1]) or [n]]
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -63,6 +63,6 @@ def _held_or_written(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _input(node: fx.Node) -> fx.Node | None:
-    """Return the input or ``get_attr`` tensor of which ``node`` is a view, a part or a copy; None if there is none."""
+    """Return the input or ``get_attr`` tensor of which ``node`` is a view, slice or copy; None without one."""
     shown = behind(node, (Copy, Rearrange, Select, Slice))[-1]
     return shown if shown.op in ("placeholder", "get_attr") else None

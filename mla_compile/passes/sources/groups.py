@@ -1,8 +1,9 @@
-"""Find groups of heads with a latent each, where the group is a separate axis.
+"""Find groups of heads that each have their own latent, where the group is a separate axis.
 
-In ``k = einsum("btgl,glhn->bghtn", c, W)`` each group has its own rows and weight. If queries, keys and output have
-that axis too, it acts as a batch: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Any other weight that differs
-along an axis of the rows ends a walk: one that differs along the tokens, for example, is a table of positions.
+In ``k = einsum("btgl,glhn->bghtn", c, W)``, each group has its own rows and weight. If queries, keys and output have
+the group axis too, it acts as a batch axis: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group. Any other weight
+that differs along an axis of the rows ends a walk. A weight that differs along the tokens, for example, is a table of
+positions.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from mla_compile.passes.sources.sources import choose_sources
 aten = torch.ops.aten
 
 _KEEP = (aten.add, aten.sub, aten.mul, aten.div)
-"""Operators whose weight may differ between groups, as the weight of the product before them does."""
+"""Operators that may follow a product with one weight per group, and whose own weight may also differ per group."""
 
 
 def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
-    """Return linear maps that see through products with one weight per group on the way to K and V of ``sites``."""
+    """Return linear maps whose walks from K and V of ``sites`` continue past products with one weight per group."""
     for site in sites:
         operands = [*(p.k for p in site.products), site.v]
         for node in _ends(operands, maps):
@@ -43,8 +44,8 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
     """Return the products at which walks end because a weight differs along an axis of the rows."""
     found: dict[fx.Node, None] = {}
     pieces = pieces_of([maps.map(o.node) for o in operands])
-    # A walk past one weight that makes the rows of all groups sees the group as columns of that weight. So walks that
-    # end at the chosen sources are searched, too.
+    # If one weight makes the rows of all groups, a walk past that weight sees the groups as columns of the weight. So
+    # walks that end at the chosen sources are searched, too.
     batched = any(_is_batched(v.node, maps) for p in pieces for v in p.path)
     for at in (maps, maps.with_sources(choose_sources(pieces)[0])) if batched else (maps,):
 
@@ -52,8 +53,8 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
             stops = [at.reasons[end] for end in ends]
             found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
-            # Sums with such a product, factors for each group, and parts of such tensors end walks, too. The search
-            # continues behind them.
+            # Walks also end at sums with such a product, at per-group factors, and at slices of such tensors. The
+            # search continues upstream of these nodes.
             further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in _KEEP)
             return [n for stopped in further for n in at.operands(stopped)]
 
@@ -67,7 +68,7 @@ def _is_batched(node: fx.Node, maps: Maps) -> bool:
 
 
 def _blind(site: AttentionSite, operand: Operand, node: fx.Node, maps: Maps) -> bool:
-    """Whether no weight behind ``operand`` differs from key to key if the walk continues behind ``node``."""
+    """Whether every weight upstream of ``operand`` is the same for all keys if the walk continues past ``node``."""
     cuts, _ = choose_sources(pieces_of([maps.map(operand.node)]))
     for at in (maps, maps.with_sources(cuts - {node})):
         for piece in at.map(operand.node).pieces:

@@ -1,7 +1,7 @@
-"""Finds products with a weight that mix the rows of tokens, and whose results can serve as the rows instead.
+"""Find products with a weight that mix the rows of several tokens, and whose results can serve as the rows instead.
 
-In ``attention(q, up(M c), ...)`` with a weight M over tokens (such as a fixed convolution), a token of K is an image
-not of its row in c but of its row in ``M c``.
+In ``attention(q, up(M c), ...)``, let M be a weight that mixes tokens, such as a fixed convolution. A token of K is
+then not an image of its row in c, but it is an image of its row in ``M c``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
 
 def mixing_products(site: AttentionSite, failed: Stop, maps: Maps) -> set[fx.Node]:
-    """Return products whose results, used as rows, make K and V token by token; none unless ``failed`` is a mixing."""
+    """Return the products whose results, used as rows, make K and V token by token.
+
+    The set is empty unless ``failed`` says that tokens are mixed.
+    """
     if failed.code != "token_mixing":
         return set()
     operands = (*(p.k for p in site.products), site.v)
@@ -36,6 +39,6 @@ def _of_operand(operand: Operand, site: AttentionSite, maps: Maps) -> Iterator[f
 
 
 def _mixed(lmap: LinearMap, tokens: list[int]) -> list[Piece]:
-    """Return the pieces that have, along the axes ``tokens``, an atom that their rows lack."""
+    """Return the pieces that mix tokens: along the axes ``tokens``, they have an atom that their rows lack."""
     rows = [p for p in lmap.pieces if p.source is not None]
     return [p for p in rows if any(a not in p.source_atoms for dim in tokens for a in p.axes[dim])]

@@ -1,7 +1,8 @@
-"""Finds what still reads a common up-projection of K and V, and whether these readers can get a product of their own.
+"""Find the remaining readers of an up-projection that K and V share, and whether they can get their own product.
 
-In ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed, ``k`` still needs all of ``linear(c, W)``, and nothing is
-saved unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_compile.passes.rewrite.narrow`).
+Suppose that ``v`` is absorbed in ``k, v = split(view(linear(c, W)))``. Then ``k`` still needs all of ``linear(c, W)``.
+Nothing is saved unless ``k`` can be computed alone, as ``linear(c, W[rows of k])``
+(:mod:`mla_compile.passes.rewrite.narrow`).
 """
 
 from __future__ import annotations
@@ -49,17 +50,18 @@ def narrower_readers(
     """Return the narrower nodes through which all remaining readers read ``expansion``, a product of rows.
 
     Such a node holds some of the columns, a few of the tokens (:func:`of_few_rows`), or a length that the rows have too
-    (:func:`length_of`). Return None if a reader needs all of ``expansion`` or absorbed columns: then nothing is saved.
+    (:func:`length_of`). Return None if a reader needs all of ``expansion`` or needs absorbed columns, because then
+    nothing is saved.
 
-    ``sources``: the rows, and the rows of images that are added to the product. ``absorbed``: the nodes on the way from
-    the rows to absorbed K and V. ``columns``: whether some columns of all tokens may still be read. ``reads`` says what
-    a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
+    ``sources``: the rows of the product, and the rows of other images that are added to it. ``absorbed``: the nodes
+    between the rows and absorbed K and V. ``columns``: whether nodes that hold some columns of all tokens are
+    allowed. ``reads`` returns what a node reads once all sites are rewritten. ``alive``: the nodes still needed then.
     """
     at_sources = maps.with_sources(sources)
     whole = bytes_hint(expansion)
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
-        """Return the readers of ``expansion``, of its views, of tuples that a split makes, and of absorbed nodes."""
+        """Return the readers of ``node`` if it is ``expansion``, a view of it, a tuple of parts or an absorbed node."""
         if is_tuple(node) or (is_tensor(node) and (bytes_hint(node) >= whole or node in absorbed)):
             return (u for u in node.users if u in alive and node in reads(u))
         return ()
@@ -75,7 +77,7 @@ def narrower_readers(
         elif of_few_rows(node, sources, maps):
             found.append(node)
         elif bytes_hint(node) >= whole:
-            # Keys joined from several tensors are no image of rows. Only lengths may be read, perhaps after moves.
+            # A join of keys from several tensors is no image of rows. Readers may only move it or read its length.
             moved = decode(node) is not None
             only_lengths = (length_of(u, sources) is not None or (moved and decode(u) is not None) for u in users(node))
             if not images_of(node, sources, at_sources) and not all(only_lengths):
@@ -98,7 +100,7 @@ def tokens_read(
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
 ) -> fx.Node | None:
-    """Return a slice that reads some tokens of ``expansion``; None if there is none, or if something reads all tokens.
+    """Return a slice that reads some tokens of ``expansion``; None if there is none or if all tokens are read.
 
     The arguments are those of :func:`narrower_readers`.
     """
@@ -131,10 +133,11 @@ def other_reader(
     alive: Collection[fx.Node],
     absorbed: Collection[fx.Node],
 ) -> fx.Node:
-    """Return the first operator that computes with ``expansion``, or with moved, cut, joined or added parts of it.
+    """Return the first operator that computes with the values of ``expansion``.
 
-    The search goes on through ``absorbed`` nodes, which make K or V. If there is no such operator, return the output of
-    the graph if it is reached, else the nearest reader. The arguments are those of :func:`narrower_readers`.
+    The search continues through operators that only move, slice, join or add these values, and through ``absorbed``
+    nodes, which make K or V. If no operator computes with them, return the output of the graph if the search reaches
+    it, and otherwise the nearest reader. The arguments are those of :func:`narrower_readers`.
     """
     at_sources = maps.with_sources(sources)
 
@@ -152,7 +155,7 @@ def other_reader(
 
 
 def _carries(node: fx.Node, expansion: fx.Node, sources: Sequence[fx.Node], maps: Maps) -> bool:
-    """Whether ``node`` only moves numbers of ``expansion``, or adds images of ``sources`` to them."""
+    """Whether ``node`` only moves values of ``expansion``, or adds images of ``sources`` to them."""
     if node is expansion or decode(node) is not None:
         return True
     added = packet(node) in (aten.add, aten.sub)
@@ -160,7 +163,7 @@ def _carries(node: fx.Node, expansion: fx.Node, sources: Sequence[fx.Node], maps
 
 
 def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return one of ``sources`` and its axis whose length ``node`` holds; None if ``node`` holds no such length."""
+    """If ``node`` reads a size, return one of ``sources`` and its axis that have this size; otherwise None."""
     if packet(node) is not aten.sym_size:
         return None
     x, dim = args_of(node)
@@ -169,24 +172,27 @@ def length_of(node: fx.Node, sources: Sequence[fx.Node]) -> tuple[fx.Node, int] 
 
 
 def images_of(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps whose sum is ``node``, if one projects and their rows are different ones of ``sources``."""
+    """Return the maps that add up to ``node``, if each reads another of ``sources`` and at least one projects."""
     found = _summands(maps.map(node))
     return found if all(p.source in sources for p in found) else ()
 
 
 def _summands(lmap: LinearMap) -> tuple[Piece, ...]:
-    """Return the summands of a map without segments, if their sources differ and at least one projects; else none."""
+    """Return the summands of a map without segments, if all sources differ and at least one projects; else ()."""
     found = () if lmap.axis is not None else lmap.pieces
     apart = len({p.source for p in found}) == len(found)
     return found if apart and any(p.projected for p in found) else ()
 
 
 def of_few_rows(node: fx.Node, sources: Collection[fx.Node], maps: Maps) -> tuple[Piece, ...]:
-    """Return the maps over a few rows of ``sources`` whose sum is ``node``, if it is a slice and can be made alone."""
+    """Return the maps that add up to ``node``, if each reads only a few rows of ``sources``.
+
+    The result is empty if ``node`` is not a slice or cannot be made alone.
+    """
     taken = taken_of(node)
     if taken is None or taken.padded is not None or taken.at is not None:
         return ()
-    # The slices known for K and V are left out, so that the pass that makes `node` alone finds the same map.
+    # Known slices of K and V are ignored, so that the pass that later makes `node` alone finds the same map.
     maps = with_slices_of([[node]], maps.with_virtual(VirtualSources()).with_sources(sources))
     pieces = _summands(maps.map(node))
     few = all(p.source is not None and _few_of(p.source, sources) for p in pieces)
@@ -204,31 +210,31 @@ def _few_of(rows: fx.Node, sources: Collection[fx.Node]) -> bool:
 
 
 def without_factors(rows: fx.Node) -> fx.Node:
-    """Return ``rows``; if they are virtual, with a factor for each row, the rows before the factors."""
+    """Return ``rows``; if they are virtual rows with factors, return the rows without the factors."""
     return args_of(rows)[0] if has_factors(rows) else rows
 
 
 def has_factors(rows: fx.Node) -> bool:
-    """Whether ``rows`` are virtual, with a factor for each row."""
+    """Whether ``rows`` are virtual: other rows that are multiplied or divided by a factor for each row."""
     return is_virtual(rows) and packet(rows) in (aten.mul, aten.div)
 
 
 def _can_be_made_alone(node: fx.Node, pieces: Sequence[Piece]) -> bool:
-    """Whether ``node`` is exactly the sum of one product per piece, each in its dtype with some rows of a weight."""
-    # A separate product has its own strides; a split of the whole has those of the whole.
+    """Whether ``node`` is exactly a sum of products, one per piece, each with some rows of a weight."""
+    # A separate product has its own strides, but a slice of the shared product has the strides of that product.
     if not pieces or strides_show(node):
         return False
-    # In half precision a sum of three terms depends on their order, and a bias counts as a term.
+    # In half precision, a sum of three terms depends on their order, and a bias is one of the terms.
     ordered = len(pieces) == 1 or (len(pieces) == 2 and pieces[0].bias is None)
     exact = val(node).dtype.itemsize >= 4 or (ordered and all(_is_exact(p) for p in pieces))
     return exact and all(_has_own_product(node, p) for p in pieces)
 
 
 def _is_exact(piece: Piece) -> bool:
-    """Whether half precision rounds ``piece`` where the graph does.
+    """Whether ``piece``, computed in half precision, is rounded at the same places as in the graph.
 
-    A computed weight is rounded at another place than the operators that it replaces. Rows times factors are, too, if
-    the graph multiplies by the factors after the product.
+    A weight that is computed from others is rounded at a different place than the operators that it replaces. So are
+    rows times factors, because the graph multiplies by the factors after the product.
     """
     source = None if piece.source is None else whole_rows(piece.source)
     plain = piece.scale in (1.0, -1.0) and not (source is not None and has_factors(source))
@@ -236,7 +242,7 @@ def _is_exact(piece: Piece) -> bool:
 
 
 def _has_own_product(node: fx.Node, piece: Piece) -> bool:
-    """Whether ``piece`` is its rows themselves, or one product of them with a weight, in the dtype of ``node``."""
+    """Whether ``piece`` is its rows unchanged, or one product of its rows and a weight, in the dtype of ``node``."""
     if piece.source is None or val(piece.source).dtype != val(node).dtype:
         return False
     tokens = {a for a in flatten(piece.axes) if a in piece.source_atoms}

@@ -1,4 +1,4 @@
-"""Finds the columns of rows that K and V of an attention consist of, through views, casts, slices and joins."""
+"""Find which columns of which rows make up K and V, looking through views, casts, slices and joins."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from mla_compile.passes.ir.sizes import same
 
 COLUMNS = "columns"
 Role: TypeAlias = "Axis | str"
-"""What a dimension of K or V is: an axis of the site, or the columns of a row."""
+"""The role of a dimension of K or V: an axis of the site, or ``COLUMNS``, the columns of a row."""
 _Cut: TypeAlias = "tuple[Role, object]"
 
 
 @dataclass(frozen=True)
 class ColumnRead:
-    """Columns ``start`` to ``stop`` of ``rows`` after the slices ``cuts``; ``roles``: the roles of its dimensions."""
+    """Columns ``start`` to ``stop`` of ``rows``, after the slices ``cuts`` along other axes.
+
+    ``roles``: the role of each dimension of ``rows``.
+    """
 
     rows: fx.Node
     cuts: tuple[_Cut, ...]
@@ -32,7 +35,7 @@ class ColumnRead:
     roles: tuple[Role, ...] = field(default=(), compare=False)
 
     def within(self, others: Iterable[ColumnRead]) -> bool:
-        """Whether ``others`` together read every column of this one."""
+        """Whether ``others`` together include every column that this read includes."""
         alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts and self._lies_like(o)]
         covered = self.start
         for other in sorted(alike, key=lambda o: o.start):
@@ -41,15 +44,15 @@ class ColumnRead:
         return self.stop <= covered
 
     def _lies_like(self, other: ColumnRead) -> bool:
-        """Whether each dimension longer than 1 has the same role in both: equal sizes do not tell roles apart."""
+        """Whether each dimension longer than 1 has the same role in both reads; equal sizes do not prove this."""
         dims = zip(self.roles, other.roles, shape(self.rows), strict=True)
         return all(a == b or same(length, 1) for a, b, length in dims)
 
 
 def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[ColumnRead]:
-    """Return the columns of rows that ``operand`` consists of; none if its features are not one axis of fixed width.
+    """Return the column reads that make up ``operand``; none if its features are not one axis of fixed width.
 
-    ``first``: node -> the first node that computes the same.
+    ``first``: maps each node to the first node that computes the same value.
     """
     roles: list[Role] = [COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
     width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == COLUMNS]
@@ -89,7 +92,10 @@ def _behind(
 
 
 def _roles_before(how: Rearrange, node: fx.Node, roles: Sequence[Role]) -> list[Role] | None:
-    """Return the roles of the dimensions of ``how.x``; None if unknown, or if no dimension is exactly the columns."""
+    """Return the roles of the dimensions of ``how.x``, the operand of ``node``.
+
+    Return None if the roles are unknown, or if no dimension is exactly the columns.
+    """
     if how.map is None:
         return None
     columns: Axis = (Atom(next(s for role, s in zip(roles, shape(node), strict=True) if role == COLUMNS)),)

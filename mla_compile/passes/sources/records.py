@@ -1,4 +1,4 @@
-"""The decision about an attention, as data: the plan of its rewrite, and the verdict."""
+"""Records of the decision about an attention: the plan of its rewrite, and the verdict."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Side = Literal["keys", "values"]
 class Rows:
     """The rows of one source: ``node``, read as [batch, keys, width].
 
-    ``axes`` has one axis for each dimension of ``node``, in the site's atoms for batch and keys and in the source's own
-    atoms for the width. ``heads``: the heads that have their own rows, in a plan for a part of an attention. ``parts``:
-    if the rows of several sources are joined, the rows of each; ``node`` is then the first source.
+    ``axes`` has one axis for each dimension of ``node``. Batch and keys are written in the site's atoms, and the width
+    in the source's own atoms. ``heads``: the heads that have rows of their own; it is empty except in a plan for a part
+    of an attention. ``parts``: if the rows of several sources are joined, the rows of each source. ``node`` is then the
+    first source.
     """
 
     node: fx.Node
@@ -38,7 +39,7 @@ class Rows:
 
     @property
     def each(self) -> tuple[Rows, ...]:
-        """The rows of single sources that make up these rows."""
+        """The rows of each source that is joined here, or these rows alone if there is one source."""
         return self.parts or (self,)
 
     @property
@@ -47,7 +48,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """The rows per token: one for each of ``heads``, or one that all heads share."""
+        """The number of rows per token: one for each of ``heads``, or 1 if all heads share a row."""
         return fixed_size(self.heads)
 
 
@@ -55,14 +56,15 @@ class Rows:
 class AbsorbPlan:
     """Everything that a rewrite needs; the rewrite itself decides nothing.
 
-    ``latent`` are the rows that a weight expands, ``rope`` the rows that all heads share as they are, and ``values``
-    the rows of the values if those are not the latent. If K or V is a sum, each of the three may be joined rows.
+    ``latent``: the rows that a weight expands. ``rope``: the other rows of the keys, usually a rotary key that all
+    heads share without a projection. ``values``: the rows of the values, if these are not made from the latent. If K
+    or V is a sum, each of these three may be the joined rows of several sources.
 
-    ``visible``: the keys that the masks show, for the attention operator.
+    ``visible``: the keys that the masks show, in the form that the attention operator takes.
 
-    In a plan for a part, ``keys`` or ``vals`` is empty if that side stays as it is, and ``extra`` holds further rows.
-    ``fits_op``: the attention operator can be used nevertheless; ``extra`` then holds only rows of keys, whose scores
-    are added to the mask.
+    In a plan for a part of the site, ``keys`` or ``vals`` is empty if that side is not rewritten, and ``extra`` holds
+    all rows that are none of the three above. ``fits_op``: whether the attention operator can be used even so. If it
+    can, ``extra`` holds only rows of keys, and their scores are added to the mask.
     """
 
     site: AttentionSite
@@ -85,7 +87,7 @@ class AbsorbPlan:
 
     @property
     def whole(self) -> bool:
-        """Whether the attention operator replaces the site; otherwise each of its products is rewritten by itself."""
+        """Whether the attention operator replaces the whole site; if not, each product is rewritten separately."""
         return self.site.open_core is None and self.fits_op
 
     @property
@@ -99,18 +101,18 @@ class AbsorbPlan:
     @property
     def rows(self) -> tuple[Rows, ...]:
         named = (r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
-        # By node, because rows that are joined to others may also be read by themselves.
+        # Indexed by node, because rows that are joined to others may also be read separately.
         return tuple({one.node: one for rows in named for one in rows.each}.values())
 
     @property
     def row_values(self) -> int:
-        """Values per token of all rows. Rows that each head or group has for itself count once per head or group."""
+        """The number of values per token in all rows; per-head and per-group rows count once for each head or group."""
         groups = groups_of(self.terms, self.batch)
         return sum(r.size * r.count * fixed_size(a for a in groups if a in flatten(r.axes)) for r in self.rows)
 
     @property
     def expanded_values(self) -> int:
-        """Values per token of K and V of all heads."""
+        """The number of values per token in K and V of all heads."""
         return self.dims.G * self.dims.expanded_values
 
     @property
@@ -119,7 +121,7 @@ class AbsorbPlan:
         return self.row_values < self.expanded_values
 
     def expands(self, rows: Rows) -> bool:
-        """Whether a weight makes part of K or V from ``rows``; shared rotary keys are read as they are."""
+        """Whether a weight makes columns of K or V from ``rows``; a shared rotary key is read without a weight."""
         return any(t.piece.source is rows.node and t.piece.projected for t in self.terms)
 
     def rows_of(self, source: fx.Node) -> Rows:
@@ -127,7 +129,7 @@ class AbsorbPlan:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """The operands of the rewritten site besides queries, masks and weights: rows, and K or V if it stays."""
+        """The operands other than queries, masks and weights: the rows, and K or V if that side is not rewritten."""
         kept = [] if self.keys else [p.k.node for p in self.site.products]
         kept += [] if self.vals else [self.site.v.node]
         return (*(r.node for r in self.rows), *kept)
@@ -139,11 +141,11 @@ class AbsorbPlan:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How an attention over rows that heads share becomes one operator, or one for each memory.
+    """How an attention over rows that all heads share becomes one operator, or one operator per memory.
 
-    ``columns``: the range of columns of ``plan.latent`` that are the values, at its start or end, if keys and values
-    are columns of the same rows; ``whole`` are those rows. ``memories``: if the rows are joined from several tensors (a
-    window and older rows, say), a plan for each of them.
+    If keys and values are columns of the same rows, ``whole`` is the tensor of those rows, and ``columns`` is the range
+    of columns of ``plan.latent`` that are the values. The range lies at the start or the end. ``memories``: if the rows
+    are joined from several tensors (such as a window and older rows), a plan for each tensor.
     """
 
     plan: AbsorbPlan
@@ -166,13 +168,15 @@ class Fusion:
 class Verdict:
     """The decision about one site. ``plan`` and ``choice`` are set whenever absorption is legal.
 
-    ``by_call``: the number of queries is symbolic, so expanded and absorbed are both kept and every call picks one.
+    ``by_call``: the number of queries is symbolic, so the graph keeps both the expanded and the absorbed form, and each
+    call picks one of them.
 
-    For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` is what stays and why, and ``instead``
-    is the verdict that applies if the part is given up. ``narrowed`` lists nodes, each with its sources, that are to be
-    made alone because the rest of their projection is no longer read. ``fusion``: the fusion of a site over shared
-    rows. ``fix``: what the user could change, if not what ``code`` advises. ``held``: whether the cache held K
-    and V of each head before the rewrite; ``beside``: whether it still does, beside rows.
+    For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` is what is not absorbed and why, and
+    ``instead`` is the verdict that applies if the partial absorption is given up. ``narrowed`` pairs nodes with their
+    sources. Each of these nodes gets its own product, because the rest of its projection is no longer read. ``fusion``:
+    the fusion of a site over shared rows. ``fix``: advice for the user that replaces the advice of ``code``. ``held``:
+    whether the cache held K and V of each head before the rewrite. ``beside``: whether it still holds them in addition
+    to rows.
     """
 
     site: AttentionSite
@@ -198,12 +202,12 @@ class Verdict:
 
 
 def pieces_of(maps: list[LinearMap]) -> list[Piece]:
-    """Return every piece that has a source."""
+    """Return every piece of ``maps`` that has a source."""
     return [p for m in maps for p in m.pieces if p.source is not None]
 
 
 def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
-    """Return the atoms of ``lead`` that are groups of heads: both the rows and the weights differ along them."""
+    """Return the atoms of ``lead`` that are groups of heads, along which both rows and weights differ."""
     made = {(t.at[a], a): t for t in terms for a in lead if t.kind(a) == "token" and t.piece.weight is not None}
     return tuple(dict.fromkeys(a for (own, a), t in made.items() if t.piece.weight and own in t.piece.weight.atoms))
 
@@ -226,14 +230,14 @@ def axis_is_broadcast(node: fx.Node, dim: int, maps: Maps) -> bool:
     if maps.is_weight(node):
         return same(shape(node)[dim], 1)
     found = maps.map(node)
-    # Parts that are joined along the axis may each be constant and still differ from each other.
+    # Tensors that are joined along the axis may each be constant and still differ from each other.
     return found.axis != dim and all(_is_broadcast(set(p.axes[dim]), p) for p in found.pieces)
 
 
 def ends_of(operands: Iterable[Operand], lead: Axis, maps: Maps) -> list[fx.Node]:
-    """Return where the walks back from ``operands`` ended.
+    """Return the sources at which the walks back from ``operands`` ended.
 
-    Sources that are constant along a lead axis come last: rows that all heads share are no obstacle by themselves.
+    Sources that are constant along a lead axis are listed last, because rows that all heads share are no obstacle.
     """
     found = [(_shares(o, p, lead), p.source) for o in operands for p in maps.map(o.node).pieces if p.source is not None]
     return list(dict.fromkeys(source for _, source in sorted(found, key=lambda end: end[0])))

@@ -1,4 +1,4 @@
-"""The common refinement of a site and its linear maps: both are written in the same atoms.
+"""Refine a site and its linear maps until both are written in the same atoms.
 
 The site knows that an axis of K is "batch, then head". The map of K knows which factors of that axis are tokens of its
 source and which are columns of a weight. Site and map are split until their factors agree.
@@ -50,12 +50,12 @@ def value_features(site: AttentionSite) -> Axis:
 def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | None) -> list[Term] | Split | Stop:
     """Return the terms of one operand, or the atoms of the site that have to be split first."""
     at = [k for k, own in enumerate(operand.axes) if own and set(own) == set(features)]
-    # Without a feature axis, the scores are an outer product, which is fine.
+    # An operand without a feature axis is allowed: the scores are then an outer product.
     if len(at) != 1 and features:
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
     feature_axis = at[0] if at else None
-    # Parts joined along another axis have different maps there, so no single map makes all rows. Joined heads get a
-    # separate code, because they can still be split into groups.
+    # If the operand is joined along another axis, each joined tensor has its own map, so no single map makes all rows.
+    # Joined heads get a separate code, because they can still be split into groups.
     if lmap.axis is not None and lmap.axis != feature_axis:
         made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]
         if any(f is not None and a in f.atoms for f, own in made for a in own):

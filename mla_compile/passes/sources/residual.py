@@ -1,7 +1,8 @@
-"""Tells hidden states from a latent: hidden states come from a residual connection ``x + f(x)`` or a convolution.
+"""Tell hidden states from a latent: hidden states come from a residual connection ``x + f(x)`` or a convolution.
 
-A latent is projected from hidden states, and a cache should hold it. If K and V are projected from the hidden states
-themselves, this is plain multi-head attention. Widths cannot tell the two apart, because a latent may be the wider one.
+A latent is projected from hidden states, and a cache should hold the latent. If K and V are projected from the hidden
+states themselves, the attention is plain multi-head attention. Widths cannot tell the two apart, because a latent may
+be wider than the hidden states.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def shortcut(node: fx.Node) -> fx.Node | None:
     inputs = node.all_input_nodes
     if packet(node) is not aten.add or len(inputs) != 2:
         return None
-    # Nodes compare by their place in the graph: only the later one can be computed from the other.
+    # Nodes are ordered by their place in the graph, and only the later one can be computed from the earlier one.
     first, second = sorted(inputs)
     return first if is_tensor(first) and leads_to(first, second) else None
 
 
 def is_hidden_state(rows: fx.Node) -> bool:
-    """Whether ``rows`` come from a residual connection or a convolution, perhaps through a norm but no projection."""
+    """Whether ``rows`` come from a residual connection or a convolution, without a projection in between."""
     rows = whole_rows(rows)
     count = elements_hint(rows)
 

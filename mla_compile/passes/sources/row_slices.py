@@ -1,11 +1,13 @@
-"""Slices of K or V along the tokens are images of the same slices of their rows.
+"""Treat slices of K or V along the tokens as images of the same slices of their rows.
 
-In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
+In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)``, the linear map of ``K[:, :, :n]`` is the map of K with
 ``c[:, :n]`` in place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*: no
-graph contains it until an attention that reads it is absorbed. Static caches are read like this: expanded from rows of
-full length, then cut to the length in use. The same holds for zero tokens before or behind K and V,
-``pad(c W) = pad(c) W``, for tokens at the positions in a tensor, ``(c W)[:, at] = c[:, at] W``, and for a factor for
-each row, ``(c W) g = (c g) W``.
+graph contains it until an attention that reads it is absorbed. Models with static caches slice like this: they expand
+K from rows of full length, then cut K to the length in use.
+
+Three other operators can be applied to the rows in the same way. A pad adds zero tokens before or after K and V,
+``pad(c W) = pad(c) W``. An index picks the tokens at the positions in a tensor, ``(c W)[:, at] = c[:, at] W``. A
+product gives each row a factor, ``(c W) g = (c g) W``.
 """
 
 from __future__ import annotations
@@ -48,9 +50,10 @@ _Row = TypeVar("_Row", RowSlice, RowGate)
 
 @dataclass(frozen=True)
 class Sliced:
-    """A slice of K or V, or of a tensor behind them; ``rows``: the rows behind it, each with its sliced axis.
+    """A slice of K, of V or of a tensor upstream of them.
 
-    A pad with zeros counts as a slice: it takes more rows than there are.
+    ``rows``: the row tensors from which the slice is made, each with the axis to slice. A pad with zeros is treated as
+    a slice that takes more rows than there are.
     """
 
     node: fx.Node
@@ -59,21 +62,25 @@ class Sliced:
 
 @dataclass(frozen=True)
 class GatedRows:
-    """A product with a factor per row; ``rows``: the rows behind it, with the factors' axis (or None) for each axis."""
+    """A product with a factor per row.
+
+    ``rows``: the row tensors from which the product is made. Each comes with a tuple that holds, for each axis of the
+    row tensor, the corresponding axis of the factors or None.
+    """
 
     node: fx.Node
     rows: tuple[tuple[fx.Node, tuple[int | None, ...]], ...]
 
 
 def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
-    """Return an analysis that knows the slices of rows, and rows with factors, behind K and V of ``sites``."""
+    """Return an analysis that knows the sliced rows, and the rows with factors, upstream of K and V of ``sites``."""
     return with_slices_of([[*(p.k.node for p in site.products), site.v.node] for site in sites], maps)
 
 
 def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
-    """Do the same as :func:`with_row_slices` for groups of any tensors; each group is analysed together."""
+    """Do the same as :func:`with_row_slices` for groups of arbitrary tensors; each group is analysed as a whole."""
     known: dict[tuple[object, ...], fx.Node] = {}
-    while True:  # a slice of a slice is found once the first slice is known
+    while True:  # each round finds slices of the slices that are known already
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
         in_order = [found[node] for node in sorted(found)]
         gated = {one.node: _row_gates(one, maps) for one in in_order if isinstance(one, GatedRows)}
@@ -87,7 +94,7 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
 
 
 def _not_made_by(gated: Collection[fx.Node], known: Mapping[fx.Node, Sequence[_Row]]) -> dict[fx.Node, Sequence[_Row]]:
-    """Return ``known`` without entries whose rows depend on a product in ``gated``: narrower rows lie behind it."""
+    """Return ``known`` without the entries whose rows depend on ``gated``, because narrower rows lie upstream."""
     return {node: rows for node, rows in known.items() if not any(_made_by(gated, r.rows) for r in rows)}
 
 
@@ -96,15 +103,16 @@ def _made_by(gated: Collection[fx.Node], node: fx.Node) -> bool:
 
 
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:
-    """Return where the walks from ``operands`` end although rows could be sliced or multiplied instead."""
+    """Return the nodes at which walks from ``operands`` end, but whose rows could be sliced or multiplied instead."""
     slices = _ends(operands, maps)
-    if maps.virtual.grouped:  # walks past one weight of all groups see the groups as columns: also look at sources
+    # A walk past one weight that all groups share sees the groups as columns. So the chosen sources are searched, too.
+    if maps.virtual.grouped:
         cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
         slices |= _ends(operands, maps.with_sources(cuts))
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    # Sources that were chosen for K and V together may be no narrower than one of the two: any width will do then.
+    # Sources that were already chosen for K and V together may be as wide as one of the two, so any width is allowed.
     taken_from = pieces_of([maps.map(taken.x) for taken in slices.values()])
     cuts, _ = choose_sources([*taken_from, *others], any_width=bool(maps.sources))
     at_cuts = maps.with_sources(cuts)
@@ -121,9 +129,9 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedR
 
 
 def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
-    """Return the slices and products with factors at which walks end, and those behind other ends.
+    """Return the slices and the products with factors at which walks end, and those upstream of other ends.
 
-    If columns are split off from a slice of K, walks may end at these columns, and the slice lies behind such an end.
+    For example, columns may be split off from a slice of K. A walk then ends at the columns, and the slice is upstream.
     """
     found: dict[fx.Node, Taken | Gated] = {}
     seen: set[fx.Node] = set()
@@ -143,15 +151,18 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gate
 
 
 def _taken(node: fx.Node) -> Taken | None:
-    # A part of a split has no bounds with which rows could be sliced.
+    # A result of a split has no bounds with which rows could be sliced.
     how = decode(node)
     return None if isinstance(how, Slice) and how.bounds is None else taken_of(node)
 
 
 def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
-    """Return the rows to slice instead of the tensor with the map ``whole``, and their axis; None if there are none."""
+    """Return the row tensors to slice instead of the tensor with the map ``whole``, each with its axis.
+
+    Return None if that is impossible or saves nothing.
+    """
     dim = taken.dim
-    # If parts are joined along the sliced axis, which of them is read may only be known at run time.
+    # If tensors are joined along the sliced axis, it may not be known before run time which of them the slice reads.
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
@@ -169,9 +180,10 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
 
 
 def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node | None:
-    """Return the part of ``rows`` behind one position of ``taken.x``: a position of axis ``at``, or some columns.
+    """Return the slice of ``rows`` from which the selected position of ``taken.x`` is made.
 
-    None if a size is symbolic.
+    It is one position of axis ``at``, or a range of positions if this axis is longer than the selected one. Return None
+    if the two lengths differ and one of them is symbolic.
     """
     assert taken.index is not None
     count, length = shape(taken.x)[taken.dim], shape(rows)[at]
@@ -184,20 +196,20 @@ def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node |
 
 
 def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | None, ...]] | None:
-    """Return the rows that could be multiplied instead, with the gate's axis along each of their axes.
+    """Return the row tensors that could be multiplied instead; each of their axes has an axis of the gate or None.
 
-    None if that is impossible (a column may not be an image of rows) or saves nothing.
+    Return None if that saves nothing, or if it is impossible, as when a column is not an image of rows.
     """
     if any(p.source is None or gate_along(p, gated.gate) is None for p in whole.pieces):
         return None
     # The rows are multiplied in each call, so they have to be narrower than the tensor that is multiplied now.
     if any(bytes_hint(p.source) >= bytes_hint(gated.x) for p in whole.pieces if p.source is not None):
         return None
-    # A factor that is computed from the expansion of the rows, as a norm's is, needs the expansion of all rows anyway.
+    # A factor that is computed from the expanded rows, such as the factor of a norm, needs the expansion anyway.
     made = {v.node for p in whole.pieces for v in p.path if v.contractions == p.path[-1].contractions}
     if gated.gate in made or depends_on(gated.gate, made):
         return None
-    # Rows that are computed from the factor are quantized, with the factor as scale; other code handles them.
+    # Rows that are computed from the factor are quantized, and the factor is their scale. Other code handles them.
     if any(p.source is not None and depends_on(p.source, [gated.gate]) for p in whole.pieces):
         return None
     found: dict[fx.Node, tuple[int | None, ...]] = {}
@@ -209,13 +221,13 @@ def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | Non
 
 
 def _row_gates(gated: GatedRows, maps: Maps) -> tuple[RowGate, ...]:
-    """Return the rows of ``gated``, multiplied by the factors."""
+    """Return the row tensors of ``gated``, multiplied or divided by the factors."""
     how = gated_of(maps, gated.node)
     assert how is not None
     found: list[RowGate] = []
     for rows, along in gated.rows:
         gate = how.gate
-        # The gate gets the layout of the rows, with size 1 where all positions share a factor.
+        # The gate gets the layout of the rows, with size 1 along axes whose positions share a factor.
         if ones := [k for k in range(len(shape(gate))) if k not in along]:
             gate = virtual(maps.fake_mode, aten.squeeze.dims, gate, ones)
         kept = [k for k in along if k is not None]
@@ -231,13 +243,16 @@ def _row_gates(gated: GatedRows, maps: Maps) -> tuple[RowGate, ...]:
 
 
 def _narrower(piece: Piece, taken: Taken) -> bool:
-    """Whether slicing rows in place of ``taken`` gains anything; otherwise the slice is as good a source itself."""
+    """Whether slicing the rows gains anything; if not, the slice itself is used as the source."""
     assert piece.source is not None
     return piece.projected or bytes_hint(piece.source) < bytes_hint(taken.x)
 
 
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
-    """Return slices of the rows of ``sliced``, reusing known ones; none unless all are sure to match the slice."""
+    """Return a slice of each row tensor of ``sliced``; ``known`` slices are reused.
+
+    Return none if one of them may not match the slice of K or V.
+    """
     node, taken = sliced.node, _taken(sliced.node)
     assert taken is not None
     how = decode(node)
@@ -251,7 +266,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
     for rows, at in sliced.rows:
         bounds = (v if v is None else size(v) for v in values)
         key = (rows, at, taken.padded, taken.index, taken.at, taken.at and packet(node), *bounds)
-        # A slice that reads its bounds from later nodes could not be added before every attention that needs it.
+        # A known slice whose bounds are computed after `node` cannot be placed before every attention that needs it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
             if taken.index is not None:
                 one = _one_position(rows, at, taken, maps)
@@ -265,7 +280,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
             else:
                 widths = pad_along(len(shape(rows)), at, taken.padded)
                 known[key] = virtual(maps.fake_mode, aten.constant_pad_nd.default, rows, widths)
-        # Bounds may be clamped to different lengths, because K and its rows need not have the same one.
+        # K and its rows may have different lengths. The same bounds are then clamped differently.
         if taken.index is None and not same(shape(known[key])[at], shape(node)[taken.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))

@@ -1,8 +1,8 @@
-"""Parts of a buffer that are selected and written one by one, such as ``kv[0]``, ``k[layer]`` and ``kv[layer, 0]``.
+"""Find parts of a buffer that are selected and written one by one, such as ``kv[0]``, ``k[layer]``, ``kv[layer, 0]``.
 
-A write into a part makes a new buffer, ``select_scatter(k, index_copy(select(k, layer), ...), layer)``, of which other
-parts are selected next. Behind all these writes, each part is either a part of the first buffer or what was written to
-it.
+A write into a part returns a new buffer, ``select_scatter(k, index_copy(select(k, layer), ...), layer)``, and the next
+part is selected from this new buffer. If all these writes are looked through, each part is either a part of the first
+buffer or the tensor that was written there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mla_compile.passes.ir.operators import decode
 
 @dataclass(frozen=True)
 class Selected:
-    """The part of ``node`` at the positions ``at``, pairs of axis and index; all of ``node`` if ``at`` is empty."""
+    """The part of ``node`` at the indices ``at``, pairs (axis, index); all of ``node`` if ``at`` is empty."""
 
     node: fx.Node
     at: tuple[tuple[int, int], ...] = ()
@@ -27,9 +27,9 @@ class Selected:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a tensor along ``axes``, all written one by one, in the order of their positions.
+    """The parts of a tensor along ``axes``, each written by an operator of its own.
 
-    ``chain``: the results of these writes.
+    ``nodes``: the parts, in the order of their positions. ``chain``: the result of each write.
     """
 
     axes: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ NO_PARTS = Parts()
 def place_of(node: fx.Node, at: tuple[tuple[int, int], ...] = (), *, shown: bool = False) -> Selected:
     """Return where the part ``at`` of ``node`` comes from, looking through selections and writes of parts.
 
-    ``shown``: look through slices and permutations, too, so that the result may be larger or laid out differently.
+    ``shown``: also look through slices and permutations. The result may then be larger or laid out differently.
     """
     fixed = dict(at)
     while True:

@@ -1,9 +1,9 @@
-"""Find rows that were copied to all heads before an operator was applied: they are one row per token.
+"""Find rows that were copied to all heads before an operator was applied, and treat them as one row per token.
 
-In ``R = rotate(expand(r)); attention(q, cat([K, R]), V)`` every head of R equals the first, as long as no operator on
-the way tells the copies apart (:mod:`mla_compile.passes.dependence.steps`): R is ``R[:, 0]``, broadcast. That first
+In ``R = rotate(expand(r)); attention(q, cat([K, R]), V)``, all heads of R are equal if the operators between the copy
+and R treat all copies alike (:mod:`mla_compile.passes.dependence.steps`). R is then ``R[:, 0]``, broadcast. That first
 head is a *virtual source*: no graph contains it until an attention that reads it is absorbed. So a shared rotary key is
-one row per token, in whatever order it was rotated and copied.
+one row per token, whether the model rotates it before or after the copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def find_shared_rows(
     sites: Iterable[AttentionSite], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None
 ) -> dict[fx.Node, SharedRows]:
-    """Return the tensors on the way to K and V of ``sites`` that are the same for all heads."""
+    """Return the tensors upstream of K and V of ``sites`` that are the same for all heads."""
     copies = _EqualAxes(weights)
     found: dict[fx.Node, SharedRows] = {}
     for site in sites:
@@ -50,10 +50,10 @@ def find_shared_rows(
 
 @dataclass
 class _Walk:
-    """What lies behind one axis of K or V.
+    """What the walk back from one axis of K or V finds.
 
-    ``found``: tensors, each with an axis along which it is constant without being a plain copy. ``made``: whether a
-    weight makes positions of the axis of K or V, as it makes heads.
+    ``found``: the tensors that are constant along an axis and are not plain copies, each with that axis. ``made``:
+    whether the positions of the axis of K or V come from a weight, as heads do.
     """
 
     found: list[tuple[fx.Node, int]] = field(default_factory=list)
@@ -70,7 +70,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Equ
             walk.made = True
         elif copies.along(node, at):
             node, at = _shown(node, at)
-            # The linear maps see through a plain copy themselves.
+            # A plain copy is not recorded, because the linear maps see through it.
             if not _just_copied(node):
                 walk.found.append((node, at))
         elif how is None:
@@ -85,7 +85,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Equ
 
 
 def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
-    """Return the tensor that holds all the copies along ``dim``, and that axis: look through slices of the copies."""
+    """Look through slices of the copies along ``dim``; return the tensor with all copies, and its axis of copies."""
     while isinstance(how := step(node, dim), Joined):
         node, dim = how.parts[0].node, how.parts[0].dim
     return node, dim
@@ -96,7 +96,7 @@ def _just_copied(node: fx.Node) -> bool:
 
 
 class _EqualAxes:
-    """Tells along which axes tensors have the same values at all positions."""
+    """Determines along which axes a tensor has the same values at all positions."""
 
     def __init__(self, weights: Collection[fx.Node]) -> None:
         self.weights = weights
@@ -113,7 +113,7 @@ class _EqualAxes:
         return self._along[key]
 
     def made_of(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...]:
-        """Return what determines all copies: the copied tensors, and other inputs of the operators on the copies."""
+        """Return the nodes that determine the copies: the copied tensors and other inputs of operators on copies."""
         found: dict[fx.Node, None] = {}
         queue = [(node, dim)]
         for one, at in queue:
@@ -121,13 +121,13 @@ class _EqualAxes:
             queue += [place for place in reads if place not in queue]
             along = {n for n, _ in reads}
             found.update((n, None) for n in one.all_input_nodes if is_tensor(n) and n not in along | {*self.weights})
-        # A copy may also be read for its dtype or shape (`type_as`, `zeros_like`); it is computed from these inputs
-        # anyway.
+        # An operator may also read a copy for its dtype or shape (`type_as`, `zeros_like`). Such a copy is left out,
+        # because it is itself computed from the nodes in `found`.
         copies = {one for one, _ in queue}
         return tuple(n for n in found if n not in copies)
 
     def _reads(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
-        """Return the axes that must be constant for axis ``dim`` of ``node`` to be constant; None if unknown."""
+        """Return the operand axes that must be constant so that ``node`` is constant along ``dim``; None if unknown."""
         read = decode(node)
         if isinstance(read, Fill):
             return []
@@ -135,7 +135,7 @@ class _EqualAxes:
             return [(read.x, k) for k in read.map.read_along(dim) if not same(shape(read.x)[k], 1)]
         how = step(node, dim)
         if isinstance(how, Joined):
-            # Two joined parts may both be constant and still differ from each other.
+            # Two joined tensors may both be constant and still differ from each other.
             return [(p.node, p.dim) for p in how.parts] if len(how.parts) == 1 else None
         if how is None or how.unit > 1:
             return None

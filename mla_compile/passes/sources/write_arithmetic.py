@@ -1,4 +1,7 @@
-"""Writes by arithmetic, as ``buffer * (1 - m) + new * m``: operators linear in the buffer and the new tokens."""
+"""Read writes that are made by arithmetic, such as ``buffer * (1 - m) + new * m``.
+
+The operators of such a write are linear in the buffer and the new tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ aten = torch.ops.aten
 
 
 class Reading(Protocol):
-    """Reads how the operands of an operator are made."""
+    """The interface through which the functions below read how the operands of an operator are made."""
 
     def shows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the buffer or a part of it, before or after writes."""
+        """Whether ``node`` is the buffer or a slice of it, perhaps after writes."""
         ...
 
     def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
-        """Return how ``node``, an operand of ``of``, is made; None if a record cannot describe it."""
+        """Return a record of how ``node``, an operand of ``of``, is made; None if no record can describe this."""
         ...
 
 
 def is_in_one_dtype(node: fx.Node) -> bool:
-    """Whether no operand that has the shape of the result is converted."""
+    """Whether ``node`` converts no operand of its own shape to another dtype."""
     tensors = (n for n in node.all_input_nodes if is_tensor(n) and same_sizes(shape(n), shape(node)))
     return all(val(n).dtype in (val(node).dtype, torch.bool) for n in tensors)
 
@@ -88,4 +91,4 @@ ARITHMETIC: dict[object, Callable[[Reading, fx.Node], Writing | None]] = {
     aten.lerp.Tensor: _between,
     aten.masked_fill.Scalar: _emptied,
 }
-"""Operators that are linear in the buffer and the new tokens -> the function that reads how the result is made."""
+"""Maps each operator that is linear in buffer and new tokens to the function that reads how its result is made."""

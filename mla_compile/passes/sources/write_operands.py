@@ -1,4 +1,4 @@
-"""Operands of a write by arithmetic: factors that all heads and columns share, and matrices that sum tokens."""
+"""Read the operands of a write by arithmetic: factors shared by all heads and columns, and matrices that sum tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ aten = torch.ops.aten
 
 
 def shared(factor: fx.Node, node: fx.Node) -> Shared:
-    """Return ``factor``, an operand of ``node``, with the axes of ``node`` along which its values vary."""
+    """Return ``factor``, an operand of ``node``, with the axes of ``node`` along which the factor varies."""
     factor = behind(factor, moves.Expand)[-1]
     along, lead = varying(factor), len(shape(node)) - len(shape(factor))
     return Shared(factor, tuple(k + lead if k in along else None for k in range(len(shape(factor)))))
 
 
 def is_spread(node: fx.Node) -> bool:
-    """Whether ``node`` is a product of two tensors that are both broadcast (``k * one_hot``), or a multiple of one."""
+    """Whether ``node`` is a product of two broadcast tensors, as ``k * one_hot``, perhaps times a number."""
     if (x := times_number(node)) is not None:
         return is_spread(x)
     return node.target in (aten.mul.Tensor, aten.div.Tensor) and not any(
@@ -33,16 +33,16 @@ def is_spread(node: fx.Node) -> bool:
 
 
 def times_number(node: fx.Node) -> fx.Node | None:
-    """Return the tensor that ``node`` negates, or multiplies or divides by a number; None if it does anything else."""
+    """Return the tensor that ``node`` negates, or multiplies or divides by a number; None for other operators."""
     x, *number = args_of(node) or (None,)
     scaled = node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(number[0], (int, float))
     return x if scaled or node.target is aten.neg.default else None
 
 
 def mix_of(node: fx.Node) -> tuple[fx.Node, Shared, int, int] | None:
-    """Return the tensor whose tokens ``node`` sums, the matrix, its summed dimension, and the tensor's summed axis.
+    """If ``node`` multiplies a tensor by a matrix that sums its tokens, return the parts of ``node``; else None.
 
-    None if ``node`` is no such product.
+    The parts are the tensor, the matrix, the matrix dimension that is summed over, and the summed axis of the tensor.
     """
     if node.target is aten.matmul.default:
         matrix, x = args_of(node)

@@ -1,10 +1,10 @@
-"""Writes into a buffer of full length: writes of K or V are redirected to a buffer of rows.
+"""Find writes of K or V into a buffer of full length, so that they can be redirected to a buffer of rows.
 
-``K = index_copy(buffer, tokens, positions, k_new)`` holds at each position the value written last, or else the value of
-the buffer. Over rows, this is ``index_copy(rows, tokens, positions, c_new)`` with the same positions. A write into a
-part of the buffer, such as its first batch entries, is the same write into that part of the rows. A moving window,
-``cat([buffer[:, 1:], k_new])``, is applied to rows alike, and so is arithmetic with factors that all heads and columns
-share, such as ``buffer * (1 - one_hot) + k_new * one_hot``, whatever the factors are.
+``K = index_copy(buffer, tokens, positions, k_new)`` holds the new value at each written position, and the value of the
+buffer everywhere else. For rows, the same write is ``index_copy(rows, tokens, positions, c_new)``. A write into a slice
+of the buffer, such as its first batch entries, becomes a write into the same slice of the rows. A moving window,
+``cat([buffer[:, 1:], k_new])``, can also be applied to rows. So can arithmetic with factors that all heads and columns
+share, such as ``buffer * (1 - one_hot) + k_new * one_hot``, whatever values the factors have.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from mla_compile.passes.sources.write_operands import is_spread, mix_of, shared,
 
 aten = torch.ops.aten
 _DEPTH = 8
-"""How many operators in a row one write may consist of."""
+"""The longest chain of operators that is read as one write."""
 
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """A write of new tokens into ``buffer`` that gives ``node``.
+    """A write of new tokens into ``buffer``, whose result is ``node``.
 
-    ``new``: the new tensors, each as the parts that are stacked along the axes ``stacked``, or as one part if there are
-    no such axes. ``made``: how ``node`` is made of buffer and new tensors. ``grown``: the axes along which a new tensor
-    is broadcast. ``apart``: the parts of ``node``, if these are written one by one.
+    ``new``: the new tensors. Each is a tuple of the parts that are stacked along the axes ``stacked``, or of one part
+    if there are no such axes. ``made``: how ``node`` is made from the buffer and the new tensors. ``grown``: the axes
+    along which new tensors are broadcast. ``apart``: the parts of ``node``, if the model writes them one by one.
     """
 
     node: fx.Node
@@ -68,24 +68,24 @@ class CacheWrite:
 
     @property
     def dims(self) -> list[int]:
-        """The axes along which values are moved, broadcast or multiplied by factors; those of inner operators last."""
+        """The axes along which values are moved, broadcast or multiplied by factors; inner operators come last."""
         return [*self.grown, *axes_of(self.made)]
 
     def outer(self, axis: int) -> int:
-        """Return the axis of the buffer that is ``axis`` of a part."""
+        """Return the axis of the buffer that corresponds to ``axis`` of a part."""
         for k in sorted(self.stacked):
             axis += axis >= k
         return axis
 
     def inner(self, axis: int) -> int:
-        """Return the axis of a part that is ``axis`` of the buffer."""
+        """Return the axis of a part that corresponds to ``axis`` of the buffer."""
         return axis - sum(k < axis for k in self.stacked)
 
 
 def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
     """Return ``node`` as a write of new tensors into a tensor that ``is_buffer`` accepts; None if it is no such write.
 
-    Equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, count as one write.
+    Equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, are read as one write.
     """
     if isinstance(how := decode(node), moves.WriteOne) and how.index is not None:
         return _write_of_each(node, is_buffer)
@@ -97,10 +97,11 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
     if made is None or not reading.new:
         return None
     along = frozenset(axes_of(made)), frozenset(axes_of(made, factors=False))
-    # A multiple of a tensor is itself an image of rows. It is taken apart only if fewer new tensors remain.
+    # A tensor times a number is itself an image of rows, so it can be a new tensor. The number becomes part of the
+    # record only if this leaves fewer new tensors.
     new, given = min((_merged(reading.new, *along, numbers=n) for n in (False, True)), key=lambda one: len(one[0]))
     grown = tuple(sorted({k for axes in new.values() for k in axes}))
-    # An operator that broadcasts a new tensor may also convert it.
+    # An operator that broadcasts a new tensor may also convert its dtype.
     if {val(n).dtype for n in (buffer, node, *new)} != {val(node).dtype}:
         return None
     return CacheWrite(node, buffer, tuple((n,) for n in new), with_given(made, [OLD, *given]), grown)
@@ -109,10 +110,10 @@ def write_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite 
 def _merged(
     read: Mapping[fx.Node, Collection[int]], along: Collection[int], moved_along: Collection[int], *, numbers: bool
 ) -> tuple[dict[fx.Node, set[int]], list[Writing]]:
-    """Return the tensors behind those in ``read``, with their broadcast axes, and how each of ``read`` is made of them.
+    """Return the tensors from which those in ``read`` are made, with their broadcast axes, and how each is made.
 
-    Looks through slices along the axes ``along``, joins along the axes ``moved_along`` and, if ``numbers`` is set,
-    multiples of a tensor.
+    This looks through slices along the axes ``along``, joins along the axes ``moved_along`` and, if ``numbers`` is set,
+    products with a number.
     """
     new: dict[fx.Node, set[int]] = {}
 
@@ -131,7 +132,7 @@ def _merged(
 
 
 def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> CacheWrite | None:
-    """Return equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, as one; None if they differ."""
+    """Return equal writes into all parts of a buffer, such as ``kv[0]`` and ``kv[1]``, as one write; else None."""
     written = parts_of(node)
     axes, chain, lengths = written.axes, written.chain, [shape(node)[k] for k in written.axes]
     first = _buffer_of(written.nodes[0], lambda n: is_buffer(place_of(n).node))
@@ -150,7 +151,7 @@ def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> Cache
     if len(found) < len(apart) or any(w.stacked or w.grown != found[0].grown for w in found):
         return None
     made = found[0].made
-    if any(w.made != made for w in found):  # each may have a mask of its own for the same positions
+    if any(w.made != made for w in found):  # each write may compute its own mask of the same positions
         equals = first_equals(node.graph)
         if len({moved(w.made, lambda axis: axis, equals.__getitem__) for w in found}) > 1:
             return None
@@ -163,10 +164,10 @@ def _write_of_each(node: fx.Node, is_buffer: Callable[[fx.Node], bool]) -> Cache
 def _are_read_apart(
     node: fx.Node, chain: Collection[fx.Node], parts: Mapping[Selected, fx.Node], *, whole: bool = False
 ) -> bool:
-    """Whether readers of ``node`` only select parts that are already written, or parts in order to write to them.
+    """Whether each reader of ``node`` selects a part that is already written, or selects a part to write to it.
 
-    ``whole``: operators other than selections may read it. ``chain``: the buffer after each write of a part. ``parts``:
-    place of a part -> the part after its write.
+    ``whole``: whether operators other than selections may read ``node``, too. ``chain``: the buffer after each write of
+    a part. ``parts``: maps the place of each part to the part after its write.
     """
     for user in node.users:
         if user in chain or user.op == "output":
@@ -184,7 +185,7 @@ def _are_read_apart(
 
 
 def _is_read_to_write(part: fx.Node, written: fx.Node) -> bool:
-    """Whether ``part`` is only read to make ``written``, or for its sizes."""
+    """Whether ``part`` is read only to make ``written``, or only for its sizes."""
     return all(
         user is written
         or packet(user) is aten.sym_size
@@ -194,7 +195,7 @@ def _is_read_to_write(part: fx.Node, written: fx.Node) -> bool:
 
 
 def rows_written(node: fx.Node) -> moves.WriteRows | None:
-    """Return ``node`` as a write of one row for each position in a tensor; None if it is no such write."""
+    """Return ``node`` as a write of one row per entry of a tensor of positions; None if it is no such write."""
     how = decode(node)
     return how if isinstance(how, moves.WriteRows) and len(shape(how.index)) == 1 and _fits(how) else None
 
@@ -206,7 +207,7 @@ def is_zeros(node: fx.Node) -> bool:
 
 
 def _buffer_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool], depth: int = _DEPTH) -> fx.Node | None:
-    """Return the buffer of which ``node`` is all or a part, before or after writes; None if there is none."""
+    """Return the buffer from which ``node`` (all of it or a slice) is made by writes; None if there is none."""
     if is_buffer(node):
         return node
     if depth:
@@ -217,7 +218,7 @@ def _buffer_of(node: fx.Node, is_buffer: Callable[[fx.Node], bool], depth: int =
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
-    """Return the operands that may be the buffer to which ``node`` writes, or of which it is a part."""
+    """Return the operands that may be the buffer: ``node`` writes to such an operand, or takes a slice of it."""
     how = decode(node)
     if isinstance(how, (moves.Write, moves.WriteRows)):
         return [how.base]
@@ -235,14 +236,17 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 class _Reading:
-    """Finds how a tensor is made of a buffer and new tensors; ``new``: each of these -> its broadcast axes."""
+    """Finds how a tensor is made from a buffer and new tensors.
+
+    ``new``: maps each new tensor to the axes along which it is broadcast.
+    """
 
     def __init__(self, buffer: fx.Node) -> None:
         self.buffer = buffer
         self.new: dict[fx.Node, set[int]] = {}
 
     def made(self, node: fx.Node) -> Writing | None:
-        """Return how ``node``, all or a part of a buffer, is made; None if other operators than writes take part."""
+        """Return how ``node``, a buffer or a slice of one, is made; None if not by writes alone."""
         if node is self.buffer:
             return OLD
         how = decode(node)
@@ -265,13 +269,13 @@ class _Reading:
         return None if rule is None or not is_in_one_dtype(node) else rule(self, node)
 
     def shows(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the buffer or a part of it, before or after writes."""
+        """Whether ``node`` is the buffer or a slice of it, perhaps after writes."""
         return _buffer_of(node, lambda n: n is self.buffer) is not None
 
     def part(self, node: object, of: fx.Node | None = None) -> Writing | None:
-        """Return how an operand is made: of the buffer, or else as a new tensor that is written to it.
+        """Return how an operand is made: either from the buffer, or as a new tensor that is written to the buffer.
 
-        ``of``: the result of an operator that broadcasts its operands.
+        ``of``: the operator that reads ``node``, if it broadcasts its operands.
         """
         if not is_tensor(node):
             return None
@@ -304,12 +308,12 @@ class _Reading:
 
     def _rolled(self, x: fx.Node, shifts: Sequence[object], dims: Sequence[int] = ()) -> Writing | None:
         made = self.made(x)
-        if made is None or len(dims) != 1:  # without an axis, the flattened tensor is rolled
+        if made is None or len(dims) != 1:  # without an axis, torch rolls the flattened tensor
             return None
         return Applied(aten.roll.default, (made, tuple(shifts), (Dim(axis(dims[0], len(shape(x)))),)))
 
     def _at_indices(self, node: fx.Node) -> Writing | None:
-        """Return how an operator of ``_AT_POSITIONS`` writes at positions, such as one position per batch entry."""
+        """Return how ``node`` is made by an operator that writes at given positions, such as one per batch entry."""
         op = packet(node)
         found = _AT_POSITIONS[op](node)
         base, x = (
@@ -328,8 +332,8 @@ class _Reading:
 
 
 def _fits(how: moves.Write | moves.WriteRows) -> bool:
-    """Whether a write has the buffer's shape except for its length along one axis, so that nothing is broadcast."""
-    # One value that is broadcast over several positions could not be written as one row for each.
+    """Whether the written tensor has the buffer's shape except along one axis, so that nothing is broadcast."""
+    # A value that is broadcast over several positions does not have one row for each of them.
     length: Size = shape(how.x)[how.dim]
     if isinstance(how, moves.WriteRows):
         length = next(iter(shape(how.index)), 1)
@@ -340,7 +344,7 @@ def _fits(how: moves.Write | moves.WriteRows) -> bool:
 def _by_pairs(node: fx.Node) -> Indices | None:
     """Return the positions of an ``index_put`` along neighbouring axes, such as one position for each batch entry.
 
-    None if something is broadcast, or if the positions are not integers.
+    Return None if an operand is broadcast, if the positions are not integers, or if the axes are not neighbours.
     """
     base, indices, new = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
     dims = [k for k, index in enumerate(indices) if index is not None]
@@ -348,7 +352,7 @@ def _by_pairs(node: fx.Node) -> Indices | None:
     rank = len(dims)
     if not rank or dims != [*range(dims[0], dims[0] + rank)]:
         return None
-    # Each tensor of positions has as many axes as are indexed, so `new` has the axes of the buffer.
+    # Each index tensor has as many axes as the buffer has indexed axes. So `new` has as many axes as the buffer.
     if any(len(shape(index)) != rank or val(index).dtype not in (torch.int64, torch.int32) for index in at):
         return None
     chosen = shape(new)[dims[0] : dims[0] + rank]
@@ -358,13 +362,13 @@ def _by_pairs(node: fx.Node) -> Indices | None:
 
 
 def _scattered(node: fx.Node) -> tuple[Dim, Shared] | None:
-    """Return the axis of a scatter that writes all of its source, and the positions along it."""
+    """Return the axis of a scatter that writes all of its source, and the positions along that axis; else None."""
     scatter = whole_scatter(node)
     return None if scatter is None else (Dim(scatter[1]), shared(scatter[2], node))
 
 
 def _added(node: fx.Node) -> tuple[Dim, fx.Node] | None:
-    """Return the axis and the positions of an ``index_add`` of whole rows."""
+    """Return the axis and the positions of an ``index_add`` of whole rows; None if it adds anything else."""
     base, dim, index, x = args_of(node)[:4]
     how = moves.WriteRows(base, x, axis(dim, len(shape(node))), index)
     whole = len(shape(index)) == 1 and node.kwargs.get("alpha", 1) == 1 and _fits(how)
@@ -376,9 +380,9 @@ _AT_POSITIONS: dict[object, Callable[[fx.Node], Indices | tuple[Dim, Shared] | t
     aten.scatter: _scattered,
     aten.index_add: _added,
 }
-"""Operators that write at positions, besides those that :func:`decode` reads."""
+"""Operators that write at positions, in addition to those that :func:`decode` reads."""
 
 
 def _is_kept(x: fx.Node, node: fx.Node) -> bool:
-    """Whether ``node``, a copy of ``x``, has its shape and dtype."""
+    """Whether ``node``, a copy of ``x``, has the shape and dtype of ``x``."""
     return same_sizes(shape(x), shape(node)) and val(x).dtype == val(node).dtype

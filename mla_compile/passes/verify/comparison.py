@@ -1,8 +1,8 @@
 """Compare two nodes numerically, in float64 and in the model's own precision; equal comparisons are made once.
 
 The untouched and the rewritten node are each computed twice from the same random values: in float64 and in the model's
-dtype. In float64 the two must agree up to rounding, which checks the proof from outside. In the model's dtype, the
-error of the rewritten node must stay within a factor of the original's.
+dtype. In float64 the two must agree up to rounding, which checks the proof independently. In the model's dtype,
+the error of the rewritten node must not exceed a multiple of the original's error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ in the first digits."""
 ALLOWED = 1.5
 """The largest error of the rewritten site, as a multiple of the original's error (plus two units in the last place).
 
-The absorbed form rounds at other places than the original, and no more often. So the ratio is near 1, and the quantiles
-of a sample scatter around it.
+The absorbed form rounds at other places than the original, but no more often. So the true ratio is near 1, and the
+ratios of sampled quantiles scatter around it.
 """
 ROWS, TRIALS, MORE = 128, 16, 128
-"""ROWS output rows are wanted for a comparison of errors, from at most TRIALS draws of the inputs.
+"""A comparison of errors wants ``ROWS`` output rows, from at most ``TRIALS`` draws of the inputs.
 
-Of 128 rows, a dozen lie above the 0.9 quantile. A decode step of one head gives a single row per draw, so the
-number of draws is limited too. But the 0.9 quantile of two dozen rows depends on luck, so a site is condemned only
-after ``MORE`` draws.
+Of 128 rows, a dozen lie above the 0.9 quantile. A decode step of one head gives a single row per draw, so the number of
+draws is limited, too. The 0.9 quantile of so few rows depends on luck, so a site fails only after ``MORE`` draws.
 """
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
 """The budget of one comparison: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""
@@ -56,7 +55,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Run:
-    """The sizes at which two nodes are compared; :func:`draw` explains the inputs in ``counts`` and ``lists``."""
+    """The sizes at which two nodes are compared. ``counts`` and ``lists``: arguments of :func:`draw` by input."""
 
     sizes: Mapping[sympy.Symbol, int]
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -81,11 +80,11 @@ class Comparison:
     note: str | None = None
 
     def key(self, weights: Mapping[str, torch.Tensor | None]) -> Hashable:
-        """Return a key that is equal for comparisons of the same computations on other tensors.
+        """Return a key that is equal for comparisons of the same computations on different tensors.
 
-        The key consists of what the comparison reads, not of what a plan tells about it, so nothing can be left out.
-        Layers name their sizes differently, since each cache has symbols of its own. A symbol counts by the place of
-        its first appearance and by its value in each run.
+        The key is made from everything that the comparison reads, and not from a plan, so nothing can be missing.
+        Layers name their sizes differently, because each cache has its own symbols. So a symbol is identified by the
+        place of its first appearance and by its value in each run.
         """
         known = Computations(self.boundary, weights, self.runs[0].sizes if self.runs else {})
         computed = known.of(self.old), known.of(self.new)
@@ -100,7 +99,7 @@ class Comparison:
         return computed, runs, self.note
 
     def check(self, weights: Mapping[str, torch.Tensor | None], seed: int = 0) -> Check:
-        """Draw values and compare, at the sizes of each run until a run shows a difference."""
+        """Draw values and compare the nodes at the sizes of each run; stop at the first run with a problem."""
         ratios: list[float] = []
         for run in self.runs:
             found = self._at(run, weights, seed)
@@ -134,8 +133,8 @@ class Comparison:
             theirs.append(_row_errors(reference, truth, reference))
             if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
                 break
-            # The errors are judged once before the end. Judging after every draw would sooner or later accept by
-            # chance.
+            # Before the last draw, the errors are judged only once. Judging after every draw would sooner or later
+            # accept by chance.
             if trial + 1 == TRIALS and (not rounds or _judged(ours, theirs, old).problem is None):
                 break
         return _judged(ours, theirs, old) if rounds else Check(None)

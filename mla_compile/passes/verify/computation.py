@@ -1,4 +1,4 @@
-"""Describe what nodes compute from given inputs and weights, by values that are equal for equal computations."""
+"""Describe what nodes compute from given inputs and weights; equal computations get equal descriptions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Computations:
         if node.op == "get_attr" or node.meta.get(ORIGIN) in self._boundary or self._is_drawn(node):
             return True
         value = node.meta.get("val")
-        # The evaluation reads such a number from the sizes too. Computing it could lead back to the first layer.
+        # The evaluation also reads such a number from the sizes. Following it could lead back to the first layer.
         return isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self._known_sizes
 
     def _read_by(self, node: fx.Node) -> list[fx.Node]:
@@ -94,7 +94,10 @@ class Computations:
         return node.target, each(args_of(node), self._told), each(dict(node.kwargs), self._told), known, stands_for
 
     def _held(self, node: fx.Node) -> Hashable:
-        """Describe a function by its text and a constant by its numbers; weights of one kind are interchangeable."""
+        """Describe a function by its text and a constant by its numbers.
+
+        Weights get no description, because weights of equal shape and dtype are interchangeable.
+        """
         if node.op != "get_attr" or node.name in self._weights:
             return None
         held: Any = node.graph.owning_module

@@ -38,7 +38,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
         env = environments.setdefault(id(dim.node.shape_env), dim.node.shape_env)
         seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
         expr = sympy.sympify(size(dim))
-        # The original expression counts too, because an axis may have been read before a guard replaced its symbols.
+        # The original expression is read too, because an axis may have been read before a guard replaced its symbols.
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     for env in environments.values():
@@ -47,7 +47,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
 
 
 def _replaced(env: ShapeEnv, found: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """Return ``found``, and values of the symbols that its symbols replace; cached, because layers share them."""
+    """Return ``found`` and the values of symbols that guards replaced by those in it. Layers share cached results."""
     known = _known.setdefault(env, {})
     key = len(env.replacements), frozenset(found.items())
     if key not in known:
@@ -71,7 +71,7 @@ def _closed(
 
 
 def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """Return the value of a size; ``sizes`` has all of its symbols."""
+    """Return the value of ``expr``; ``sizes`` contains all of its symbols."""
     if isinstance(expr, int):
         return expr
     # ``subs`` would first sort all given symbols, and a deep model has many.
@@ -86,9 +86,10 @@ def draw(
     counts: int | None = None,
     lists: Listed | None = None,
 ) -> torch.Tensor:
-    """Draw a random value for one input of a site: rows and queries are normal, masks hide some tokens.
+    """Draw a random tensor for one input of a site: rows and queries are normal, and masks hide some tokens.
 
-    ``counts``: the input is a count near this number of keys. ``lists``: the input names keys.
+    ``counts``: the input holds counts of keys, drawn between -2 and ``counts`` + 1. ``lists``: the input is a sparse
+    index list.
     """
     fake = val(node)
     shape = [number(size(d), sizes) for d in fake.shape]
@@ -106,7 +107,7 @@ def draw(
 
 @dataclass(frozen=True)
 class Listed:
-    """An input that lists keys: the number of keys, the axis of the list, and whether a list repeats no key."""
+    """A sparse index list as input: the number of keys, the axis of entries, and whether entries are distinct."""
 
     keys: int
     axis: int
@@ -122,7 +123,10 @@ def _named(shape: list[int], of: Listed, generator: torch.Generator) -> torch.Te
 
 
 def _mask(shape: list[int], generator: torch.Generator) -> torch.Tensor:
-    """Return a mask that hides random tokens, or those outside of a range in each row: padded, ragged, full, empty."""
+    """Return a mask that hides random tokens, or all tokens outside of a random range in each row.
+
+    Such ranges make rows that are padded, ragged, full or empty.
+    """
     if not shape or torch.rand((), generator=generator) < 0.5:
         return torch.rand(shape, generator=generator) < 0.8
     # Ends may lie beyond the row, so that rows without padding on one side are frequent too.
@@ -132,7 +136,7 @@ def _mask(shape: list[int], generator: torch.Generator) -> torch.Tensor:
 
 
 class Evaluation:
-    """Evaluates one node from given inputs and live weights; floating tensors get ``dtype`` unless it is None."""
+    """Evaluates one node from given inputs and live weights; floats are cast to ``dtype`` unless it is None."""
 
     def __init__(
         self,
@@ -159,7 +163,7 @@ class Evaluation:
                     pending.pop()
                     continue
                 leaf = self._leaf(current)
-                # In the model's own precision quantized operators run as they are; in other precisions their stand-ins
+                # In the model's own precision, quantized operators run themselves. In other precisions, their stand-ins
                 # run.
                 original = original_of(current) if self.dtype is None and leaf is None else None
                 needed = [] if leaf is not None else current.all_input_nodes if original is None else [original]
@@ -186,7 +190,7 @@ class Evaluation:
             return self._cast(held)  # a constant of the graph
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
-            return number(size(value), self.sizes)  # not computed: it may count values that are drawn here
+            return number(size(value), self.sizes)  # not computed, because it may count values that are drawn here
         # No other rank takes part here, so results of collectives are drawn.
         inner = node.op not in ("placeholder", "get_attr") and node.name not in self.weights
         if inner and not (is_collective(node) and is_tensor(node)):
@@ -200,7 +204,7 @@ class Evaluation:
                 return value
             return number(size(value), {**of_sizes([value]), **self.sizes})
         sizes = {**symbols([node]), **self.sizes}
-        # int() would specialise a symbolic size to the traced one for good.
+        # int() would permanently specialise a symbolic size to the traced one.
         width = max(1, number(size(val(node).shape[-1]), sizes)) if val(node).dim() else 1
         # The name seeds the generator, so that both graphs draw the same weight. hash() would differ from run to run.
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
@@ -223,7 +227,7 @@ class Evaluation:
         if self.dtype is not None and is_foreign(node.target):
             return self._in_own_precision(node)
         value = node.target(*_promoted(node.target, args, self.dtype), **kwargs)
-        # Made from no tensor and without a dtype, a tensor has torch's default dtype, which need not be this one.
+        # A tensor that is made without a dtype and from no other tensor has torch's default dtype.
         made = isinstance(value, torch.Tensor) and not any(map(is_tensor, node.all_input_nodes))
         return self._cast(value) if made else value
 
@@ -252,12 +256,12 @@ def _narrowed_to(node: fx.Node) -> float | None:
 
 
 def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """Replace numbers beyond ``limit`` by infinity: a narrowing cast that runs in float64 must still overflow."""
+    """Replace numbers beyond ``limit`` by infinity, since a narrowing cast must overflow even if it runs in float64."""
     return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
 
 
 def _promoted(op: object, args: tuple[object, ...], dtype: torch.dtype | None) -> tuple[object, ...]:
-    """Cast integer tensors to ``dtype`` if an argument is a float; torch would use its default dtype, float32."""
+    """Cast integer tensors to ``dtype`` if an argument is a float, where torch would use its default, float32."""
     pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
     if dtype is None or not pointwise or not any(isinstance(a, float) for a in args):
         return args

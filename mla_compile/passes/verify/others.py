@@ -1,8 +1,8 @@
 """Choose the nodes to compare for the rewrites that are not absorptions.
 
-These are an indexer as one operator, an attention that runs by groups of heads to save memory, and an attention that
-was split because its heads read different rows. In each comparison, ``untouched`` maps names to the nodes of the
-untouched graph.
+These rewrites are an indexer that became one operator, an attention that runs one group of heads at a time to save
+memory, and an attention that was split because its heads read different rows. In all functions, ``untouched`` maps
+names to the nodes of the untouched graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mla_compile.passes.verify.sites import compared, nearest_known
 def index_comparison(
     found: Indexer, new: fx.Node, untouched: Mapping[str, fx.Node], weights: Collection[str]
 ) -> Comparison:
-    """Compare ``new`` with the same scores in the ``untouched`` graph, at the traced sizes and at a longer context."""
+    """Return a comparison of ``new`` with the untouched scores, at the traced sizes and at a longer context."""
     operands = (found.query, found.keys, found.weights)
     boundary = {name: untouched[name] for name in nearest_known([o.node for o in operands], weights)}
     seen = symbols([*boundary.values(), *(o.node for o in operands), found.out.node])
@@ -46,7 +46,7 @@ def index_comparison(
 def by_heads_comparison(
     site: AttentionSite, region: Region, new: fx.Node, untouched: Mapping[str, fx.Node], weights: Collection[str]
 ) -> Comparison | str:
-    """Compare ``new`` with the region's output in the ``untouched`` graph at the traced sizes, or tell why not."""
+    """Return a comparison of ``new`` with the region's untouched output at the traced sizes, or why there is none."""
     old = untouched.get(region.out.meta.get(ORIGIN, ""))
     if old is None:
         return "not checked numerically: the untouched graph has no such output"
@@ -63,7 +63,7 @@ def by_heads_comparison(
 def split_comparison(
     split: SplitSite, groups: Sequence[Verdict], untouched: Mapping[str, fx.Node], weights: Collection[str]
 ) -> Comparison:
-    """Compare the joined output of all groups with the attention in the ``untouched`` graph."""
+    """Return a comparison of the joined output of all groups with the attention in the ``untouched`` graph."""
     boundary = {name: untouched[name] for name in _boundary(groups, weights)}
     plan, group = next((v.plan, g) for v, g in zip(groups, split.groups, strict=True) if v.absorb)
     assert plan is not None
@@ -73,7 +73,7 @@ def split_comparison(
 
 
 def _boundary(groups: Sequence[Verdict], weights: Collection[str]) -> dict[str, fx.Node]:
-    """Return nodes of both graphs from which all groups are computed.
+    """Return, by name, the nodes from which all groups are computed and which the untouched graph also has.
 
     The absorbed rows are among these nodes; nodes between the rows and the attention are not.
     """
@@ -82,13 +82,14 @@ def _boundary(groups: Sequence[Verdict], weights: Collection[str]) -> dict[str, 
     for verdict in groups:
         site = verdict.site
         others += [p.q.node for p in site.products]
-        # The inputs of a mask are given instead of the mask, because one group may read a length in its place.
+        # Values are drawn for the inputs of a mask, not for the mask, because a group may read a length instead of the
+        # mask.
         others += (visible(site, ()) if verdict.plan is None else verdict.plan.visible).given
         if verdict.absorb and verdict.plan is not None:
             rows += [n for source in verdict.plan.sources for n in decides(source)]
         else:
             others += [*(p.k.node for p in site.products), site.v.node]
     found: dict[str, fx.Node] = {}
-    for row in sorted(rows):  # in graph order: a group may read rows computed from those of another group
+    for row in sorted(rows):  # in graph order, because a group may read rows computed from another group's rows
         found |= nearest_known([row], weights, set(found.values()))
     return found | nearest_known(others, weights, set(found.values()))

@@ -1,7 +1,7 @@
 """Choose what to compare for a rewritten attention: the part of the graph between its inputs and its output.
 
-The inputs (rows, queries, masks, weights) get random values: ordinary ones, large ones (a softmax near one-hot) and,
-for masks, padding. A symbolic context is also checked at a large length.
+The inputs (rows, queries, masks, weights) get random values. These are ordinary, or so large that the softmax is near
+one-hot, and masks may be padding masks. A symbolic context is also checked at a large length.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from mla_compile.passes.verify.evaluate import Listed, number, of_sizes, symbols
 def site_comparison(
     plan: AbsorbPlan, new: fx.Node, untouched: Mapping[str, fx.Node], given: Sequence[fx.Node], weights: Collection[str]
 ) -> Comparison:
-    """Compare the rewritten output ``new`` with the same site in the ``untouched`` graph, given as nodes by name.
+    """Return a comparison of the rewritten output ``new`` with the output of the same site in the untouched graph.
 
-    ``given``: the rows that get random numbers, if they differ from the plan's rows.
+    ``untouched``: the nodes of the untouched graph, by name. ``given``: the rows that get random numbers, if they
+    differ from the plan's rows.
     """
     inputs = [
         *(n for source in given or plan.sources for n in decides(source)),
@@ -38,16 +39,16 @@ def site_comparison(
     ]
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: untouched[name] for name in nearest_known([*inputs, *beside], weights)}
-    # The tensor that the plan's rows are cut from may have another length than the keys.
+    # The plan's rows may be slices of a tensor whose length differs from the number of keys.
     longer = all(any(same_sizes(shape(node)[:-1], shape(source)[:-1]) for source in plan.sources) for node in given)
     return compared(plan, untouched[old], new, boundary, longer=longer)
 
 
 def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
-    """Return the node to compare (its name in the untouched graph, and the rewritten node) and its other inputs.
+    """Return the name of the node to compare in the untouched graph, the rewritten node, and further inputs of it.
 
-    The node is the site's output, unless canonicalisation extracted the output from a larger operator (a product from
-    ``baddbmm``). Then it is the result of that operator.
+    The node to compare is usually the site's output. If canonicalisation extracted that output from a larger operator
+    (such as a product from ``baddbmm``), the node is the result of the larger operator.
     """
     if ORIGIN in site.meta:
         return site.meta[ORIGIN], new, []
@@ -62,10 +63,10 @@ def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]
 def nearest_known(
     nodes: Iterable[fx.Node], weights: Collection[str], without: Collection[fx.Node] = ()
 ) -> dict[str, fx.Node]:
-    """Find the nearest nodes behind ``nodes`` that have a counterpart in the untouched graph, by its name there.
+    """Return the nearest nodes upstream of ``nodes`` that have a counterpart in the untouched graph, by its name.
 
-    Given values for these nodes, both graphs must compute the same. ``without``: nodes that already have values; a node
-    that depends on them is computed, not given.
+    If these nodes are given values, both graphs must compute the same results. ``without``: nodes that already have
+    values. A node that depends on one of them is computed, so no value is drawn for it.
     """
     found: dict[str, fx.Node] = {}
 
@@ -91,10 +92,10 @@ def compared(
     *,
     longer: bool = True,
 ) -> Comparison:
-    """Compare ``new`` with ``old``, both computed from the same values of ``boundary``.
+    """Return a comparison of ``new`` with ``old``, which are both computed from the same values of ``boundary``.
 
-    ``share``: the part of the computed heads that belongs to ``plan``. ``longer``: also compare with more keys than in
-    the trace.
+    ``share``: the fraction of the computed heads that belongs to ``plan``. ``longer``: whether to compare with more
+    keys than in the trace, too.
     """
     runs: list[Run] = []
     note = None
@@ -110,12 +111,12 @@ def compared(
 
 
 def _lists(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> dict[str, Listed]:
-    """Return the input that lists the keys of each query, if there is one, by its name in the untouched graph."""
+    """Return the input that is a sparse index list, if there is one, by its name in the untouched graph."""
     chosen = plan.visible.chosen
     if chosen is None or chosen.scores is not None or ORIGIN not in chosen.indices.node.meta:
         return {}
     axes = chosen.indices.axes
-    # A list with one key has no axis for it, and any axis of length 1 will do.
+    # A list with one entry per query has no axis of entries, and any axis of length 1 can be used.
     along = axes.index(chosen.count) if chosen.count in axes else len(axes) - 1
     return {chosen.indices.node.meta[ORIGIN]: Listed(number(chosen.names, sizes), along, chosen.distinct)}
 
@@ -136,7 +137,7 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
     (symbol,) = context[0].free_symbols
     if not any(symbol in sympy.sympify(n).free_symbols for o in operands for n in shape(o.node)):
         return [seen]  # a guard has since replaced this symbol by another
-    # Symbols that only inputs behind the operands have, such as masks by position, grow by the same number of tokens.
+    # Symbols that occur only in inputs upstream of the operands (as position masks) grow by as many tokens.
     beside = _sized_by(boundary) - _sized_by(o.node for o in operands)
     longer = {**seen, **{s: seen[s] + LONG - seen[symbol] for s in beside}, symbol: LONG}
     sizes: dict[object, int] = {}
@@ -153,7 +154,7 @@ def _sized_by(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
 
 
 def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
-    """Return the symbols that tell which rows are sliced out (the newest 8 of n); they may appear in no shape."""
+    """Return the symbols in the bounds of sliced rows (such as the newest 8 of n); shapes may lack them."""
     told: dict[sympy.Symbol, int] = {}
     for node in rows:
         while is_virtual(node):

@@ -1,4 +1,4 @@
-"""Charts as positions and words, which the template writes as SVG. Marks keep their values unrounded."""
+"""Charts as positions and words, which the template writes as SVG. Marks keep their unrounded values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mla_compile.core.quantities import scaled
 
 WIDTH, HEIGHT = 360.0, 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 16.0, 40.0
-_ROOM_BELOW = 0.15  # in decades, for the name of the lowest line
+_ROOM_BELOW = 0.15  # in decades: space for the name of the lowest line
 _BAR, _BAR_GAP, _BAR_LEFT, _BAR_RIGHT = 22.0, 12.0, 44.0, 62.0
 
 
@@ -51,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """One line in a ``style`` of the page's palette; ``label`` is the position of its name."""
+    """One line in a ``style`` of the page's palette. ``label`` is the position of the line's name."""
 
     name: str
     style: str
@@ -95,7 +95,7 @@ class Series:
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, bool]], unit: str) -> BarChart:
-    """Return a bar for each (name, value, whether it is the model's own)."""
+    """Return a chart with a bar for each row: name, value, and whether it is the model's own kind."""
     most = max(value for _, value, _ in rows)
     room = WIDTH - _BAR_LEFT - _BAR_RIGHT
     drawn = tuple(
@@ -141,7 +141,10 @@ def short(number: int) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """The exponents at the ends of both axes: powers of two horizontally, of ten vertically."""
+    """The exponents at the ends of both axes.
+
+    The horizontal axis has powers of two, the vertical axis powers of ten.
+    """
 
     first: float
     last: float

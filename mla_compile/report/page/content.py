@@ -22,7 +22,7 @@ from mla_compile.report.wording import headline, rows_of
 from mla_compile.version import __version__
 
 PLACES = tuple(2**i for i in range(11, 20))
-"""The contexts of the cost charts, which include those of the tables."""
+"""The contexts of the cost charts. They include the contexts of the tables."""
 QUERIES = tuple(2**i for i in range(13))
 _QUERY_CONTEXT = 32768
 _STYLES = {"expanded": "before", "as it is": "before", "absorbed": "after", "sparse": "listed"}
@@ -35,7 +35,7 @@ _FAMILIES: dict[Family, str] = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its name and a list of all its nodes for readers who cannot see it."""
+    """A drawing with its name, and a list of all its nodes for readers who cannot see the drawing."""
 
     name: str
     graph: PlacedGraph
@@ -212,7 +212,10 @@ def _cost_table(costs: Sequence[TokenCost]) -> Table:
 
 
 def crossing(costs: Sequence[TokenCost], values: Callable[[TokenCost], Sequence[int]]) -> float | None:
-    """Return the context at which the first two forms, both linear in it, cost the same; ``None`` if there is none."""
+    """Return the context at which the first two forms cost the same; ``None`` if there is none.
+
+    Both costs are linear in the context.
+    """
     if len(costs) < 2:
         return None
     (a, b), (T, U) = [values(row) for row in costs[:2]], CONTEXTS[:2]

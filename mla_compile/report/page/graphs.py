@@ -52,7 +52,7 @@ class NodeBox:
 
 @dataclass(frozen=True)
 class PlacedGraph:
-    """A drawing that is laid out; curves are SVG paths."""
+    """A drawing after its layout; curves are SVG paths."""
 
     boxes: tuple[NodeBox, ...]
     curves: tuple[str, ...]
@@ -79,7 +79,7 @@ def laid_out(drawing: Drawing) -> PlacedGraph:
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:
-    """Return the path of an edge: down from box to box, and straight through layers that it only crosses."""
+    """Return the path of an edge: curved from box to box, and straight through layers that the edge only crosses."""
     half = _HEIGHT / 2
     (x, y), rest = points[0], points[1:]
     path = f"M{x:.1f},{y + half:.1f}"
@@ -103,7 +103,7 @@ def _cut(text: str) -> str:
 
 
 def _in_words(drawing: Drawing) -> str:
-    """Count the nodes of each kind and name the attention operator; the table below the picture lists all nodes."""
+    """Count the nodes of each kind and name the attention operator. The table below the picture lists all nodes."""
     names = {"op": "operators", "weight": "weights", "cache": "caches", "latent": "latent rows", "input": "inputs"}
     counts = [f"{sum(n.role == role for n in drawing.nodes)} {name}" for role, name in names.items()]
     attention = ", ".join(dict.fromkeys(n.label for n in drawing.nodes if n.role == "attention"))

@@ -27,7 +27,7 @@ class Placed:
 
 
 def place(widths: Sequence[float], edges: Sequence[tuple[int, int]], box_height: float) -> Placed:
-    """Lay out boxes of these widths; edges go down from source to reader and form no cycle."""
+    """Lay out boxes of these widths. Edges go down from source to reader and form no cycle."""
     if not widths:
         return Placed((), (), 0.0, 0.0)
     layer = _layers(len(widths), edges)
@@ -72,7 +72,7 @@ def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _ordered(layer: Sequence[int], links: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Order the boxes and points of every layer by barycentres, downwards and upwards; keep the best order."""
+    """Order the boxes and points of every layer by barycentres, sweeping down and up; keep the best order."""
     above, below = _neighbours(len(layer), links)
     rows: list[list[int]] = [[] for _ in range(max(layer) + 1)]
     for i in _depth_first(above, [i for i in range(len(layer)) if not below[i]]):
@@ -125,7 +125,7 @@ def _crossings(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]]) 
 
 
 def _positions(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], sizes: Sequence[float]) -> list[float]:
-    """Return centres, each as close to the mean of its neighbours as the order and the widths allow."""
+    """Return centres. Each is as close to the mean of its neighbours as the order and the widths allow."""
     above, below = _neighbours(len(sizes), links)
     x = [0.0] * len(sizes)
     for row in rows:

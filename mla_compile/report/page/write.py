@@ -52,7 +52,7 @@ def _write(page: str, path: Path) -> None:
                 file.write(data)
             os.chmod(draft, _mode(path))
             os.replace(draft, path)
-        except BaseException:  # raised again; an interrupt must not leave a draft behind either
+        except BaseException:  # raised again: even an interrupt must not leave a draft
             os.unlink(draft)
             raise
     except OSError as error:
@@ -61,7 +61,7 @@ def _write(page: str, path: Path) -> None:
 
 def render(result: Explained, title: str = "") -> str:
     """Return the page as text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # imported on use, because only pages need it
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # imported here, because only pages need it
 
     environment = Environment(
         loader=PackageLoader("mla_compile", "report/page/templates"),
@@ -75,7 +75,7 @@ def render(result: Explained, title: str = "") -> str:
 
 
 def checked(path: str | os.PathLike[str]) -> Path:
-    """Return the path if a file can be written there; called before slow work. Raises :class:`InputError`."""
+    """Return the path if a file can be written there. Call this before slow work. Raises :class:`InputError`."""
     target = Path(path).resolve()  # a symbolic link stays and points to the new file
     if target.is_dir():
         raise InputError(f"{target} is a directory, expected the name of a file")
